@@ -1,0 +1,134 @@
+"""What a capture hands to the rest: the graph, and what is needed to run its ops again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from outofcore.graph import StepGraph, StorageKind
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor as a window onto a storage: everything but the bytes."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+    offset: int = 0  # in elements, from the start of the storage
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in the arguments of a call for the tensor of a value."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """How to run one op of the graph.
+
+    Attributes:
+        func: called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``. Every other
+            argument is a constant; refs may stand inside lists and tuples.
+        results: for each tensor among the leaves of what ``func`` returns, in order, the index of its
+            value if this op creates its storage, else None (it aliases an argument).
+        rehearse: called in place of ``func``, with the same arguments, when the op is only measured
+            on scratch tensors. None: ``func`` itself has no effect beyond its arguments.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    rehearse: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class InputBinding:
+    """Leaf ``leaf`` of the flattened ``(args, kwargs)`` of the step arrives as ``value``."""
+
+    leaf: int
+    value: int
+
+
+@dataclass(frozen=True)
+class StateBinding:
+    """A tensor that persists across steps, and where the user sees it.
+
+    Attributes:
+        key: unique and stable across captures of the same step, such as "model.0.weight",
+            "optimizer.0.state.model.0.weight.exp_avg", "model.0.weight.grad".
+        kind: PARAMETER, BUFFER, GRADIENT or OPTIMIZER_STATE.
+        tensor: the user's own tensor (the Parameter object itself, the buffer, the state tensor), or
+            None where it does not exist yet (optimizer state before its first step).
+        value: the whole tensor as a window onto its storage.
+        owner: for optimizer state the parameter it belongs to, with optimizer and name; see
+            ``capture.optimizers``. None otherwise.
+    """
+
+    key: str
+    kind: StorageKind
+    tensor: torch.Tensor | None
+    value: int
+    owner: Any = None
+
+
+class LeafKind(Enum):
+    """Where a leaf of the step's return value comes from."""
+
+    VALUE = "value"  # a tensor computed in the step: ``index`` is its value
+    STATE = "state"  # a tensor of the user's own state: ``index`` is its place in ``Captured.states``
+    INPUT = "input"  # an input handed through: ``index`` is the leaf of the inputs
+    CONSTANT = "constant"  # not a tensor: ``constant`` is returned as it is
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One leaf of the step's return value."""
+
+    kind: LeafKind
+    index: int = -1
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class GradientLeft:
+    """A gradient that the step creates and leaves in ``.grad`` when it ends (kind GRADIENT, in graph.outputs)."""
+
+    parameter: int  # place in ``Captured.states``
+    value: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One training step, captured for one signature of inputs and state.
+
+    Attributes:
+        graph: the step. ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``.
+        calls: one for each op, in order.
+        values: at the index that a ``Ref`` names.
+        inputs: which leaves of the arguments are tensors that the step uses.
+        states: all persistent storages, by key order of first appearance.
+        gradients_left: gradients that the user finds in ``.grad`` after the step.
+        gradients_cleared: places in ``states`` of parameters whose ``.grad`` is None after the step.
+        constants: real tensors baked into the step, by storage id.
+        outputs, output_spec: the step's return value, flattened by ``torch.utils._pytree``.
+    """
+
+    graph: StepGraph
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[InputBinding, ...]
+    states: tuple[StateBinding, ...]
+    gradients_left: tuple[GradientLeft, ...]
+    gradients_cleared: tuple[int, ...]
+    constants: dict[int, torch.Tensor]
+    outputs: tuple[OutputLeaf, ...]
+    output_spec: Any

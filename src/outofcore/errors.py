@@ -1,0 +1,77 @@
+"""Every error that outofcore raises on purpose.
+
+    OutOfCoreError
+    ├── InputError (also a ValueError)      something handed to outofcore is not usable as it is
+    │   ├── UnitError                       a byte count or a rate could not be read
+    │   ├── BudgetError                     the budget cannot hold the step
+    │   ├── SpillError                      the spill directory is missing, read-only or too small
+    │   └── GraphError                      a step graph, plan or cost file contradicts itself
+    ├── CaptureError                        the step cannot become one graph; names the user's line
+    ├── ValidationError                     a program broke one of the promises of the design
+    ├── ArenaError (also a MemoryError)     a request did not fit the planned arena
+    ├── TransferError (also an OSError)     a copy to or from a home failed
+    └── StateError (also a RuntimeError)    a step, model or tensor is used in a state that forbids it
+
+Each message says what happened, why, and what to do; where the user's own code is the
+place to act, the message carries its file and line or the module path.
+"""
+
+
+class OutOfCoreError(Exception):
+    """The root of all errors raised by this library."""
+
+
+class InputError(OutOfCoreError, ValueError):
+    """An argument cannot be used as it is; nothing has been changed."""
+
+
+class UnitError(InputError):
+    """A byte count or a rate could not be read."""
+
+
+class BudgetError(InputError):
+    """The budget cannot hold the step.
+
+    Attributes:
+        smallest_budget: the smallest budget in bytes that would do, where it is known.
+    """
+
+    def __init__(self, message: str, smallest_budget: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
+
+
+class SpillError(InputError):
+    """The spill directory is missing, read-only or too small."""
+
+
+class GraphError(InputError):
+    """A step graph, its costs or a plan contradicts itself."""
+
+
+class CaptureError(OutOfCoreError):
+    """The training step cannot become one graph.
+
+    Attributes:
+        location: the user's ``file:line``, or an empty string where there is none.
+    """
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
+
+
+class ValidationError(OutOfCoreError):
+    """A program broke one of the promises: a fault of the planner, never of the user."""
+
+
+class ArenaError(OutOfCoreError, MemoryError):
+    """A request for device memory did not fit the arena."""
+
+
+class TransferError(OutOfCoreError, OSError):
+    """A copy to or from a home failed."""
+
+
+class StateError(OutOfCoreError, RuntimeError):
+    """A step, a model or a tensor is used in a state that forbids it."""

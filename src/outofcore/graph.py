@@ -1,0 +1,127 @@
+"""The captured step as plain data: operations in order, on storages.
+
+Nothing here knows PyTorch. A graph comes from a capture, from a file, or from a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from outofcore.errors import GraphError
+
+
+class StorageKind(Enum):
+    """What the bytes of a storage are to the user."""
+
+    PARAMETER = "parameter"  # a learnt tensor of the model; persists across steps
+    GRADIENT = "gradient"  # the gradient of a parameter; persists only where no op creates it
+    OPTIMIZER_STATE = "optimizer_state"  # moments, master weights and the like; persists across steps
+    BUFFER = "buffer"  # a registered tensor that is not learnt, such as running statistics; persists
+    ACTIVATION = "activation"  # anything computed in the step and not seen outside of it
+    INPUT = "input"  # handed to the step by its caller; its contents are new in each step
+    OUTPUT = "output"  # returned to the caller
+    CONSTANT = "constant"  # a value baked into the step; always resident
+
+
+# Kinds whose bytes, where no op of the step creates them, are the same storage in the next step.
+PERSISTENT_KINDS = frozenset(
+    {StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE, StorageKind.BUFFER}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes shared by aliasing tensors."""
+
+    id: int  # its index in ``StepGraph.storages``
+    bytes: int
+    kind: StorageKind
+    name: str = ""  # for people: "layer3.2.conv1.weight", or the module path and op that created it
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation: which storages it reads, writes in place and brings into being.
+
+    A storage written in place stands in ``mutates``, and in ``reads`` as well only if its former
+    contents matter; a storage first written here stands in ``creates`` alone.
+    """
+
+    id: int  # its index in ``StepGraph.ops``
+    name: str
+    reads: tuple[int, ...]
+    mutates: tuple[int, ...]
+    creates: tuple[int, ...]
+    rerunnable: bool = True  # may run again to recompute what it created
+    random: bool = False  # draws from a generator
+    family: str = ""  # ops of one family cost the same; empty: a family of its own
+    module: str = ""  # path of the module that asked for it, such as "encoder.3.attention"
+    source: str = ""  # the user's "file:line"
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """All storages that must be on the device while the op runs, each once, in order."""
+        return tuple(dict.fromkeys(self.reads + self.mutates + self.creates))
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One training step.
+
+    Attributes:
+        storages: each at the index that is its id.
+        ops: in the order in which plain PyTorch runs them; each at the index that is its id.
+        outputs: ids of storages that must exist when the step ends, beyond those that persist.
+    """
+
+    storages: tuple[Storage, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[int, ...] = ()
+
+    @cached_property
+    def creator(self) -> dict[int, int]:
+        """The op that creates each storage; storages that exist before the step are absent."""
+        return {storage: op.id for op in self.ops for storage in op.creates}
+
+    @cached_property
+    def persistent(self) -> frozenset[int]:
+        """Storages whose contents at the end of a step are those at the start of the next."""
+        return frozenset(s.id for s in self.storages if s.kind in PERSISTENT_KINDS and s.id not in self.creator)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each storage the ops that touch it, in order."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for op in self.ops:
+            for storage in op.touched:
+                found[storage].append(op.id)
+        return tuple(tuple(ops) for ops in found)
+
+    def check(self) -> None:
+        """Refuse a graph that contradicts itself.
+
+        Raises:
+            GraphError: an id is not its index, a storage is created twice, is used before it is
+                created, or has no bytes; or an op or output names a storage that is not there.
+        """
+        for index, storage in enumerate(self.storages):
+            if storage.id != index:
+                raise GraphError(f"storage at index {index} has id {storage.id}; ids must be the indices")
+            if storage.bytes < 0:
+                raise GraphError(f"storage {index} ({storage.name}) has {storage.bytes} bytes")
+        exists = {s.id for s in self.storages} - set(self.creator)
+        for index, op in enumerate(self.ops):
+            if op.id != index:
+                raise GraphError(f"op at index {index} has id {op.id}; ids must be the indices")
+            for storage in op.reads + op.mutates:
+                if storage not in exists:
+                    raise GraphError(f"op {index} ({op.name}) uses storage {storage} before any op creates it")
+            for storage in op.creates:
+                if storage in exists or not 0 <= storage < len(self.storages):
+                    raise GraphError(f"op {index} ({op.name}) creates storage {storage}, which exists already")
+                exists.add(storage)
+        for storage in self.outputs:
+            if storage not in exists:
+                raise GraphError(f"output {storage} is not a storage of the step")

@@ -1,0 +1,54 @@
+"""The plan: what becomes of a storage between two uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Residency(Enum):
+    """The decision about a gap."""
+
+    KEEP = "keep"  # the bytes stay on the device
+    OFFLOAD = "offload"  # the bytes leave for their home and come back before the next use
+    RECOMPUTE = "recompute"  # the bytes are dropped and computed again before the next use
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Gap:
+    """From one use of a storage to its next, in op indices, half-open.
+
+    In a graph of n ops the cyclic gap of a persistent storage runs from its last use ``start`` to
+    ``end`` = n + its first use. An input waits at its home for its first use: ``start`` is -1.
+    """
+
+    storage: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan says of one gap.
+
+    For OFFLOAD, the copy-out (if the home copy is stale) starts when op ``start`` is done; from op
+    ``release_by`` on the room is counted as free, so whoever takes it may have to wait for that copy;
+    and from op ``fetch_at`` on the room of the copy-in is taken. Always
+    ``start < release_by <= fetch_at <= end``. In a cyclic gap ``release_by <= n <= fetch_at``: what
+    leaves the device around the end of a step is at home when the step ends, where the user sees it.
+    For an input (``start`` = -1) only ``fetch_at`` matters.
+    """
+
+    gap: Gap
+    residency: Residency
+    release_by: int
+    fetch_at: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one policy under one budget. Gaps that are not named are kept."""
+
+    policy: str
+    budget: int  # bytes that the policy was allowed
+    decisions: tuple[Decision, ...]

@@ -1,0 +1,123 @@
+"""The program: a plan as one flat list of instructions on three queues.
+
+The simulator, the validator and the executor all interpret this list. A queue runs its
+instructions one after the other; between queues nothing is ordered but by the waits.
+
+The program is one step in its steady state: blocks that wrap hold their bytes from the end of one
+step to the start of the next. All queues are empty when a step ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Queue(Enum):
+    """Who runs an instruction."""
+
+    COMPUTE = "compute"  # the ops
+    COPY_OUT = "copy-out"  # device to home
+    COPY_IN = "copy-in"  # home to device
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Start no sooner than ``count`` instructions of ``queue`` are done in this step."""
+
+    queue: Queue
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run an op on blocks.
+
+    ``blocks`` has one block for each storage of ``op.touched``, in that order; ``workspace`` is the
+    block for scratch memory, or None.
+    """
+
+    op: int
+    blocks: tuple[int, ...]
+    workspace: int | None = None
+    waits: tuple[Wait, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Copy a block to the storage's slot at its home."""
+
+    block: int
+    version: int  # how often the storage has been written in this step when its bytes leave
+    waits: tuple[Wait, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy the storage's slot at its home into a block."""
+
+    block: int
+    version: int  # the version that the home holds
+    waits: tuple[Wait, ...] = ()
+
+
+Instruction = Run | CopyOut | CopyIn
+
+
+def queue_of(instruction: Instruction) -> Queue:
+    """The queue that an instruction runs on."""
+    if isinstance(instruction, Run):
+        return Queue.COMPUTE
+    return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Device bytes held for one stay of a storage, or for the workspace of one op.
+
+    The bytes are held from instruction ``born`` up to, but not including, instruction ``dies``
+    (indices into ``Program.instructions``). If ``wraps``, the block is held at the end of the step as
+    well as at its start: over [born, end) and [0, dies), where ``dies <= born``, or over the whole
+    step where ``born = dies = 0``.
+    """
+
+    id: int  # its index in ``Program.blocks``
+    storage: int | None  # None: workspace
+    bytes: int  # rounded up as the arena places it
+    born: int
+    dies: int
+    wraps: bool = False
+    offset: int = -1  # byte offset in the arena; -1: not yet placed
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step, ready to be simulated, validated and executed.
+
+    Attributes:
+        instructions: in program order. The order on each queue is theirs.
+        blocks: each at the index that is its id.
+        arena_bytes: the end of the highest placed block.
+        results: the storages whose home holds the up-to-date bytes when the step ends: every
+            output, and every persistent storage that no wrapping block holds.
+    """
+
+    instructions: tuple[Instruction, ...]
+    blocks: tuple[Block, ...]
+    arena_bytes: int = 0
+    results: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each instruction of a program ran, simulated or measured.
+
+    Attributes:
+        starts: seconds from the start of the step, one per instruction, in program order.
+        ends: likewise.
+        step_seconds: from the start of the step to the end of its last instruction.
+    """
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    step_seconds: float

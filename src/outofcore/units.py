@@ -1,0 +1,87 @@
+"""Byte counts and durations as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from outofcore.errors import UnitError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+# Blocks of at least this size are placed in whole pages, so that direct I/O can use them in place.
+PAGE_BYTES = 4096
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": KIB,
+    "KB": 10**3,
+    "KIB": KIB,
+    "M": MIB,
+    "MB": 10**6,
+    "MIB": MIB,
+    "G": GIB,
+    "GB": 10**9,
+    "GIB": GIB,
+    "T": TIB,
+    "TB": 10**12,
+    "TIB": TIB,
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a byte count such as ``6GiB``, ``"512 MB"`` or ``4096``.
+
+    ``KiB``, ``MiB``, ``GiB`` and ``TiB`` are powers of 1024, and so are the bare letters;
+    ``KB``, ``MB``, ``GB`` and ``TB`` are powers of 1000. A fraction is rounded down to whole bytes.
+
+    Raises:
+        UnitError: the text is not a byte count, or is not above zero.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise UnitError(
+            f"a byte count is a whole number or text such as '6GiB', not {type(text).__name__} {text!r}"
+        )
+    if isinstance(text, int):
+        count = text
+    else:
+        match = _PATTERN.fullmatch(text)
+        factor = _UNITS.get(match.group(2).upper()) if match else None
+        if match is None or factor is None:
+            raise UnitError(f"cannot read {text!r} as a byte count; write for example '6GiB', '512MiB' or 1073741824")
+        number = match.group(1)
+        count = int(float(number) * factor) if "." in number else int(number) * factor
+    if count <= 0:
+        raise UnitError(f"a byte count must be above zero, and {text!r} is not; write for example '6GiB'")
+    return count
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count in binary units with three significant digits, such as ``1.50 GiB``."""
+    sign = "-" if count < 0 else ""
+    count = abs(count)
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= factor:
+            value = count / factor
+            digits = 2 if value < 10 else 1 if value < 100 else 0
+            return f"{sign}{value:.{digits}f} {unit}"
+    return f"{sign}{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three significant digits in a fitting unit, such as ``1.20 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= factor:
+            value = seconds / factor
+            digits = 2 if value < 10 else 1 if value < 100 else 0
+            return f"{value:.{digits}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``count``."""
+    return -(-count // multiple) * multiple
