@@ -43,9 +43,7 @@ def parse_bytes(text: str | int) -> int:
         UnitError: the text is not a byte count, or is not above zero.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
-        raise UnitError(
-            f"a byte count is a whole number or text such as '6GiB', not {type(text).__name__} {text!r}"
-        )
+        raise UnitError(f"a byte count is a whole number or text such as '6GiB', not {type(text).__name__} {text!r}")
     if isinstance(text, int):
         count = text
     else:

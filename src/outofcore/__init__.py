@@ -1,0 +1,24 @@
+"""Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outofcore.api import Step, StepStats, compile, minimum_budget
+
+__version__ = "0.1.0"
+__all__ = ["Step", "StepStats", "compile", "minimum_budget"]
+
+
+def __getattr__(name: str) -> Any:
+    # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
+    if name in __all__:
+        from outofcore import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'outofcore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

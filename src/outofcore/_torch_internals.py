@@ -1,0 +1,131 @@
+"""Every private name of PyTorch that outofcore leans on, under a public name of ours.
+
+A new release of PyTorch that moves or drops one of them breaks this file alone.
+Checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    MetadataMismatchError,
+    UnsupportedFakeTensorException,
+    UnsupportedMutationAliasingException,
+    UnsupportedOperatorException,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+__all__ = [
+    "BACKWARD_ENTRY_POINTS",
+    "FOREACH_TENSOR_TYPES",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "MetadataMismatchError",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "UnsupportedFakeTensorException",
+    "UnsupportedMutationAliasingException",
+    "UnsupportedOperatorException",
+    "autograd_sequence_number",
+    "current_autograd_node",
+    "global_optimizer_hooks",
+    "keystr",
+    "mark_optimizer_called",
+    "node_sequence_number",
+    "plain_optimizer_step",
+    "register_optimizer_step_pre_hook",
+    "sdp_backends_enabled",
+    "storage_key",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_unflatten",
+    "without_hooks",
+]
+
+# Where Python code enters the autograd engine: (module, attribute), all bound to one function.
+BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+)
+
+# The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
+FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of the storage of a tensor, unique while the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def autograd_sequence_number() -> int:
+    """One more than the number of the autograd node made last in this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def current_autograd_node() -> Any | None:
+    """The node that the autograd engine is running in this thread, or None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def node_sequence_number(node: Any) -> int:
+    """The number that an autograd node got when it was made."""
+    return node._sequence_nr()
+
+
+def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer class without the wrapper that runs hooks and profiling."""
+    step: Any = kind.step
+    if getattr(step, "hooked", False):
+        return getattr(step, "__wrapped__", step)
+    return step
+
+
+def global_optimizer_hooks() -> bool:
+    """Whether hooks are registered that run around the step of every optimizer."""
+    from torch.optim import optimizer  # noqa: PLC0415 - the module, which its package shadows by a name
+
+    return bool(optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+
+
+def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Attributes that, put into the ``__dict__`` of a copied optimizer, leave it without step hooks."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
+
+
+def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
+    """Set what a learning-rate scheduler looks at to see that the optimizer has stepped before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def sdp_backends_enabled() -> tuple[bool, ...]:
+    """Which implementations of scaled dot-product attention may be chosen."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )

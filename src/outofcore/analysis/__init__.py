@@ -1,0 +1,13 @@
+"""What follows from a graph alone: gaps, sizes, needs."""
+
+from outofcore.analysis.gaps import (
+    LARGE_BYTES,
+    constant_bytes,
+    gaps_of,
+    is_large,
+    large_needs,
+    placed_bytes,
+    touched_bytes,
+)
+
+__all__ = ["LARGE_BYTES", "constant_bytes", "gaps_of", "is_large", "large_needs", "placed_bytes", "touched_bytes"]

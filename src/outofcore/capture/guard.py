@@ -1,0 +1,299 @@
+"""Keeps the user's modules, optimizers and variables as they were, and notices what a step would leave behind."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from outofcore._torch_internals import FakeTensor
+from outofcore.capture.provenance import join, module_paths
+from outofcore.errors import CaptureError
+
+# Lists and dicts of the user's that are longer than this are not looked through.
+_LOOK_THROUGH = 4096
+_PLAIN = (int, float, bool, str)
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
+_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class _Variable:
+    """A closure cell or a global of the step function's."""
+
+    label: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    before: Any
+
+
+@dataclass
+class _Kept:
+    """A dict of the user's, as it was: itself, a copy, and what it is to people."""
+
+    label: str
+    live: dict[Any, Any]
+    before: dict[Any, Any]
+
+
+class Guard:
+    """Takes the state of everything that a step may touch, and puts it back.
+
+    Random generators are put back as well. Use as a context manager around the trace.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._paths = module_paths(models)
+        modules = {id(module): module for model in models for module in model.modules()}
+        self._modules = list(modules.values())
+        self._attributes = [
+            _Kept(self._paths[id(m)] or type(m).__name__, m.__dict__, dict(m.__dict__)) for m in self._modules
+        ]
+        self._tables = [
+            [_Kept(name, m.__dict__[name], dict(m.__dict__[name])) for name in _OWN_TABLES] for m in self._modules
+        ]
+        self._optimizers = list(optimizers)
+        self._optimizer_state = [
+            [(parameter, dict(entries)) for parameter, entries in optimizer.state.items() if isinstance(entries, dict)]
+            for optimizer in optimizers
+        ]
+        self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._variables, owner = variables_of(step), _owner_of(step)
+        if owner is not None:
+            self._attributes_of_owner = [_Kept(type(owner).__name__, owner.__dict__, dict(owner.__dict__))]
+        else:
+            self._attributes_of_owner = []
+        self._containers = [
+            (label, value, value.copy())
+            for label, value in self._users_values()
+            if type(value) in _CONTAINERS and len(value) <= _LOOK_THROUGH
+        ]
+
+    def __enter__(self) -> Guard:
+        torch.clear_autocast_cache()
+        self._generator = torch.default_generator.get_state()
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put everything back."""
+        torch.clear_autocast_cache()
+        torch.default_generator.set_state(self._generator)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        tables = [table for tables in self._tables for table in tables]
+        for kept in (*self._attributes, *tables, *self._attributes_of_owner):
+            if _differs(kept.live, kept.before):
+                kept.live.clear()
+                kept.live.update(kept.before)
+        for variable in self._variables:
+            if variable.read() is not variable.before:
+                variable.write(variable.before)
+        for _, live, before in self._containers:
+            if _container_differs(live, before):
+                _refill(live, before)
+        self._restore_optimizers()
+
+    def _restore_optimizers(self) -> None:
+        for optimizer, states, groups in zip(self._optimizers, self._optimizer_state, self._groups, strict=True):
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                if _differs(group, before):
+                    group.clear()
+                    group.update(before)
+            known = {id(parameter) for parameter, _ in states}
+            for parameter in [p for p in optimizer.state if id(p) not in known]:
+                del optimizer.state[parameter]
+            for parameter, entries in states:
+                live = optimizer.state[parameter]
+                if _differs(live, entries):
+                    live.clear()
+                    live.update(entries)
+
+    def _users_values(self) -> Iterator[tuple[str, Any]]:
+        for kept in self._attributes:
+            for name, value in kept.before.items():
+                if name not in _OWN_TABLES:
+                    yield f"{kept.label}.{name}", value
+        for kept in self._attributes_of_owner:
+            for name, value in kept.before.items():
+                yield f"{kept.label}.{name}", value
+        for variable in self._variables:
+            yield variable.label, variable.before
+
+    def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
+        """Buffers that the step replaced by other tensors: path, the old tensor, and what stands there now."""
+        found: list[tuple[str, torch.Tensor, Any]] = []
+        for module, (_, buffers, _) in zip(self._modules, self._tables, strict=True):
+            for name, old in buffers.before.items():
+                new = module._buffers.get(name)
+                if new is not old:
+                    found.append((join(self._paths[id(module)], name), old, new))
+        return found
+
+    def check(self) -> None:
+        """Refuse a step that leaves something behind where the captured graph could not.
+
+        Raises:
+            CaptureError: a module, variable or container of the user's would hold a tensor or a count
+                of the capture; or random numbers were drawn that the graph cannot draw again.
+        """
+        for kept, tables in zip(self._attributes, self._tables, strict=True):
+            self._check_module(kept, tables)
+        for kept in self._attributes_of_owner:
+            for name, new in kept.live.items():
+                self._check_left(f"{kept.label}.{name}", kept.before.get(name), new)
+        for variable in self._variables:
+            self._check_left(variable.label, variable.before, variable.read())
+        for label, live, before in self._containers:
+            if _holds_fake(live) or (isinstance(live, list) and len(live) != len(before)):
+                raise _left_behind(label, "a list, dict or set that the step adds to")
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
+                    raise CaptureError(
+                        f"the step changes the settings of {type(optimizer).__name__}: the change would happen once "
+                        "and not in each step; change them, or call the scheduler, after the step"
+                    )
+        if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
+            raise CaptureError(
+                "the step draws random numbers from Python or NumPy: they would be frozen into the step; draw them "
+                "before the step and pass them as arguments, or use torch's generator"
+            )
+
+    def _check_module(self, kept: _Kept, tables: list[_Kept]) -> None:
+        parameters, buffers, children = tables
+        if _differs(parameters.live, parameters.before) or _differs(children.live, children.before):
+            raise CaptureError(
+                f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old one; "
+                "change the parameter in place, under torch.no_grad()"
+            )
+        if buffers.live.keys() != buffers.before.keys():
+            raise CaptureError(f"the step adds or removes a buffer of {kept.label}: register it before the step")
+        module = self._modules[self._attributes.index(kept)]
+        recomputed = {
+            getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
+        }
+        for name, new in kept.live.items():
+            old = kept.before.get(name)
+            # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
+            if name not in recomputed:
+                self._check_left(f"{kept.label}.{name}", old, new)
+
+    def _check_left(self, label: str, old: Any, new: Any) -> None:
+        if new is old:
+            return
+        if _holds_fake(new):
+            raise _left_behind(label, "a tensor that the step stores")
+        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and not _same(old, new):
+            raise CaptureError(
+                f"the step changes {label} from {old!r} to {new!r}: the change would happen once and not in each step; "
+                "count outside of the step, or keep the count in a buffer"
+            )
+
+
+def _left_behind(label: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
+        "register it as a buffer of the model, or return it from the step"
+    )
+
+
+def variables_of(step: Callable[..., Any]) -> list[_Variable]:
+    """The closure cells of a step function that are filled, and the globals that it names."""
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    found: list[_Variable] = []
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if not _is_empty(cell):
+            found.append(
+                _Variable(
+                    name,
+                    partial(getattr, cell, "cell_contents"),
+                    partial(setattr, cell, "cell_contents"),
+                    cell.cell_contents,
+                )
+            )
+    module = function.__globals__
+    for name in code.co_names:
+        if name in module:
+            found.append(_Variable(name, partial(module.get, name), partial(module.__setitem__, name), module[name]))
+    return found
+
+
+def _owner_of(step: Callable[..., Any]) -> Any | None:
+    """The object whose method a step is, unless that is a module, whose attributes are looked at anyway."""
+    owner = getattr(step, "__self__", None)
+    has_attributes = isinstance(getattr(owner, "__dict__", None), dict)
+    return owner if has_attributes and not isinstance(owner, nn.Module | type | ModuleType) else None
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
+    except ValueError:
+        return True
+    return False
+
+
+def _holds_fake(value: Any) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    if isinstance(value, list | tuple | set) and len(value) <= _LOOK_THROUGH:
+        return any(isinstance(item, FakeTensor) for item in value)
+    if isinstance(value, dict) and len(value) <= _LOOK_THROUGH:
+        return any(isinstance(item, FakeTensor) for item in value.values())
+    return False
+
+
+def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return len(live) != len(before) or any(live.get(name, live) is not value for name, value in before.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (*_PLAIN, tuple)) and one == other)
+
+
+def _container_differs(live: Any, before: Any) -> bool:
+    if isinstance(live, dict):
+        return _differs(live, before)
+    if len(live) != len(before):
+        return True
+    if isinstance(live, list):
+        return any(new is not old for new, old in zip(live, before, strict=True))
+    return any(item not in before for item in live)
+
+
+def _refill(live: Any, before: Any) -> None:
+    if isinstance(live, list):
+        live[:] = before
+    else:
+        live.clear()
+        live.update(before)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _same_numpy(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    return one[0] == other[0] and bool((one[1] == other[1]).all()) and one[2:] == other[2:]

@@ -1,0 +1,211 @@
+"""Fakes for everything that exists before the step: parameters, buffers, gradients and arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from outofcore._torch_internals import (
+    FakeTensorMode,
+    keystr,
+    storage_key,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+from outofcore.capture.provenance import join, prefix
+from outofcore.capture.tables import Tables
+from outofcore.errors import CaptureError
+from outofcore.graph import StorageKind
+
+# Leaves of the arguments that are part of the signature: equal ones give the same graph.
+PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
+
+
+@dataclass
+class Mirrored:
+    """A tensor of the user's that persists across steps, and its fake.
+
+    Attributes:
+        key: unique and stable; see ``StateBinding.key``.
+        name: for people.
+        alias: a fake on the storage that the real tensor has, whatever becomes of ``fake``.
+        value: the index of the whole tensor as a value.
+        requires_grad: as it was before the step.
+    """
+
+    key: str
+    name: str
+    kind: StorageKind
+    real: torch.Tensor
+    fake: torch.Tensor
+    alias: torch.Tensor
+    value: int
+    requires_grad: bool
+
+
+@dataclass
+class MirroredInput:
+    """A tensor among the leaves of the arguments, and its fake."""
+
+    leaf: int
+    name: str
+    real: torch.Tensor
+    fake: torch.Tensor
+    value: int
+
+
+def is_plain_leaf(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is a constant that a signature can compare."""
+    return isinstance(leaf, PLAIN_LEAVES) or (type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0)
+
+
+class Mirror:
+    """All fakes of one capture.
+
+    Attributes:
+        states: parameters and buffers of the models, then parameters that only an optimizer has.
+        gradients: the ``.grad`` that those have before the step, by place in ``states``.
+        inputs: tensors among the arguments.
+        fakes: the fake of each real tensor, by id.
+    """
+
+    def __init__(self, mode: FakeTensorMode, tables: Tables) -> None:
+        self._mode = mode
+        self._tables = tables
+        self.states: list[Mirrored] = []
+        self.gradients: dict[int, Mirrored] = {}
+        self.inputs: list[MirroredInput] = []
+        self.fakes: dict[int, torch.Tensor] = {}
+
+    def add_models(self, models: Sequence[nn.Module]) -> None:
+        """Mirror every parameter and buffer, each once however often it is tied."""
+        for index, model in enumerate(models):
+            start = prefix(index, len(models))
+            for path, parameter in model.named_parameters():
+                self._add_state(join(start or "model", path), join(start, path), StorageKind.PARAMETER, parameter)
+        for index, model in enumerate(models):
+            start = prefix(index, len(models))
+            for path, buffer in model.named_buffers():
+                self._add_state(join(start or "model", path), join(start, path), StorageKind.BUFFER, buffer)
+
+    def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Mirror the parameters that an optimizer updates but no model holds."""
+        for index, optimizer in enumerate(optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    key = f"optimizer{index}.group{number}.{place}"
+                    self._add_state(key, key, StorageKind.PARAMETER, parameter)
+
+    def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
+        if id(real) in self.fakes:
+            return
+        _check_kind(name, real)
+        fake = self._mode.from_tensor(real, static_shapes=True)
+        self.fakes[id(real)] = fake
+        self.states.append(self._mirrored(key, name, kind, real, fake))
+        _copy_hooks(real, fake)
+        if real.is_leaf and real.grad is not None and fake.grad is not None:
+            _check_kind(f"{name}.grad", real.grad)
+            self.fakes[id(real.grad)] = fake.grad
+            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, real.grad, fake.grad)
+            self.gradients[len(self.states) - 1] = gradient
+
+    def _mirrored(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> Mirrored:
+        if self._tables.known(fake) is None:
+            self._tables.add(fake, kind, name)
+        with torch.no_grad():
+            alias = fake.detach()
+        return Mirrored(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
+
+    def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with a fake for each tensor.
+
+        A tensor that is a parameter or buffer gets that one's fake. Any other gets a storage of its
+        own, just large enough for its strides, whatever it shared with others.
+
+        Raises:
+            CaptureError: a leaf is neither a tensor nor a plain constant.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        names = leaf_names(args, kwargs)
+        return tree_unflatten([self._argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
+
+    def _argument(self, index: int, name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if not is_plain_leaf(leaf):
+                raise CaptureError(
+                    f"argument {name} holds a {type(leaf).__name__}: two of them cannot be told apart by value, so a "
+                    "change of it would go unnoticed; pass tensors and plain numbers, text or enums, in lists, tuples, "
+                    "dicts or registered pytree classes"
+                )
+            return leaf
+        if any(state.real is leaf for state in self.states):
+            return self.fakes[id(leaf)]
+        _check_kind(f"argument {name}", leaf)
+        if leaf.grad_fn is not None:
+            raise CaptureError(
+                f"argument {name} has been computed with gradients outside of the step: backward would have to leave "
+                "the step; detach() it, or compute it inside the step"
+            )
+        with self._mode:
+            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        fake.requires_grad_(leaf.requires_grad)
+        self._tables.add(fake, StorageKind.INPUT, f"input {name}")
+        self.inputs.append(MirroredInput(index, name, leaf, fake, self._tables.value_of(fake)))
+        return fake
+
+    def reals(self) -> list[torch.Tensor]:
+        """Every real tensor that has a fake in ``fakes``."""
+        return [m.real for m in (*self.states, *self.gradients.values())]
+
+    def sharing_inputs(self) -> dict[int, MirroredInput]:
+        """Inputs whose memory is that of another input or of a state as well, by the storage of their fake."""
+        owners = Counter(storage_key(t) for t in (*self.reals(), *(entry.real for entry in self.inputs)))
+        return {
+            self._tables.storage_of(entry.fake): entry
+            for entry in self.inputs
+            if owners[storage_key(entry.real)] > 1 and entry.real.numel() > 0
+        }
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, with the way into it after that."""
+    try:
+        paths = [path for path, _ in tree_flatten_with_path((args, kwargs))[0]]
+    except ValueError:  # a class registered without names for its children
+        return [str(index) for index in range(len(tree_flatten((args, kwargs))[0]))]
+    return [f"{getattr(path[1], 'idx', getattr(path[1], 'key', ''))}{keystr(path[2:])}" for path in paths]
+
+
+def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise CaptureError(
+            f"{name} has no shape yet: it is an uninitialised lazy parameter; run the model once on a small input first"
+        )
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise CaptureError(
+            f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "
+            "use plain tensors and parameters"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise CaptureError(
+            f"{name} is a sparse, quantised, conjugate or negated tensor: its bytes alone do not say what it holds; "
+            "make it dense, with resolve_conj() if it is complex"
+        )
+
+
+def _copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Let hooks on a gradient run in the step: they belong to the real tensor, and autograd sees the fake."""
+    for hook in (getattr(real, "_backward_hooks", None) or {}).values():
+        fake.register_hook(hook)
+    for hook in (getattr(real, "_post_accumulate_grad_hooks", None) or {}).values():
+        # The hook looks the tensor up among its own, so it is handed the user's object.
+        fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))

@@ -1,0 +1,254 @@
+"""Writes down every ATen operator that a step runs on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+)
+from outofcore.capture import schema
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.provenance import Provenance, join
+from outofcore.capture.refusals import NO_VALUES, refusal, translated, undeclared
+from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
+from outofcore.graph import StorageKind
+from outofcore.units import KIB
+
+# A tensor made from Python data is baked into the step as a constant up to this many elements.
+MAX_BAKED_ELEMENTS = 64
+# Results on another device than the step's own stay where they are; more than this is no mere bookkeeping.
+MAX_FOREIGN_BYTES = 64 * KIB
+
+_LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
+_NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
+class Recorder(TorchDispatchMode):
+    """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages.
+
+    Attributes:
+        calling: gives the name of the PyTorch function that the user's code is in.
+    """
+
+    def __init__(
+        self, tables: Tables, provenance: Provenance, device: torch.device, calling: Callable[[], str]
+    ) -> None:
+        super().__init__()
+        self._tables = tables
+        self._provenance = provenance
+        self._device = device
+        self.calling = calling
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise refusal(
+                f"the step uses the higher-order operator {func}",
+                "it is not one operator on tensors",
+                "use the plain PyTorch function instead",
+            )
+        if func.namespace in _NO_TENSOR_EFFECT:
+            return self._run(func, args, kwargs)
+        if func.namespace in _COLLECTIVES:
+            raise refusal(
+                f"the step uses the collective {func}",
+                "outofcore trains in one process on one device",
+                "take the model out of its distributed wrapper",
+            )
+        name = func._schema.name
+        if name in _LIFTS and not isinstance(args[0], FakeTensor):
+            return self._bake(func, args, kwargs)
+        if name.startswith(("aten::_amp_", "aten::_fused_")):
+            raise refusal(
+                f"the step calls {name}",
+                "it names many tensors at once and cannot be taken apart",
+                "leave it to optimizer.step()",
+            )
+        if name.startswith("aten::_foreach_"):
+            return self._split(func, args, kwargs)
+        return self.record(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        except Exception as error:
+            known = translated(error, self.calling() or str(func))
+            if known is None:
+                raise
+            raise known from error
+
+    def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on fake tensors and write it down, unless it only makes views."""
+        tables = self._tables
+        bound = schema.bind(func, args, kwargs)
+        written = schema.written_places(func, bound)
+        given = [(place, tensor) for place, item in bound for tensor in tensors_in(item)]
+        for _, tensor in given:
+            self._check(tensor)
+        # Taken before the call: in-place views such as t_() change what their argument is.
+        before = [(place, tables.value_of(tensor)) for place, tensor in given]
+        refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
+        result = self._run(func, args, kwargs)
+        self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
+
+        module, source = self._provenance.here()
+        creates: list[int] = []
+        results: list[int | None] = []
+        for tensor in tensors_in(result):
+            self._check(tensor)
+            if tables.known(tensor) is None:
+                creates.append(self._create(func, tensor, module))
+                results.append(tables.value_of(tensor))
+            elif tables.storage_of(tensor) in creates:
+                results.append(tables.value_of(tensor))
+            else:
+                results.append(None)
+        mutates = [] if schema.traits(func).reshapes else [value for place, value in before if place in written]
+        if not creates and not mutates:
+            return result
+
+        def to_ref(tensor: torch.Tensor) -> Ref:
+            return refs[id(tensor)]
+
+        call_args, call_kwargs = map_tensors(args, to_ref), map_tensors(kwargs, to_ref)
+        name = str(func)
+        tables.append(
+            TracedOp(
+                name=name,
+                call=Call(func, call_args, call_kwargs, tuple(results)),
+                reads=self._read(func, before, written),
+                mutates=_unique(tables.values[value].storage for value in mutates),
+                creates=tuple(creates),
+                rerunnable=not any(isinstance(item, torch.Generator) for _, item in bound),
+                random=schema.is_random(func, bound),
+                family=schema.family_text(name, call_args, call_kwargs, tables.values),
+                module=module,
+                source=source,
+            )
+        )
+        return result
+
+    def _read(self, func: OpOverload, before: list[tuple[int, int]], written: frozenset[int]) -> tuple[int, ...]:
+        tables = self._tables
+        reads: list[int] = []
+        for place, index in before:
+            value = tables.values[index]
+            whole = covers(value, tables.storages[value.storage].bytes)
+            if not (place in written and whole and schema.is_overwritten(func, place)):
+                reads.append(value.storage)
+        return _unique(reads)
+
+    def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
+        short = func._schema.name.partition("::")[2]
+        storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
+        count = self._tables.storages[storage].bytes
+        if tensor.device != self._device and count > MAX_FOREIGN_BYTES:
+            raise refusal(
+                f"{func} makes a tensor of {count} bytes on {tensor.device}",
+                f"the step runs on {self._device}",
+                f"make it with device={str(self._device)!r}, or before the step",
+            )
+        return storage
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FakeTensor):
+            raise undeclared(tensor)
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            kind = "conjugate" if tensor.is_conj() else "negated" if tensor.is_neg() else str(tensor.layout)
+            raise refusal(
+                f"the step makes a {kind} tensor",
+                "its bytes alone do not say what it holds",
+                "use dense tensors, and resolve_conj() on complex ones",
+            )
+
+    def _check_sizes(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            storage = self._tables.known(tensor)
+            if storage is None or storage != self._tables.values[value].storage:
+                continue
+            if tensor.untyped_storage().nbytes() != self._tables.storages[storage].bytes:
+                raise refusal(
+                    f"{func} changes the size of a tensor's memory",
+                    "a storage has one size for the whole step",
+                    "make a new tensor, or give out= a tensor of the right size",
+                )
+
+    def _split(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a ``_foreach_`` operator as one op for each tensor: together they would all be needed at once."""
+        bound = schema.bind(func, args, kwargs)
+        places = schema.splits(func, bound)
+        if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
+            raise refusal(f"the step calls {func}", "its scalars are a tensor", "give the scalars as a list of numbers")
+        names = schema.traits(func).names
+        gathered: list[Any] = []
+        for index in range(len(args[0])):
+            one_args = tuple([item[index]] if place in places else item for place, item in enumerate(args))
+            one_kwargs = {key: [item[index]] if names.index(key) in places else item for key, item in kwargs.items()}
+            one = self.record(func, one_args, one_kwargs)
+            if isinstance(one, list | tuple):
+                gathered.extend(one)
+        return gathered if func._schema.returns else None
+
+    def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Turn a tensor made from Python data into a constant, and give the step a copy of its own to change."""
+        real: torch.Tensor = args[0]
+        if real.numel() > MAX_BAKED_ELEMENTS:
+            raise refusal(
+                f"the step makes a tensor of {real.numel()} elements from Python data",
+                f"the data would be frozen into the step; only {MAX_BAKED_ELEMENTS} elements are taken as a constant",
+                "make it before the step and pass it as an argument, or register it as a buffer",
+            )
+        tables = self._tables
+        module, source = self._provenance.here()
+        fake = self._run(func, args, kwargs)
+        constant = tables.add_constant(real, join(module, "constant"))
+        value = tables.value(describe(real, constant))
+        created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))
+        clone = torch.ops.aten.clone.default
+        tables.append(
+            TracedOp(
+                name=str(clone),
+                call=Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
+                reads=(constant,),
+                creates=(created,),
+                family=schema.family_text(str(clone), (Ref(value),), {}, tables.values),
+                module=module,
+                source=source,
+            )
+        )
+        return fake
+
+    def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
+        """Write down an op that touches no storage: a change of a generator's state."""
+        module, source = self._provenance.here()
+        self._tables.append(
+            TracedOp(
+                name=name,
+                call=Call(func, (), {}, (), rehearse),
+                rerunnable=False,
+                random=True,
+                family=name,
+                module=module,
+                source=source,
+            )
+        )
+
+    def whole(self, tensor: torch.Tensor) -> Value:
+        """The value that a fake tensor is."""
+        return self._tables.values[self._tables.value_of(tensor)]
+
+
+def _unique(items: Any) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(items))

@@ -1,0 +1,115 @@
+"""How a step that cannot become one graph is refused: what happened, why, what to write instead."""
+
+from __future__ import annotations
+
+import torch
+
+from outofcore._torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    MetadataMismatchError,
+    UnsupportedFakeTensorException,
+    UnsupportedMutationAliasingException,
+    UnsupportedOperatorException,
+)
+from outofcore.capture.location import called_from, user_line
+from outofcore.errors import CaptureError
+
+NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"
+
+# How a function that reads a tensor's value is written by the user, by the name that PyTorch calls it.
+_AS_WRITTEN = {
+    "item": ".item()",
+    "__float__": "float(tensor)",
+    "__int__": "int(tensor)",
+    "__bool__": "a branch on a tensor (if, while, and, or, bool(tensor))",
+    "__index__": "a tensor used as an index or a count",
+    "__contains__": "'in' on a tensor",
+    "__complex__": "complex(tensor)",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "__array__": "numpy.asarray(tensor)",
+    "__repr__": "printing a tensor",
+    "__format__": "formatting a tensor into text",
+    "data_ptr": ".data_ptr()",
+    "equal": "torch.equal",
+}
+_ADVICE = {
+    "__bool__": "use torch.where, or move the decision out of the step",
+    "__index__": "make it a plain int before the step and pass it as an argument",
+    "__repr__": "return the tensor from the step and print it there",
+    "__format__": "return the tensor from the step and print it there",
+    "tolist": "return the tensor from the step and call .tolist() there",
+    "numpy": "return the tensor from the step and call .numpy() there",
+    "data_ptr": "leave addresses out of the step",
+}
+_READ_ADVICE = "return the tensor from the step and read it there, or keep the arithmetic in tensors"
+
+
+def refusal(what: str, why: str, advice: str, location: str | None = None) -> CaptureError:
+    """The error for a step that cannot be captured, with the user's line found on the stack unless given."""
+    where = user_line() if location is None else location
+    prefix = f"{where}: " if where else ""
+    return CaptureError(f"{prefix}{what}: {why}; {advice}.", where)
+
+
+def value_read(function: str) -> CaptureError:
+    """Refuse a read of a tensor's value by the PyTorch function of that name."""
+    if called_from("torch/amp/grad_scaler.py"):
+        return grad_scaler()
+    return refusal(
+        f"{_AS_WRITTEN.get(function, function)} reads the value of a tensor",
+        NO_VALUES,
+        _ADVICE.get(function, _READ_ADVICE),
+    )
+
+
+def grad_scaler() -> CaptureError:
+    """Refuse a gradient scaler."""
+    return refusal(
+        "the step uses a GradScaler",
+        "whether it skips an update depends on the values of the gradients",
+        "use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False)",
+    )
+
+
+def undeclared(tensor: torch.Tensor) -> CaptureError:
+    """Refuse a tensor that reaches the step from outside without having been declared."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return refusal(
+        f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside",
+        "it is neither an argument of the step nor a parameter or buffer of the models given, "
+        "so its changes would go unnoticed",
+        "pass it as an argument of the step, register it as a buffer of the model, or add the module that it "
+        "belongs to to the list of models",
+    )
+
+
+def translated(error: Exception, function: str) -> CaptureError | None:
+    """The refusal that an error of the fake tensors stands for; None for any other error.
+
+    ``function`` is the PyTorch function that the user's code called.
+    """
+    match error:
+        case DataDependentOutputException():
+            return value_read(function)
+        case DynamicOutputShapeException():
+            return refusal(
+                f"the size of the result of {error.func} depends on the values of its input",
+                NO_VALUES,
+                "write it with masks of a fixed size, such as torch.where or a multiplication by the mask",
+            )
+        case UnsupportedOperatorException():
+            return refusal(
+                f"the operator {error.func} does not say what shape its result has",
+                "it has no meta implementation",
+                "register one with torch.library.register_fake, or use another operator",
+            )
+        case UnsupportedFakeTensorException() | UnsupportedMutationAliasingException() | MetadataMismatchError():
+            return refusal(
+                "a tensor in the step is of a kind that cannot be captured",
+                str(error.reason),
+                "use dense tensors of a plain dtype",
+            )
+        case _:
+            return None

@@ -1,0 +1,149 @@
+"""Lets a step that names the user's real tensors run on their fakes, without touching the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, FOREACH_TENSOR_TYPES, FakeTensor
+from outofcore.capture.patching import patched
+from outofcore.capture.provenance import Provenance
+from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
+from outofcore.capture.tables import map_tensors
+from outofcore.errors import CaptureError
+
+# Reads of a tensor's value that fake tensors would answer with nonsense instead of an error.
+_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr"})
+# What may be asked of a tensor without looking at its bytes.
+_METADATA = frozenset(
+    "__get__ __len__ __hash__ size dim ndimension numel nelement element_size stride storage_offset is_contiguous "
+    "is_floating_point is_complex is_signed get_device is_pinned has_names".split()
+)
+# Python functions that make a tensor of the data given.
+_FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
+
+
+class Substitute(TorchFunctionMode):
+    """Replaces the user's tensors by their fakes in the arguments of every PyTorch function.
+
+    The real objects stay where they are, in modules, optimizers and closures, and no call of the step
+    reaches them. Must be the outermost mode.
+
+    Attributes:
+        first_refusal: the first refusal raised, kept in case the user's code swallows it.
+    """
+
+    def __init__(self, fakes: dict[int, torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
+        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, kept alive so that the ids stay theirs."""
+        super().__init__()
+        self._fakes = fakes
+        self._reals = list(reals)
+        self._functions: list[str] = []
+        self.first_refusal: CaptureError | None = None
+
+    def calling(self) -> str:
+        """The name of the PyTorch function that the user's code is in; empty if it is in none."""
+        return self._functions[-1] if self._functions else ""
+
+    def swap(self, tree: Any) -> Any:
+        """``tree`` with fakes for real tensors.
+
+        Raises:
+            CaptureError: a real tensor is not one of the declared ones.
+        """
+        return map_tensors(tree, self._fake)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        found = self._fakes.get(id(tensor))
+        if found is None:
+            raise undeclared(tensor)
+        return found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        try:
+            if name in _READS:
+                raise value_read(name)
+            if name in _FACTORIES:
+                _refuse_array(args, kwargs or {})
+            try:
+                new_args, new_kwargs = self.swap(args), self.swap(kwargs or {})
+            except CaptureError:
+                if name not in _METADATA:
+                    raise
+                new_args, new_kwargs = args, kwargs or {}
+            self._functions.append(name)
+            try:
+                return func(*new_args, **new_kwargs)
+            finally:
+                self._functions.pop()
+        except CaptureError as error:
+            self.first_refusal = self.first_refusal or error
+            raise
+        except Exception as error:
+            known = translated(error, name)
+            if known is None:
+                raise
+            self.first_refusal = self.first_refusal or known
+            raise known from error
+
+    @contextlib.contextmanager
+    def everywhere(self, provenance: Provenance) -> Iterator[None]:
+        """Reach the ways into PyTorch as well that a function mode does not see.
+
+        The autograd engine runs hooks, custom backwards and recomputed forwards while the mode is
+        set aside; ``Function.apply`` and ``from_numpy`` are not overridable.
+        """
+        engine = getattr(*BACKWARD_ENTRY_POINTS[0])
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with self, provenance.in_backward():
+                return engine(*self.swap(args), **self.swap(kwargs))
+
+        apply = vars(torch.autograd.Function)["apply"]
+
+        def substituted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return apply.__func__(cls, *self.swap(args), **self.swap(kwargs))
+
+        def from_numpy(array: Any) -> Any:
+            raise _array_refusal()
+
+        scale = torch.amp.GradScaler.scale
+
+        def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            if scaler.is_enabled():
+                raise grad_scaler()
+            return scale(scaler, outputs)
+
+        with contextlib.ExitStack() as stack:
+            for owner, name in BACKWARD_ENTRY_POINTS:
+                stack.enter_context(patched(owner, name, run_backward))
+            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
+            stack.enter_context(patched(torch, "from_numpy", from_numpy))
+            stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
+            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
+            FOREACH_TENSOR_TYPES.append(FakeTensor)
+            stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
+            yield
+
+
+def _refuse_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for item in (*args[:1], kwargs.get("data"), kwargs.get("obj")):
+        if hasattr(item, "__array_interface__") and getattr(item, "ndim", 0) > 0:
+            raise _array_refusal()
+
+
+def _array_refusal() -> CaptureError:
+    return refusal(
+        "the step makes a tensor from a NumPy array",
+        "the contents of the array would be frozen into the step",
+        "make it before the step and pass it as an argument, or register it as a buffer",
+    )

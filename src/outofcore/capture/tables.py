@@ -1,0 +1,171 @@
+"""What a trace writes down: the storages and values seen, and the ops in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import storage_key
+from outofcore.capture.captured import Call, Value
+from outofcore.errors import CaptureError
+from outofcore.graph import StorageKind
+
+
+@dataclass
+class TracedStorage:
+    """A storage as the trace knows it.
+
+    Attributes:
+        fake: the storage of the fake tensors, held so that no other can get its address. None for a
+            constant, of which only the real tensor exists.
+        device: where its tensors say that they are.
+        created: whether an op of the step creates it.
+    """
+
+    bytes: int
+    kind: StorageKind
+    name: str
+    device: torch.device
+    fake: torch.UntypedStorage | None
+    created: bool
+
+
+@dataclass
+class TracedOp:
+    """An op as the trace knows it: ``outofcore.graph.Op`` before the storages get their final ids."""
+
+    name: str
+    call: Call
+    reads: tuple[int, ...] = ()
+    mutates: tuple[int, ...] = ()
+    creates: tuple[int, ...] = ()
+    rerunnable: bool = True
+    random: bool = False
+    family: str = ""
+    module: str = ""
+    source: str = ""
+
+
+@dataclass
+class Tables:
+    """The storages, values and ops of one trace.
+
+    No tensor is held, for autograd decides by the number of references to a gradient whether to
+    steal it or to add to it; a tensor is described by its ``Value`` alone.
+    """
+
+    storages: list[TracedStorage] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    ops: list[TracedOp] = field(default_factory=list)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    _by_key: dict[int, int] = field(default_factory=dict)
+    _by_value: dict[Value, int] = field(default_factory=dict)
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The storage of a fake tensor, or None if no op and no mirror made it known."""
+        return self._by_key.get(storage_key(tensor))
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The storage of a fake tensor.
+
+        Raises:
+            CaptureError: the trace never saw where it came from.
+        """
+        found = self.known(tensor)
+        if found is None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} came into the step by a way that the capture does not see: "
+                "an extension made it without a registered operator; make it before the step and pass it as an argument"
+            )
+        return found
+
+    def add(self, tensor: torch.Tensor, kind: StorageKind, name: str, *, created: bool = False) -> int:
+        """Make the storage of a fake tensor known."""
+        fake = tensor.untyped_storage()
+        self.storages.append(TracedStorage(fake.nbytes(), kind, name, tensor.device, fake, created))
+        self._by_key[storage_key(tensor)] = len(self.storages) - 1
+        return len(self.storages) - 1
+
+    def add_plain(self, count: int, kind: StorageKind, name: str, device: torch.device) -> int:
+        """Make a storage of so many bytes known of which there is no fake tensor."""
+        self.storages.append(TracedStorage(count, kind, name, device, None, created=False))
+        return len(self.storages) - 1
+
+    def add_constant(self, tensor: torch.Tensor, name: str) -> int:
+        """Make the storage of a real tensor known whose contents are baked into the step."""
+        count = tensor.untyped_storage().nbytes()
+        storage = self.add_plain(count, StorageKind.CONSTANT, name, tensor.device)
+        self.constants[storage] = tensor
+        return storage
+
+    def value(self, value: Value) -> int:
+        """The index of a value, new or known."""
+        index = self._by_value.get(value)
+        if index is None:
+            index = self._by_value[value] = len(self.values)
+            self.values.append(value)
+        return index
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The index of the value that a fake tensor is."""
+        return self.value(describe(tensor, self.storage_of(tensor)))
+
+    def append(self, op: TracedOp) -> None:
+        """Write down an op; what it creates exists from now on."""
+        self.ops.append(op)
+        for storage in op.creates:
+            self.storages[storage].created = True
+
+
+def describe(tensor: torch.Tensor, storage: int) -> Value:
+    """A tensor as a window onto a storage."""
+    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def covers(value: Value, count: int) -> bool:
+    """Whether the elements of a value are all the ``count`` bytes of its storage, each once."""
+    elements = 1
+    for size in value.shape:
+        elements *= size
+    if elements * value.dtype.itemsize != count or value.offset != 0:
+        return False
+    expected = 1
+    for stride, size in sorted((t, s) for t, s in zip(value.stride, value.shape, strict=True) if s != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``tree`` with each tensor in it, inside lists, tuples and dicts too, replaced."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, list):
+        return [map_tensors(item, change) for item in tree]
+    if isinstance(tree, tuple):
+        items = [map_tensors(item, change) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, change) for key, item in tree.items()}
+    return tree
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree of lists, tuples and dicts, in order."""
+    found: list[torch.Tensor] = []
+    pending: list[Any] = [tree]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(reversed(item))
+        elif isinstance(item, dict):
+            pending.extend(reversed(list(item.values())))
+    return found

@@ -1,0 +1,314 @@
+"""The arena: one region of memory in which every allocation of the step has a planned address.
+
+With the native allocator (``arena.cpp``, see ``execution.native``) PyTorch itself is handed the planned
+addresses: results and scratch memory of an op appear where the plan has them, with no copy and no
+page fault, and a request that the plan does not foresee fails instead of growing.
+
+Without it (no C++ compiler) the arena's memory and addresses are the same, but PyTorch allocates by
+malloc: whoever runs the ops compares a result's address with the planned one and copies it there. What is
+lost: time (the copies, and the page faults of fresh memory: tens of percent of a step), and exactness of the budget
+(a result and its copy exist at once, and scratch memory lies outside of the arena). The numbers stay the same.
+
+Forking: a child process sees a private copy, as of any other memory. On kernels before 6.5 no direct I/O to or from
+an arena may be under way during a fork; between steps none is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from outofcore.analysis import LARGE_BYTES
+from outofcore.analysis.requests import Event, EventKind
+from outofcore.errors import ArenaError, StateError
+from outofcore.execution.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
+from outofcore.execution.native import Native, load_native
+from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
+
+DEFAULT_RESERVE = 16 * MIB
+
+# In place of an offset: a request that is left to the stock allocator and may be absent (``requests.Elsewhere``).
+STOCK = -1
+
+_REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaCounters:
+    """What the scopes of an arena have been asked for since it was opened. All 0 without the native allocator."""
+
+    served: int = 0  # requests served at their planned address
+    small: int = 0  # off-plan requests below 64 KiB
+    large: int = 0  # off-plan requests of 64 KiB and more that the reserve could hold
+    large_bytes: int = 0  # their bytes, all added up
+    live_bytes: int = 0  # their bytes in use now
+    peak_live_bytes: int = 0  # the most bytes of theirs in use at once
+    refused: int = 0  # off-plan requests that the reserve could not hold
+    unclaimed: int = 0  # planned requests that had not come when their scope ended
+    last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
+
+
+class Arena:
+    """Page-aligned memory of ``count`` bytes, rounded up to whole pages; a context manager.
+
+    Args:
+        count: bytes of planned memory.
+        reserve: bytes beyond it for off-plan requests of 64 KiB and more; a request that would exceed it
+            fails (see ``as_arena_error``).
+        native: the native allocator; by default that of this process.
+
+    The memory lives until ``close``, and then as long as any view of it or tensor placed in it.
+
+    Raises:
+        ArenaError: the system does not give the memory, or the allocator cannot be put under PyTorch.
+    """
+
+    def __init__(self, count: int, *, reserve: int = DEFAULT_RESERVE, native: Native | None = None) -> None:
+        self.native = native if native is not None else load_native()
+        self.bytes = round_up(max(count, 1), PAGE_BYTES)
+        try:
+            self.address = map_anonymous(self.bytes)
+        except OSError as error:
+            raise ArenaError(
+                f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
+            ) from error
+        self._handle: int | None = None
+        library = self.native.library
+        if library is None:
+            self._region: Region | None = Region(self.address, self.bytes)
+            self._uninstall: Callable[[], object] = _nothing
+            return
+        try:
+            _install(library)
+        except ArenaError:
+            unmap(self.address, self.bytes)
+            raise
+        self._handle = library.outofcore_arena_open(self.address, self.bytes, LARGE_BYTES, reserve)
+        if self._handle is None:
+            library.outofcore_uninstall()
+            unmap(self.address, self.bytes)
+            raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+        # The library unmaps the pages itself, since tensors that it placed there may live longer.
+        self._region = Region(self.address, self.bytes, functools.partial(_drop, library, self._handle))
+        self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
+        self._uninstall.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the memory, and of PyTorch's allocator if this is the last arena. May be called again."""
+        self._region = None
+        self._uninstall()
+
+    @property
+    def region(self) -> Region:
+        """The memory.
+
+        Raises:
+            StateError: the arena is closed.
+        """
+        if self._region is None:
+            raise StateError("the arena is closed; compile the step again to go on")
+        return self._region
+
+    @property
+    def handle(self) -> int | None:
+        """How the native allocator knows the arena; None without it."""
+        return self._handle
+
+    def memory(self, offset: int, count: int) -> memoryview:
+        """The bytes [offset, offset + count), writable, for I/O.
+
+        Raises:
+            ArenaError: they do not lie in the arena.
+            StateError: the arena is closed.
+        """
+        region = self.region
+        self._check(offset, count)
+        return region.memory(offset, count)
+
+    def view(self, offset: int, count: int) -> torch.Tensor:
+        """The bytes [offset, offset + count) as a uint8 tensor with a storage of its own of ``count`` bytes.
+
+        Raises: as ``memory``.
+        """
+        return tensor_over(self.memory(offset, count))
+
+    def discard(self, offset: int, count: int) -> None:
+        """Give the physical memory of the whole pages in [offset, offset + count) back; they read as zeros after."""
+        region = self.region
+        self._check(offset, count)
+        advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
+
+    def resident_bytes(self) -> int:
+        """Bytes of the arena that are in physical memory."""
+        return self.region.resident_bytes()
+
+    def set_reserve(self, reserve: int) -> None:
+        """Change the bytes allowed for off-plan requests."""
+        if self.native.library is not None and self._region is not None:
+            self.native.library.outofcore_arena_reserve(self._handle, reserve)
+
+    def counters(self) -> ArenaCounters:
+        """What the scopes have been asked for so far.
+
+        Raises:
+            StateError: the arena is closed.
+        """
+        _ = self.region
+        if self.native.library is None:
+            return ArenaCounters()
+        counts = (ctypes.c_int64 * len(fields(ArenaCounters)))()
+        self.native.library.outofcore_arena_counters(self._handle, counts)
+        return ArenaCounters(*counts)
+
+    def _check(self, offset: int, count: int) -> None:
+        if offset < 0 or count < 0 or offset + count > self.bytes:
+            raise ArenaError(
+                f"bytes [{offset}, {offset + count}) do not lie in the arena of {self.bytes} bytes; "
+                "this is a fault of the plan: please report it"
+            )
+
+
+class ScopeTable:
+    """The planned requests of a program: for each scope (one per op that runs) a list in order.
+
+    ``begin(scope)`` makes a scope's list current for the calling thread and ``end()`` leaves it; both take well
+    under a microsecond. In between, the thread's k-th request is served at the k-th planned address if
+    its size is the planned one; another request is served off the plan (see ``ArenaCounters``), and the list
+    waits where it is. Two requests of a scope may share bytes where the first is freed before
+    the second comes; if in fact it is not, the second is served off the plan. A scope that does not exist has no list.
+
+    Args:
+        arena: where the addresses lie.
+        scopes: (bytes, offset in the arena) of each request; an offset of ``STOCK`` leaves it to the stock allocator.
+
+    Raises:
+        ArenaError: a request does not lie in the arena or has no bytes.
+        StateError: the arena is closed.
+    """
+
+    begin: Callable[[int], object]
+    end: Callable[[], object]
+
+    def __init__(self, arena: Arena, scopes: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._region = arena.region  # the arena's pages must outlive the table
+        requests = np.zeros((sum(len(scope) for scope in scopes), 2), np.int64)
+        row = 0
+        for number, scope in enumerate(scopes):
+            for count, offset in scope:
+                if count <= 0 or (offset != STOCK and not 0 <= offset <= arena.bytes - count):
+                    raise ArenaError(
+                        f"scope {number} plans {count} bytes at {offset}, outside of the arena of "
+                        f"{arena.bytes} bytes; this is a fault of the plan: please report it"
+                    )
+                requests[row] = count, 0 if offset == STOCK else arena.address + offset
+                row += 1
+        library = arena.native.library
+        if library is None:
+            self.begin = _nothing
+            self.end = _nothing
+            return
+        first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
+        table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
+        weakref.finalize(self, _free_table, library, table, self._region).atexit = False
+        self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
+        self.end = library.outofcore_end
+
+
+class Recorder:
+    """Logs what the calling thread does with the allocator, in ``with recorder:``.
+
+    Each ``with`` starts afresh. Without the native allocator nothing can be seen: ``available`` is False
+    and ``events`` stays empty.
+    """
+
+    def __init__(self, native: Native | None = None) -> None:
+        self._library = (native if native is not None else load_native()).library
+        self._log: int | None = None
+        self.events: list[Event] = []
+
+    @property
+    def available(self) -> bool:
+        """Whether recording works here."""
+        return self._library is not None
+
+    def __enter__(self) -> Self:
+        self.events = []
+        if self._library is not None:
+            if self._log is not None:
+                raise StateError("this recorder is recording already; leave its 'with' block first, or use another one")
+            _install(self._library)
+            self._log = self._library.outofcore_record_begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        library = self._library
+        if library is None or self._log is None:
+            return
+        library.outofcore_record_end()
+        library.outofcore_uninstall()
+        count = library.outofcore_record_size(self._log)
+        if count:
+            data = (ctypes.c_int64 * (3 * count)).from_address(library.outofcore_record_data(self._log))
+            numbers = list(data)
+            self.events = [
+                Event(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
+                for freed, size, pointer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+            ]
+        library.outofcore_record_free(self._log)
+        self._log = None
+
+
+def as_arena_error(error: BaseException) -> ArenaError | None:
+    """The error of a request that the reserve could not hold, as PyTorch raised it, or None if it is another error."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _REFUSAL not in text:
+        return None
+    told = text[text.index(_REFUSAL) + len(_REFUSAL) :].splitlines()[0]
+    return ArenaError(
+        f"the step asked for memory that its plan does not foresee: {told}; the op took another path than when "
+        "it was profiled: compile the step again, and with a larger budget if that does not help"
+    )
+
+
+def _install(library: ctypes.PyDLL) -> None:
+    status = library.outofcore_install()
+    if status:
+        why = {
+            1: "it has no plain deleter",
+            2: "another one was installed since this process first used outofcore",
+            3: "it was installed with a higher priority",
+        }
+        raise ArenaError(
+            f"PyTorch's CPU allocator cannot be wrapped: {why[status]}; do not install another CPU allocator"
+        )
+
+
+def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
+    library.outofcore_arena_drop(handle)
+
+
+def _free_table(library: ctypes.PyDLL, table: int, region: Region) -> None:
+    library.outofcore_table_free(table)
+
+
+def _nothing(scope: int = 0) -> None:
+    """Stands in for the native allocator's calls."""

@@ -1,0 +1,78 @@
+"""Where outofcore keeps files of its own: the user's cache, and the default place to spill to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+# File systems whose "disk" is memory: spilling there frees nothing.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+def user_cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored, says the XDG base directory specification.
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
+
+
+def private_folder(path: Path) -> Path:
+    """Create a folder that only this user may enter, or check that an existing one is this user's own.
+
+    Raises:
+        OSError: it cannot be created, or somebody else may write to it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path} belongs to, or can be written by, somebody else")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written to")
+    return path
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds an existing path, such as "ext4"; "" where it cannot be told."""
+    device = path.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in mounts:
+        before, separator, after = line.partition(" - ")
+        if separator and before.split()[2] == name:
+            return after.split()[0]
+    return ""
+
+
+def in_memory(path: Path) -> bool:
+    """Whether files under an existing path occupy memory instead of a disk."""
+    return file_system_of(path) in _IN_MEMORY
+
+
+def default_spill_directory() -> Path:
+    """A folder for spill files on a real disk: the system's temporary folder, the user's cache, or ``/var/tmp``.
+
+    Where all of these lie in memory the temporary folder is taken, with a warning.
+    """
+    temporary = Path(tempfile.gettempdir())
+    if not in_memory(temporary):
+        return temporary
+    try:
+        cache = private_folder(user_cache_folder())
+        if not in_memory(cache):
+            return cache
+    except OSError:
+        pass  # no usable home folder, as in some containers: the next candidate may do
+    fallback = Path("/var/tmp")
+    if fallback.is_dir() and os.access(fallback, os.W_OK | os.X_OK) and not in_memory(fallback):
+        return fallback
+    warnings.warn(
+        f"the spill directory {temporary} is kept in memory by the system, so that spilling to it frees none; "
+        "name a directory on a disk as the spill directory",
+        stacklevel=2,
+    )
+    return temporary

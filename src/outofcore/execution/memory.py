@@ -1,0 +1,163 @@
+"""Mapped pages that live exactly as long as something refers to them.
+
+The standard ``mmap`` module will not do: it keeps a file descriptor for each mapped piece of a file
+(a thousand slots would use up the usual limit), cannot align to huge pages and cannot reserve addresses
+without memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from outofcore.units import MIB, PAGE_BYTES, round_up
+
+_HUGE_PAGE = 2 * MIB
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # absent from the mmap module before Python 3.13
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
+for _function in (_libc.munmap, _libc.madvise, _libc.mprotect, _libc.mincore):
+    _function.restype = ctypes.c_int
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def unmap(address: int, count: int) -> None:
+    """Give whole pages back to the system."""
+    _libc.munmap(address, count)
+
+
+def advise_pages(address: int, count: int, advice: int) -> None:
+    """Call madvise on the whole pages that lie within [address, address + count).
+
+    Raises:
+        OSError: the system refuses.
+    """
+    first = round_up(address, mmap.PAGESIZE)
+    last = (address + count) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        _checked(_libc.madvise(first, last - first, advice), "madvise failed")
+
+
+def _checked(status: int, what: str) -> None:
+    if status != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+class Region:
+    """Mapped pages at ``address``, ``bytes`` long, released once nothing refers to them any more.
+
+    Every ``memory(...)``, and every tensor made over one, refers to them.
+    """
+
+    def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
+        self.address = address
+        self.bytes = count
+        self._buffer = (ctypes.c_ubyte * count).from_address(address)
+        # Not at exit: tensors over the region may be used until the very end of the process.
+        weakref.finalize(self._buffer, release, address, count).atexit = False
+
+    def memory(self, offset: int, count: int) -> memoryview:
+        """The bytes [offset, offset + count), writable.
+
+        Raises:
+            ValueError: they do not lie in the region.
+        """
+        if offset < 0 or count < 0 or offset + count > self.bytes:
+            raise ValueError(f"bytes [{offset}, {offset + count}) do not lie in a region of {self.bytes} bytes")
+        return memoryview(self._buffer).cast("B")[offset : offset + count]
+
+    def make_accessible(self, offset: int, count: int) -> None:
+        """Make pages of a region that was only reserved readable and writable.
+
+        Raises:
+            OSError: the system will not promise the memory.
+        """
+        status = _libc.mprotect(self.address + offset, count, mmap.PROT_READ | mmap.PROT_WRITE)
+        _checked(status, "mprotect failed")
+
+    def resident_bytes(self) -> int:
+        """Bytes of the region that are in physical memory."""
+        pages = round_up(self.bytes, mmap.PAGESIZE) // mmap.PAGESIZE
+        flags = np.empty(pages, np.uint8)
+        _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
+        return int(np.count_nonzero(flags & 1)) * mmap.PAGESIZE
+
+
+def map_anonymous(count: int, *, accessible: bool = True) -> int:
+    """The address of fresh zeroed memory of ``count`` bytes, physical only where it is touched.
+
+    From 2 MiB on it is aligned to huge pages and asks for them: a hundredth of the page faults.
+
+    Args:
+        count: bytes; a multiple of the page size.
+        accessible: False reserves addresses only, for ``Region.make_accessible``.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    start = _map(count + slack, protection, flags, -1, 0)
+    address = round_up(start, _HUGE_PAGE) if slack else start
+    if address > start:
+        unmap(start, address - start)
+    if start + slack > address:
+        unmap(address + count, start + slack - address)
+    if slack and hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without huge pages refuses the advice; the memory works as well, more slowly.
+        _libc.madvise(address, count, mmap.MADV_HUGEPAGE)
+    return address
+
+
+def map_file(descriptor: int, offset: int, count: int) -> Region:
+    """``count`` bytes of a file from a page boundary on, shared with it.
+
+    The mapping keeps the file alive after the descriptor is closed.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    whole = round_up(count, PAGE_BYTES)
+    return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset), whole)
+
+
+def _map(count: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    address = _libc.mmap(None, count, protection, flags, descriptor, offset)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {count} bytes: {os.strerror(code)}")
+    return int(address)
+
+
+def address_of(memory: memoryview) -> int:
+    """The address of the first byte of a contiguous, non-empty memoryview, writable or not."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+def tensor_over(memory: memoryview) -> torch.Tensor:
+    """A uint8 tensor over ``memory`` with a storage of its own of exactly that size; it keeps the memory alive."""
+    if not memory.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)

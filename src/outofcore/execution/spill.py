@@ -1,0 +1,257 @@
+"""The spill file: one preallocated file without a name, written and read past the page cache.
+
+Direct I/O goes straight between the disk and the caller's pages. That takes an address, a file offset and
+a length in whole pages; what is not (a small tensor, the tail of a large one) goes through a page-aligned buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+from outofcore.errors import SpillError, StateError, TransferError
+from outofcore.execution.memory import Region, address_of, map_anonymous, map_file
+from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
+
+# One system call moves at most this much: a copy can then be stopped, and shares the disk with others.
+_CHUNK_BYTES = 16 * MIB
+_BOUNCE_BYTES = MIB
+
+
+def check_directory(directory: Path, count: int = 0) -> None:
+    """Refuse a directory that cannot take a spill file of ``count`` bytes.
+
+    Raises:
+        SpillError: it is missing, not a directory, read-only, or has too little space.
+    """
+    if not directory.exists():
+        raise SpillError(f"the spill directory {directory} does not exist; create it or name another one")
+    if not directory.is_dir():
+        raise SpillError(f"the spill directory {directory} is not a directory; name a directory on a fast local disk")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise SpillError(
+            f"the spill directory {directory} cannot be written to; change its permissions or name another one"
+        )
+    free = free_bytes(directory)
+    if count > free:
+        raise SpillError(
+            f"the step needs {format_bytes(count)} in the spill directory {directory}, and {format_bytes(free)} are "
+            "free there; make room, name a directory on a larger disk, or raise the budget"
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an ordinary user may still write in a directory's file system."""
+    return shutil.disk_usage(directory).free
+
+
+class SpillFile:
+    """A file without a name in ``directory``: when the process ends, however it ends, the file is gone.
+
+    Reads and writes may be called from several threads at once; they block, with the GIL released. Offsets
+    are page boundaries, and a transfer owns its last page whole: what lies in it after the last byte is lost.
+
+    Attributes:
+        directory: where the file lies.
+        direct: whether the page cache is bypassed. Where the file system refuses that, I/O is buffered
+            and the kernel is told to drop the pages.
+        bytes: what has been allocated so far.
+
+    Raises:
+        SpillError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        check_directory(directory)
+        self.directory = directory
+        self.bytes = 0
+        self._buffers = threading.local()
+        self._closed = False
+        try:
+            self._descriptor = _open_unnamed(directory)
+        except OSError as error:
+            raise SpillError(
+                f"no file can be created in the spill directory {directory} ({error.strerror}); name another one"
+            ) from error
+        self._direct_descriptor = self._open_direct()
+        self.direct = self._direct_descriptor is not None
+
+    def close(self) -> None:
+        """Give the file back to the system, once nothing is mapped from it. May be called again."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._descriptor)
+            if self._direct_descriptor is not None:
+                os.close(self._direct_descriptor)
+
+    def grow(self, count: int) -> None:
+        """Allocate the file up to ``count`` bytes (never less than before), so that no later write lacks room.
+
+        Raises:
+            SpillError: there is too little space; the file is as before.
+            StateError: the file is closed.
+        """
+        self._check_open()
+        wanted = round_up(count, PAGE_BYTES)
+        if wanted <= self.bytes:
+            return
+        check_directory(self.directory, wanted - self.bytes)
+        try:
+            os.posix_fallocate(self._descriptor, self.bytes, wanted - self.bytes)
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.bytes)
+            raise SpillError(
+                f"{format_bytes(wanted - self.bytes)} could not be allocated in the spill directory {self.directory} "
+                f"({error.strerror}); make room, lift the limit, or name a directory on another disk"
+            ) from error
+        self.bytes = wanted
+
+    def map(self, offset: int, count: int) -> Region:
+        """Bytes of the file as shared memory; it stays usable after ``close``."""
+        self._check_open()
+        return map_file(self._descriptor, offset, count)
+
+    def forget(self, offset: int, count: int) -> None:
+        """Tell the kernel that pages of the file need not stay in its cache."""
+        self._check_open()
+        os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Write all of ``source`` at ``offset``.
+
+        Raises:
+            TransferError: the system refuses; the message says where and why.
+            StateError: the file is closed.
+        """
+        descriptor = self._check_transfer("write", offset, source)
+        whole = _whole_pages(source)
+        for start in range(0, whole, _CHUNK_BYTES):
+            self._write(descriptor, source[start : min(start + _CHUNK_BYTES, whole)], offset + start)
+        for start in range(whole, len(source), _BOUNCE_BYTES):
+            piece = source[start : start + _BOUNCE_BYTES]
+            buffer = self._buffer()
+            buffer[: len(piece)] = piece
+            self._write(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
+        if not self.direct:
+            self.forget(offset, len(source))
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill all of ``target`` from ``offset`` on.
+
+        Raises: as ``write``.
+        """
+        descriptor = self._check_transfer("read", offset, target)
+        whole = _whole_pages(target)
+        for start in range(0, whole, _CHUNK_BYTES):
+            self._read(descriptor, target[start : min(start + _CHUNK_BYTES, whole)], offset + start)
+        for start in range(whole, len(target), _BOUNCE_BYTES):
+            piece = target[start : start + _BOUNCE_BYTES]
+            buffer = self._buffer()
+            self._read(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
+            piece[:] = buffer[: len(piece)]
+        if not self.direct:
+            self.forget(offset, len(target))
+
+    def _write(self, descriptor: int, source: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(source):
+            try:
+                moved = os.pwrite(descriptor, source[done:], offset + done)
+            except OSError as error:
+                raise self._error("write", offset + done, len(source) - done, error.errno, error.strerror) from error
+            # After a short write direct I/O can only go on from a page boundary.
+            done += moved if done + moved == len(source) else moved // PAGE_BYTES * PAGE_BYTES
+            if moved < PAGE_BYTES and done < len(source):
+                raise self._error("write", offset + done, len(source) - done, errno.EIO, "the system wrote nothing")
+
+    def _read(self, descriptor: int, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                moved = os.preadv(descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise self._error("read", offset + done, len(target) - done, error.errno, error.strerror) from error
+            done += moved if done + moved == len(target) else moved // PAGE_BYTES * PAGE_BYTES
+            if moved < PAGE_BYTES and done < len(target):
+                raise self._error("read", offset + done, len(target) - done, errno.EIO, "the file ends there")
+
+    def _error(self, verb: str, offset: int, count: int, code: int | None, why: str | None) -> TransferError:
+        advice = {
+            errno.ENOSPC: "make room on that disk",
+            errno.EDQUOT: "raise the quota or name another spill directory",
+            errno.EFBIG: "lift the file size limit (ulimit -f) or name another spill directory",
+        }.get(code or 0, "check that disk, or name another spill directory")
+        error = TransferError(
+            f"could not {verb} {format_bytes(count)} at byte {offset} of the spill file in {self.directory}: "
+            f"{why}; {advice}"
+        )
+        error.errno = code
+        return error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the spill file is closed; compile the step again to go on")
+
+    def _check_transfer(self, verb: str, offset: int, memory: memoryview) -> int:
+        self._check_open()
+        if offset < 0 or offset % PAGE_BYTES or offset + len(memory) > self.bytes:
+            raise TransferError(
+                f"cannot {verb} bytes [{offset}, {offset + len(memory)}) of a spill file of {self.bytes} bytes: they "
+                f"must lie in the file and start on a multiple of {PAGE_BYTES}; this is a fault of the plan: "
+                "please report it"
+            )
+        return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
+
+    def _buffer(self) -> memoryview:
+        """This thread's page-aligned buffer."""
+        memory: memoryview | None = getattr(self._buffers, "memory", None)
+        if memory is None:
+            memory = Region(map_anonymous(_BOUNCE_BYTES), _BOUNCE_BYTES).memory(0, _BOUNCE_BYTES)
+            self._buffers.memory = memory
+        return memory
+
+    def _open_direct(self) -> int | None:
+        """A second descriptor of the file for direct I/O, or None where the file system refuses."""
+        try:
+            # A file without a name can still be opened again by way of /proc.
+            flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+            descriptor = os.open(f"/proc/self/fd/{self._descriptor}", flags)
+        except OSError:
+            return None
+        try:
+            # Some file systems accept the flag and refuse the I/O.
+            os.pwrite(descriptor, self._buffer()[:PAGE_BYTES], 0)
+            os.preadv(descriptor, [self._buffer()[:PAGE_BYTES]], 0)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno == errno.EINVAL:
+                return None
+            os.close(self._descriptor)
+            raise SpillError(
+                f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
+            ) from error
+        return descriptor
+
+
+def _whole_pages(memory: memoryview) -> int:
+    """Leading bytes of ``memory`` that direct I/O can use in place."""
+    if len(memory) < PAGE_BYTES or address_of(memory) % PAGE_BYTES:
+        return 0
+    return len(memory) // PAGE_BYTES * PAGE_BYTES
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Open a new file, readable by this user alone, that vanishes with its last descriptor."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # What file systems and kernels without O_TMPFILE say.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise
+    descriptor, name = tempfile.mkstemp(dir=directory, prefix="outofcore-")
+    Path(name).unlink()
+    return descriptor

@@ -1,0 +1,31 @@
+"""Policies that turn a graph, its costs and a budget into a plan."""
+
+from outofcore.planning.addresses import place
+from outofcore.planning.fitting import (
+    POLICIES,
+    Planned,
+    explain_too_small,
+    fit,
+    fit_once,
+    in_core_budget,
+    keep_all,
+    plan_step,
+    smallest_budget,
+)
+from outofcore.planning.offload_all import offload_all
+from outofcore.planning.window import window
+
+__all__ = [
+    "POLICIES",
+    "Planned",
+    "explain_too_small",
+    "fit",
+    "fit_once",
+    "in_core_budget",
+    "keep_all",
+    "offload_all",
+    "place",
+    "plan_step",
+    "smallest_budget",
+    "window",
+]

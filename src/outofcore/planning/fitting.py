@@ -1,0 +1,186 @@
+"""From a policy to a placed program within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outofcore.analysis.gaps import constant_bytes, is_large, large_needs, placed_bytes
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import StepGraph
+from outofcore.lowering import lower, wire
+from outofcore.plan import Plan
+from outofcore.planning.addresses import place
+from outofcore.planning.offload_all import offload_all
+from outofcore.planning.window import window
+from outofcore.program import Program, Timeline
+from outofcore.simulator import simulate
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
+
+# How often a policy is asked again for less, because its blocks could not be placed closely enough.
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its program, wired and placed, and the simulated timeline."""
+
+    plan: Plan
+    program: Program
+    timeline: Timeline
+
+
+def keep_all(budget: int) -> Plan:
+    """The plan in which nothing ever leaves: in-core training."""
+    return Plan("keep-all", budget, ())
+
+
+def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
+    """Arena bytes below the large blocks: small blocks, which never leave whatever the plan."""
+    return _small_region(place(lower(graph, costs, offload_all(graph, 0))))
+
+
+def _small_region(program: Program) -> int:
+    return round_up(max((b.offset + b.bytes for b in program.blocks if not is_large(b.bytes)), default=0), PAGE_BYTES)
+
+
+def smallest_budget(graph: StepGraph, costs: Costs) -> int:
+    """The least budget in bytes that can hold the step: the need of the op that needs the most."""
+    return small_region_bytes(graph, costs) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
+
+
+def in_core_budget(graph: StepGraph, costs: Costs) -> int:
+    """The least budget in bytes at which nothing needs to leave, as placed."""
+    return place(lower(graph, costs, keep_all(0))).arena_bytes
+
+
+def explain_too_small(
+    graph: StepGraph, costs: Costs, budget: int, describe: Callable[[int], str] | None = None
+) -> BudgetError:
+    """The error for a budget that cannot hold the step: which op needs the most, and what would do.
+
+    Args:
+        graph: the step.
+        costs: of which only the workspaces matter here.
+        budget: bytes.
+        describe: text for a storage, such as its name with shape; by default its name.
+    """
+    needs = large_needs(graph, costs)
+    smallest = smallest_budget(graph, costs)
+    worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
+    lines = [f"the budget of {format_bytes(budget)} ({budget} bytes) cannot hold this step."]
+    if worst is not None:
+        op = graph.ops[worst]
+        where = f" in module {op.module}" if op.module else ""
+        source = f" ({op.source})" if op.source else ""
+        lines.append(f"The op that needs the most is {op.name}{where}{source}; while it runs it needs")
+        for storage in sorted(op.touched, key=lambda s: -graph.storages[s].bytes):
+            data = graph.storages[storage]
+            if not is_large(data.bytes) and len(op.touched) > 4:
+                continue
+            text = describe(storage) if describe else data.name or f"storage {storage}"
+            lines.append(f"  {format_bytes(data.bytes):>10}  {text} ({data.kind.value})")
+        if costs.ops[worst].workspace_bytes:
+            lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
+        fixed = smallest - needs[worst]
+        lines.append(f"  {format_bytes(fixed):>10}  constants and storages below 64 KiB, which always stay")
+    lines.append(
+        f"The smallest budget that would do is {smallest} bytes ({format_bytes(smallest)}): "
+        "raise the budget to at least that, or make the batch or the model smaller."
+    )
+    return BudgetError("\n".join(lines), smallest)
+
+
+def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
+    """Ask a policy for plans, with less and less room, until its blocks can be placed within the budget.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        policy: makes a plan within a number of bytes of large blocks; may raise ``BudgetError``.
+
+    Returns:
+        None if no plan of the policy could be placed.
+    """
+    room = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    for _ in range(_ATTEMPTS):
+        if room <= 0:
+            return None
+        try:
+            plan = policy(room)
+        except BudgetError:
+            return None
+        program = place(lower(graph, costs, plan), budget)
+        if program.arena_bytes <= budget:
+            program = wire(graph, program)
+            return Planned(plan, program, simulate(graph, costs, program))
+        over = program.arena_bytes - budget
+        room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
+    return None
+
+
+def _smallest(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+    gentle = fit(graph, costs, budget, lambda room: offload_all(graph, room))
+    return gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
+
+
+def _windows(graph: StepGraph, costs: Costs, budget: int, reaches: Sequence[float]) -> list[Planned]:
+    planned = [fit(graph, costs, budget, lambda room, r=r: window(graph, costs, room, reach=r)) for r in reaches]
+    return [p for p in planned if p is not None]
+
+
+POLICIES = ("auto", "keep-all", "offload-all", "window")
+
+
+def plan_step(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    policy: str = "auto",
+    describe: Callable[[int], str] | None = None,
+) -> Planned:
+    """Plan, place and simulate a step.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
+        policy: one of ``POLICIES``. Where everything fits, every policy but ``offload-all`` keeps it all.
+        describe: text for a storage in the error message.
+
+    Raises:
+        BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
+        ValueError: the policy is not known.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    if budget < smallest_budget(graph, costs):
+        raise explain_too_small(graph, costs, budget, describe)
+    found: list[Planned] = []
+    if policy != "offload-all":
+        in_core = fit_once(graph, costs, budget, keep_all(budget))
+        if in_core is not None:
+            return in_core
+    if policy in ("auto", "window"):
+        found += _windows(graph, costs, budget, (0.5, 0.75, 1.0, 1.5) if policy == "auto" else (1.5,))
+    if policy == "offload-all" or (policy == "auto" and not found):
+        smallest = _smallest(graph, costs, budget)
+        found += [smallest] if smallest else []
+    if not found:
+        raise BudgetError(
+            f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
+            "enough; raise the budget a little, or take policy='auto', which falls back to others",
+            smallest_budget(graph, costs),
+        )
+    return min(found, key=lambda p: p.timeline.step_seconds)
+
+
+def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
+    """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
+    program = place(lower(graph, costs, plan), budget)
+    if program.arena_bytes > budget:
+        return None
+    program = wire(graph, program)
+    return Planned(plan, program, simulate(graph, costs, program))

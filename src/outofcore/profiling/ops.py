@@ -1,0 +1,229 @@
+"""What each op costs: measured by running it once or a few times on scratch tensors, alone in memory.
+
+Ops of one family (same target, shapes, strides, dtypes and constants) cost the same, so one stands for
+all of them (the idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model
+whose step does not fit is measured all the same: only one op is in memory at a time.
+
+Limits: scratch tensors hold one number throughout, and whole numbers are zero, which any index may
+be; an op whose speed depends on what its inputs hold is measured for those.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore.analysis import placed_bytes
+from outofcore.analysis.requests import Requests, workspace_layout
+from outofcore.capture.captured import Captured
+from outofcore.costs import OpCost
+from outofcore.execution.arena import Arena, Recorder, ScopeTable
+from outofcore.execution.binding import BoundRun, bind
+from outofcore.graph import Op
+from outofcore.program import Block, Program, Run
+from outofcore.units import MIB
+
+_log = logging.getLogger("outofcore.profiling")
+
+# An op is repeated until its measurements add up to this, or number _REPEATS.
+_ENOUGH_SECONDS = 0.1
+_REPEATS = 7
+# Bytes per second assumed for an op that cannot run on scratch tensors.
+_ASSUMED_BYTES_PER_S = 4e9
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """What running an op takes, and what it asks of the allocator."""
+
+    cost: OpCost
+    requests: Requests
+
+
+def profile_ops(
+    captured: Captured, *, advance: Callable[[int, int], None] | None = None, measure_time: bool = True
+) -> tuple[OpProfile, ...]:
+    """Measure every op of a captured step, once per family.
+
+    The default random generator is left as it was found.
+
+    Args:
+        captured: the step.
+        advance: called with (families measured, families) after each.
+        measure_time: False learns only what is asked of the allocator, in a single run of each family.
+    """
+    families: dict[str, list[int]] = {}
+    for op in captured.graph.ops:
+        families.setdefault(op.family or f"#{op.id}", []).append(op.id)
+    found: dict[int, OpProfile] = {}
+    state = torch.get_rng_state()
+    try:
+        with _Bench(captured) as bench:
+            for number, members in enumerate(families.values(), 1):
+                profile = bench.profile(members[0], measure_time)
+                for member in members:
+                    found[member] = profile
+                if advance is not None:
+                    advance(number, len(families))
+    finally:
+        torch.set_rng_state(state)
+    return tuple(found[op.id] for op in captured.graph.ops)
+
+
+class _Bench:
+    """Scratch memory, and one op at a time on it."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._dtypes: dict[int, torch.dtype] = {}
+        for value in captured.values:
+            self._dtypes.setdefault(value.storage, value.dtype)
+        self._arena: Arena | None = None
+        self._recorder = Recorder()
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _room(self, count: int) -> Arena:
+        if self._arena is None or self._arena.bytes < count:
+            self._release()
+            self._arena = Arena(count + count // 4 + MIB, reserve=1 << 62)
+        return self._arena
+
+    def profile(self, index: int, measure_time: bool) -> OpProfile:
+        captured = self._captured
+        op, call = captured.graph.ops[index], captured.calls[index]
+        if not op.touched or (not op.rerunnable and call.rehearse is None):
+            return OpProfile(OpCost(0.0), Requests((), 0))
+        try:
+            requests = self._record(op)
+            seconds = self._time(op, requests) if measure_time else 0.0
+        except (RuntimeError, ValueError, IndexError) as error:
+            # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
+            count = sum(captured.graph.storages[s].bytes for s in op.touched)
+            _log.warning(
+                "op %d (%s, %s) cannot be measured on scratch tensors (%s); its time is taken from its bytes",
+                index,
+                op.name,
+                op.source,
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
+            return OpProfile(OpCost(count / _ASSUMED_BYTES_PER_S), Requests((), 0))
+        return OpProfile(OpCost(seconds, requests.workspace_bytes), requests)
+
+    def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
+        """A program of this op alone; where its arguments end, and where everything ends."""
+        storages = self._captured.graph.storages
+        blocks: list[Block] = []
+        offset = 0
+        # What exists before the op comes first, so that the rest can be discarded before it runs.
+        existing = [s for s in op.touched if s not in op.creates]
+        places: dict[int, int] = {}
+        arguments_end = 0
+        for group in (existing, op.creates):
+            for storage in group:
+                count = placed_bytes(storages[storage].bytes)
+                offset = _aligned(offset, count)
+                places[storage] = len(blocks)
+                blocks.append(Block(len(blocks), storage, count, 0, 0, True, offset))
+                offset += count
+            if group is existing:
+                arguments_end = offset
+        scratch = None
+        if workspace:
+            count = placed_bytes(workspace)
+            offset = _aligned(offset, count)
+            scratch = len(blocks)
+            blocks.append(Block(scratch, None, count, 0, 0, True, offset))
+            offset += count
+        run = Run(op.id, tuple(places[s] for s in op.touched), scratch)
+        return Program((run,), tuple(blocks), offset), arguments_end, offset
+
+    def _bound(self, op: Op, requests: Requests) -> tuple[BoundRun, Arena, list[list[tuple[int, int]]], int]:
+        program, arguments_end, end = self._layout(op, requests.workspace_bytes)
+        arena = self._room(end)
+        every = _Everywhere(requests)
+        bound = bind(self._captured, program, arena, every)
+        for storage, block in ((b.storage, b) for b in program.blocks):
+            if storage is not None and storage not in op.creates:
+                self._fill(storage, arena, block)
+        return bound.runs[0], arena, bound.scopes, arguments_end
+
+    def _fill(self, storage: int, arena: Arena, block: Block) -> None:
+        captured = self._captured
+        count = captured.graph.storages[storage].bytes
+        if not count:
+            return
+        target = arena.view(block.offset, count)
+        constant = captured.constants.get(storage)
+        if constant is not None:
+            target.copy_(internals.storage_bytes(constant))
+            return
+        target.zero_()
+        dtype = self._dtypes[storage]
+        if dtype.is_floating_point or dtype.is_complex:
+            target[: count // dtype.itemsize * dtype.itemsize].view(dtype).fill_(0.5)
+
+    def _record(self, op: Op) -> Requests:
+        run, arena, _, arguments_end = self._bound(op, Requests((), 0))
+        arena.discard(arguments_end, arena.bytes - arguments_end)
+        func = self._captured.calls[op.id].rehearse or run.func
+        with internals.below_autograd():
+            with self._recorder as recorder:
+                out = func(*run.args, **run.kwargs)
+            leaves = internals.tensor_leaves(out)
+            pointers = {
+                leaves[leaf].untyped_storage().data_ptr(): leaf
+                for leaf, value in enumerate(self._captured.calls[op.id].results)
+                if value is not None
+            }
+            return workspace_layout(recorder.events, pointers)
+
+    def _time(self, op: Op, requests: Requests) -> float:
+        run, arena, scopes, _ = self._bound(op, requests)
+        func = self._captured.calls[op.id].rehearse or run.func
+        table = ScopeTable(arena, scopes)
+        seconds: list[float] = []
+        with internals.below_autograd():
+            while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
+                table.begin(0)
+                start = perf_counter()
+                out = func(*run.args, **run.kwargs)
+                seconds.append(perf_counter() - start)
+                del out
+                table.end()
+        # The first run faults the pages in and fills caches.
+        return statistics.median(seconds[1:])
+
+
+class _Everywhere(Sequence[Requests]):
+    """The same requests for whichever op is asked about."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def __getitem__(self, index: object) -> Requests:  # type: ignore[override]
+        return self._requests
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _aligned(offset: int, count: int) -> int:
+    """Blocks begin on the boundaries on which ``placed_bytes`` lets them end."""
+    step = placed_bytes(1) if count < 65536 else 4096
+    return -(-offset // step) * step

@@ -1,0 +1,178 @@
+"""The numbers of a report, from a program and a timeline, simulated or measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.plan import Plan
+from outofcore.program import CopyOut, Program, Queue, Run, Timeline, queue_of
+from outofcore.simulator import resident_bytes
+
+# What crosses to the caller and back in every step, whatever the plan: no movement that a plan could be blamed for.
+_CALLERS = frozenset({StorageKind.INPUT, StorageKind.OUTPUT})
+
+WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one step copies of the storages of one kind."""
+
+    kind: StorageKind
+    storages: int  # how many different ones move
+    copies_out: int
+    bytes_out: int  # device to home
+    copies_in: int
+    bytes_in: int  # home to device
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step in numbers.
+
+    Attributes:
+        policy: that planned it.
+        budget: bytes that were allowed.
+        arena_bytes: the end of the highest block: what the step takes of the budget.
+        peak_bytes: the most bytes held by blocks at once; the rest of the arena is lost to fragmentation.
+        seconds: of the whole step.
+        compute_seconds: of which ops ran.
+        recomputed: how often an op ran that had run before in the step.
+        moved: by kind of storage; kinds of which nothing moves are absent, and so are inputs and
+            outputs, which cross to the caller in any case.
+    """
+
+    policy: str
+    budget: int
+    arena_bytes: int
+    peak_bytes: int
+    seconds: float
+    compute_seconds: float
+    recomputed: int
+    moved: tuple[Moved, ...]
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes copied from the device to the home."""
+        return sum(moved.bytes_out for moved in self.moved)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes copied from the home to the device."""
+        return sum(moved.bytes_in for moved in self.moved)
+
+
+def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
+    """Sum up one step.
+
+    Args:
+        graph: what the program was lowered from.
+        plan: likewise.
+        program: placed.
+        timeline: of this program, simulated or measured.
+        budget: bytes of the device that the user named; a plan's own may be less.
+    """
+    compute = 0.0
+    runs = Counter[int]()
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        if isinstance(instruction, Run):
+            compute += end - start
+            runs[instruction.op] += 1
+    return StepReport(
+        policy=plan.policy,
+        budget=budget,
+        arena_bytes=program.arena_bytes,
+        peak_bytes=max(held for _, held in resident_bytes(program, timeline)),
+        seconds=timeline.step_seconds,
+        compute_seconds=compute,
+        recomputed=runs.total() - len(runs),
+        moved=_moved(graph, program),
+    )
+
+
+def _moved(graph: StepGraph, program: Program) -> tuple[Moved, ...]:
+    copies: dict[tuple[StorageKind, bool], list[int]] = {}  # (kind, whether out): the storages copied
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            continue
+        storage = program.blocks[instruction.block].storage
+        if storage is not None and graph.storages[storage].kind not in _CALLERS:
+            key = graph.storages[storage].kind, isinstance(instruction, CopyOut)
+            copies.setdefault(key, []).append(storage)
+    found: list[Moved] = []
+    for kind in StorageKind:
+        out, back = copies.get((kind, True), []), copies.get((kind, False), [])
+        if out or back:
+            out_bytes, in_bytes = (sum(graph.storages[s].bytes for s in moved) for moved in (out, back))
+            found.append(Moved(kind, len({*out, *back}), len(out), out_bytes, len(back), in_bytes))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class MemoryOverTime:
+    """Device bytes over one step, by what they hold, as step functions on common times.
+
+    Attributes:
+        times: seconds, rising, the first 0.0 and the last the end of the step.
+        held: for each kind of storage (its text, or "workspace") the bytes from each time on, as
+            many as there are times. Kinds without any bytes are absent.
+    """
+
+    times: tuple[float, ...]
+    held: dict[str, tuple[int, ...]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once."""
+        return max((sum(at) for at in zip(*self.held.values(), strict=True)), default=0)
+
+
+def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:
+    """What lies on the device at each moment of a step, by kind of storage.
+
+    Args:
+        graph: what the program was lowered from.
+        program: placed or not.
+        timeline: of this program, simulated or measured.
+    """
+    kinds = [WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks]
+    levels: dict[str, list[tuple[float, int]]] = {}
+    for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
+        if kind in kinds:
+            # Bytes of other kinds are counted as none.
+            blocks = (b if k == kind else replace(b, bytes=0) for b, k in zip(program.blocks, kinds, strict=True))
+            levels[kind] = resident_bytes(replace(program, blocks=tuple(blocks)), timeline)
+    changes = {time for level in levels.values() for time, _ in level if time < timeline.step_seconds}
+    times = sorted(changes | {0.0, timeline.step_seconds})
+    held = {kind: tuple(_sampled(level, times)) for kind, level in levels.items()}
+    return MemoryOverTime(tuple(times), {kind: levels for kind, levels in held.items() if any(levels)})
+
+
+def _sampled(level: list[tuple[float, int]], times: Iterable[float]) -> Iterable[int]:
+    starts = [time for time, _ in level]
+    return (level[bisect_right(starts, time) - 1][1] for time in times)
+
+
+def queue_spans(program: Program, timeline: Timeline, closest: float = 0.0) -> dict[Queue, list[tuple[float, float]]]:
+    """When each queue was at work.
+
+    Args:
+        program: of which the timeline is.
+        timeline: simulated or measured.
+        closest: pauses of at most so many seconds are left out.
+
+    Returns:
+        For every queue its spans (start, end) in seconds, in order and apart from each other.
+    """
+    spans: dict[Queue, list[tuple[float, float]]] = {queue: [] for queue in Queue}
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        line = spans[queue_of(instruction)]
+        if line and start - line[-1][1] <= closest:
+            line[-1] = line[-1][0], max(end, line[-1][1])
+        else:
+            line.append((start, end))
+    return spans

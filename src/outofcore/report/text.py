@@ -1,0 +1,62 @@
+"""Reports as plain text, for terminals and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outofcore.report.data import StepReport
+from outofcore.units import format_bytes, format_seconds
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+    """Rows of equal length as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        indent
+        + "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def moved_text(report: StepReport) -> str:
+    """What moves in a step, by kind: one line each under a heading, or one line that nothing does."""
+    if not report.moved:
+        return "  nothing moves: everything stays on the device"
+    rows = [("per step", "storages", "copies out", "bytes out", "copies in", "bytes in")]
+    rows += [
+        (
+            moved.kind.value.replace("_", " "),
+            str(moved.storages),
+            str(moved.copies_out),
+            format_bytes(moved.bytes_out),
+            str(moved.copies_in),
+            format_bytes(moved.bytes_in),
+        )
+        for moved in report.moved
+    ]
+    rows.append(
+        (
+            "all",
+            str(sum(moved.storages for moved in report.moved)),
+            str(sum(moved.copies_out for moved in report.moved)),
+            format_bytes(report.bytes_out),
+            str(sum(moved.copies_in for moved in report.moved)),
+            format_bytes(report.bytes_in),
+        )
+    )
+    return columns(rows)
+
+
+def step_text(report: StepReport) -> str:
+    """A step in two lines: the memory it takes, and its time."""
+    waiting = report.seconds - report.compute_seconds
+    again = f", {report.recomputed} ops run again" if report.recomputed else ""
+    return (
+        f"  memory  {format_bytes(report.arena_bytes)} of {format_bytes(report.budget)}; "
+        f"{format_bytes(report.peak_bytes)} held at once at most (policy {report.policy})\n"
+        f"  time    {format_seconds(report.seconds)}: ops {format_seconds(report.compute_seconds)}, "
+        f"else {format_seconds(max(waiting, 0.0))}{again}"
+    )

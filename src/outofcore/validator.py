@@ -1,0 +1,398 @@
+"""A deliberately naive proof that a program keeps its promises.
+
+Shares no code with the planner, the lowering or the simulator, so that a mistake there cannot hide
+here. The program is taken as one step in its steady state, and the state at its end is shown to be
+the state assumed at its start; so what holds for this step holds for every step.
+
+Versions are replayed in program order. Copies are asynchronous, so that alone would prove little:
+two accesses to the same bytes or the same home slot, at least one of them a write, must also be
+ordered by queues and waits. Since waits point backwards, program order is one of the orders in which
+the queues may run the step; with every conflict ordered, all other orders give the same values.
+Order is kept as vector clocks (Mattern, "Virtual time and global states of distributed systems",
+1989), and conflicts are found as a data race detector finds them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+
+from outofcore.costs import Costs
+from outofcore.errors import ValidationError
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.program import Block, CopyOut, Program, Queue, Run, queue_of
+
+
+def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
+    """Prove that a program computes one step of a graph, over and over, within a budget.
+
+    That is: every op runs, first runs in graph order, and only rerunnable ops run again; each run finds
+    its storages resident at the versions that plain execution would have; blocks in use at the same time
+    do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; and at the
+    end of the step every result is at home and every block that wraps holds what the next step starts from.
+
+    Args:
+        graph: the step.
+        program: placed, or with all offsets -1. Of a program that is not placed the bytes are summed over
+            the blocks alive at each instruction, and nothing is said about overlaps.
+        budget: bytes of device memory.
+        costs: where given, workspaces are checked against them.
+
+    Limits: a block whose storage an op mutates must hold the former version even where the op does not
+    read it. The capacity of homes and the alignment of offsets are not checked.
+
+    Raises:
+        ValidationError: a promise is broken; names the instruction, op, module and storage.
+        GraphError: the graph contradicts itself, or the costs do not fit it.
+    """
+    graph.check()
+    if costs is not None:
+        costs.check(graph)
+    step = _Step(graph, program)
+    _check_blocks(step)
+    _check_instructions(step, costs)
+    _check_coverage(step)
+    order = _Order(program)
+    _check_room(step, budget)
+    _Replay(step, order).check()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is being validated, and how messages speak of it."""
+
+    graph: StepGraph
+    program: Program
+
+    def storage(self, storage: int) -> str:
+        return f"storage {storage} ({self.graph.storages[storage].name or 'unnamed'})"
+
+    def block(self, block: Block) -> str:
+        return f"block {block.id} of {'a workspace' if block.storage is None else self.storage(block.storage)}"
+
+    def op(self, op: int) -> str:
+        found = self.graph.ops[op]
+        module = f" of module {found.module}" if found.module else ""
+        return f"op {op}, {found.name}{module}" + (f" at {found.source}" if found.source else "")
+
+    def instruction(self, index: int) -> str:
+        instruction = self.program.instructions[index]
+        if isinstance(instruction, Run):
+            return f"instruction {index} (run of {self.op(instruction.op)})"
+        block = self.program.blocks[instruction.block]
+        return f"instruction {index} ({queue_of(instruction).value} of {self.block(block)})"
+
+
+def _is_held(block: Block, index: int) -> bool:
+    if block.wraps:
+        return block.born == block.dies == 0 or index >= block.born or index < block.dies
+    return block.born <= index < block.dies
+
+
+def _stay_of(block: Block, index: int) -> int:
+    """1 where a block that wraps has been born again since the step began: its former bytes are gone."""
+    return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
+
+
+def _check_blocks(step: _Step) -> None:
+    """The blocks name storages that they can hold, over lifetimes that make sense."""
+    graph, end = step.graph, len(step.program.instructions)
+    lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
+    wrapping: dict[int | None, int] = {}
+    for index, block in enumerate(step.program.blocks):
+        if block.id != index:
+            raise ValidationError(f"block at index {index} has id {block.id}; ids must be the indices")
+        if block.storage is not None and not 0 <= block.storage < len(graph.storages):
+            raise ValidationError(f"block {index} is of storage {block.storage}, which the graph does not have")
+        name = step.block(block)
+        if block.bytes < (0 if block.storage is None else graph.storages[block.storage].bytes):
+            raise ValidationError(f"{name} has {block.bytes} bytes, fewer than what it is to hold")
+        if block.offset < -1:
+            raise ValidationError(f"{name} has offset {block.offset}; it must be -1 (not placed) or not negative")
+        if not block.wraps:
+            if not 0 <= block.born < block.dies <= end:
+                raise ValidationError(f"{name} is held over [{block.born}, {block.dies}) of {end} instructions")
+            continue
+        if not (block.born == block.dies == 0 or 0 <= block.dies <= block.born < end):
+            raise ValidationError(f"{name} wraps with born = {block.born}, dies = {block.dies} in {end} instructions")
+        if block.storage not in lasting:
+            raise ValidationError(f"{name} wraps, but its contents do not persist from step to step")
+        if block.storage in wrapping:
+            raise ValidationError(f"{name} wraps, and so does block {wrapping[block.storage]} of the same storage")
+        wrapping[block.storage] = index
+
+
+def _check_instructions(step: _Step, costs: Costs | None) -> None:
+    """Every id names something, every block is held where it is used, and the blocks of a run are its op's."""
+    blocks = step.program.blocks
+    for index, instruction in enumerate(step.program.instructions):
+        used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
+        if isinstance(instruction, Run) and instruction.workspace is not None:
+            used = (*used, instruction.workspace)
+        for number in used:
+            if not 0 <= number < len(blocks):
+                raise ValidationError(f"instruction {index} uses block {number}, which does not exist")
+        if isinstance(instruction, Run):
+            _check_run(step, index, instruction, costs)
+        elif blocks[instruction.block].storage is None:
+            raise ValidationError(f"{step.instruction(index)} copies a block that has no home")
+        for number in used:
+            block = blocks[number]
+            if not _is_held(block, index):
+                raise ValidationError(
+                    f"{step.instruction(index)} uses {step.block(block)}, which is not held then "
+                    f"(born {block.born}, dies {block.dies}, wraps {block.wraps})"
+                )
+
+
+def _check_run(step: _Step, index: int, run: Run, costs: Costs | None) -> None:
+    if not 0 <= run.op < len(step.graph.ops):
+        raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
+    touched, name = step.graph.ops[run.op].touched, step.instruction(index)
+    owners = tuple(step.program.blocks[number].storage for number in run.blocks)
+    if owners != touched:
+        raise ValidationError(f"{name} touches storages {touched}, but its blocks are of storages {owners}")
+    scratch = None if run.workspace is None else step.program.blocks[run.workspace]
+    if scratch is not None and scratch.storage is not None:
+        raise ValidationError(f"{name} takes {step.block(scratch)} as its workspace")
+    needed, given = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
+    if given < needed:
+        raise ValidationError(f"{name} has a workspace of {given} bytes and needs {needed}")
+
+
+def _check_coverage(step: _Step) -> None:
+    """Every op runs; first runs come in graph order; only rerunnable ops run again."""
+    upcoming = 0
+    for index, instruction in enumerate(step.program.instructions):
+        if not isinstance(instruction, Run):
+            continue
+        if instruction.op == upcoming:
+            upcoming += 1
+        elif instruction.op > upcoming:
+            raise ValidationError(f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}")
+        elif not step.graph.ops[instruction.op].rerunnable:
+            raise ValidationError(f"{step.instruction(index)} runs again, and the op must not")
+    if upcoming < len(step.graph.ops):
+        raise ValidationError(f"{step.op(upcoming)} never runs")
+
+
+class _Order:
+    """Which instructions are certain to be over when another starts."""
+
+    def __init__(self, program: Program) -> None:
+        number = {queue: i for i, queue in enumerate(Queue)}
+        self.queue = [number[queue_of(instruction)] for instruction in program.instructions]
+        self.position: list[int] = []  # of each instruction on its queue, from 1
+        self._known: list[list[int]] = []  # of each instruction, how many of each queue are over when it starts
+        lines: list[list[int]] = [[] for _ in number]
+        for index, instruction in enumerate(program.instructions):
+            line = lines[self.queue[index]]
+            known = self._known_after(line[-1]) if line else [0] * len(number)
+            for wait in instruction.waits:
+                others = lines[number[wait.queue]]
+                if not 1 <= wait.count <= len(others):
+                    raise ValidationError(
+                        f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
+                        f"{len(others)} come before it; a wait must name one of them"
+                    )
+                known = [max(pair) for pair in zip(known, self._known_after(others[wait.count - 1]), strict=True)]
+            line.append(index)
+            self.position.append(len(line))
+            self._known.append(known)
+
+    def _known_after(self, index: int) -> list[int]:
+        known = list(self._known[index])
+        known[self.queue[index]] = self.position[index]
+        return known
+
+    def before(self, first: int, second: int) -> bool:
+        """Whether the first instruction has ended whenever the second starts."""
+        return self._known[second][self.queue[first]] >= self.position[first]
+
+
+def _check_room(step: _Step, budget: int) -> None:
+    """Blocks alive at the same instruction do not overlap, and all of them fit the budget."""
+    program = step.program
+    is_placed = any(block.offset >= 0 for block in program.blocks)
+    if is_placed and program.arena_bytes > budget:
+        raise ValidationError(f"the arena has {program.arena_bytes} bytes, more than the budget of {budget}")
+    for block in program.blocks:
+        if is_placed and block.offset < 0:
+            raise ValidationError(f"{step.block(block)} is not placed, and others are")
+        if is_placed and block.offset + block.bytes > program.arena_bytes:
+            end = block.offset + block.bytes
+            raise ValidationError(f"{step.block(block)} ends at byte {end} of an arena of {program.arena_bytes}")
+    births: list[list[Block]] = [[] for _ in program.instructions]
+    deaths: list[list[Block]] = [[] for _ in program.instructions]
+    live: list[tuple[int, int, int]] = []  # offset, end and id of the blocks that take room, by address
+    held = 0
+    for block in program.blocks:
+        if block.wraps and (block.dies > 0 or block.born == 0):
+            held += block.bytes
+            _take(step, live, block, "the start of the step")
+        if block.born > 0 or not block.wraps:
+            births[block.born].append(block)
+        if 0 < block.dies < len(deaths):
+            deaths[block.dies].append(block)
+    peak, peak_at = held, "the start of the step"
+    for index, (born, dead) in enumerate(zip(births, deaths, strict=True)):
+        for block in dead:
+            held -= block.bytes
+            if block.offset >= 0 and block.bytes > 0:
+                del live[bisect_left(live, (block.offset, block.offset + block.bytes, block.id))]
+        for block in born:
+            held += block.bytes
+            _take(step, live, block, f"instruction {index}")
+        if held > peak:
+            peak, peak_at = held, step.instruction(index)
+    if not is_placed and peak > budget:
+        raise ValidationError(f"{peak} bytes are held at {peak_at}, more than the budget of {budget}")
+
+
+def _take(step: _Step, live: list[tuple[int, int, int]], block: Block, when: str) -> None:
+    if block.offset < 0 or block.bytes == 0:
+        return
+    begin, end = block.offset, block.offset + block.bytes
+    at = bisect_left(live, (begin, end, block.id))
+    for other_begin, other_end, other in live[max(at - 1, 0) : at + 1]:
+        if other_begin < end and begin < other_end:
+            raise ValidationError(
+                f"{step.block(block)} at bytes [{begin}, {end}) overlaps {step.block(step.program.blocks[other])} at "
+                f"[{other_begin}, {other_end}), and both are held at {when}"
+            )
+    live.insert(at, (begin, end, block.id))
+
+
+@dataclass(eq=False, slots=True)
+class _Cell:
+    """What one stay of a block, or one home slot, holds, and who touched it last."""
+
+    name: str
+    version: int | None  # None: garbage, or bytes too old to trust
+    writer: int | None = None
+    readers: dict[int, int] = field(default_factory=dict[int, int])  # the last one on each queue
+
+    def last(self) -> list[int]:
+        return list(self.readers.values()) if self.writer is None else [self.writer, *self.readers.values()]
+
+    @property
+    def found(self) -> str:
+        return f"{self.name} holds " + ("nothing to rely on" if self.version is None else f"version {self.version}")
+
+
+class _Replay:
+    """Follows versions through blocks and homes, and checks that each conflict is ordered."""
+
+    def __init__(self, step: _Step, order: _Order) -> None:
+        graph, program = step.graph, step.program
+        self.step, self.graph, self.program, self.order = step, graph, program, order
+        # Versions before and after each op in plain execution.
+        self.before: list[dict[int, int]] = []
+        self.after: list[dict[int, int]] = []
+        self.final = [0] * len(graph.storages)
+        for op in graph.ops:
+            self.before.append({s: self.final[s] for s in op.reads + op.mutates})
+            for storage in set(op.mutates + op.creates):
+                self.final[storage] += 1
+            self.after.append({s: self.final[s] for s in op.mutates + op.creates})
+        self.wrapping = {b.storage: b for b in program.blocks if b.wraps}
+        # With a block that wraps, the user may have written to the device copy between two steps.
+        inputs = {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
+        at_home = inputs | (graph.persistent - self.wrapping.keys())
+        self.homes = [
+            _Cell(f"the home of {step.storage(s)}", 0 if s in at_home else None) for s in range(len(graph.storages))
+        ]
+        self.stays: dict[tuple[int, int], _Cell] = {}
+        # Who touched the arena's bytes last: cells over disjoint spans, by address.
+        self.spans: list[tuple[int, int, _Cell]] = []
+
+    def check(self) -> None:
+        for index, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, Run):
+                self._run(index, instruction)
+                continue
+            cell = self._cell(instruction.block, index)
+            home = self.homes[self.program.blocks[instruction.block].storage or 0]
+            source, target = (cell, home) if isinstance(instruction, CopyOut) else (home, cell)
+            self._read(index, source, instruction.version)
+            self._write(index, target, instruction.version)
+        self._check_end()
+
+    def _run(self, index: int, run: Run) -> None:
+        op = self.graph.ops[run.op]
+        cells = {s: self._cell(b, index) for s, b in zip(op.touched, run.blocks, strict=True)}
+        for storage, version in self.before[op.id].items():
+            self._read(index, cells[storage], version)
+        for storage, version in self.after[op.id].items():
+            self._write(index, cells[storage], version)
+        if run.workspace is not None:
+            self._write(index, self._cell(run.workspace, index), None)
+
+    def _cell(self, number: int, index: int) -> _Cell:
+        block = self.program.blocks[number]
+        stay = _stay_of(block, index)
+        if (number, stay) not in self.stays:
+            cell = _Cell(self.step.block(block), 0 if block.wraps and stay == 0 else None)
+            self.stays[number, stay] = cell
+            self._succeed(index, cell, block)
+        return self.stays[number, stay]
+
+    def _succeed(self, index: int, cell: _Cell, block: Block) -> None:
+        """At the first touch of a stay: all who had its bytes before must be done with them."""
+        if block.offset < 0 or block.bytes == 0:
+            return
+        begin, end = block.offset, block.offset + block.bytes
+        low = bisect_right(self.spans, begin, key=lambda span: span[1])
+        high = bisect_left(self.spans, end, key=lambda span: span[0])
+        renewed = [(begin, end, cell)]
+        for span_begin, span_end, former in self.spans[low:high]:
+            for earlier in former.last():
+                self._demand_order(earlier, index, f"the bytes of {former.name}, then of {cell.name}")
+            if span_begin < begin:
+                renewed.append((span_begin, begin, former))
+            if span_end > end:
+                renewed.append((end, span_end, former))
+        self.spans[low:high] = sorted(renewed, key=lambda span: span[0])
+
+    def _demand_order(self, earlier: int, index: int, bytes_of: str) -> None:
+        if not self.order.before(earlier, index):
+            names = f"{self.step.instruction(index)} may start before {self.step.instruction(earlier)}"
+            raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
+
+    def _read(self, index: int, cell: _Cell, version: int) -> None:
+        if cell.version != version:
+            raise ValidationError(f"{self.step.instruction(index)} needs version {version}, but {cell.found}")
+        if cell.writer is not None:
+            self._demand_order(cell.writer, index, cell.name)
+        cell.readers[self.order.queue[index]] = index
+
+    def _write(self, index: int, cell: _Cell, version: int | None) -> None:
+        for earlier in cell.last():
+            if earlier != index:
+                self._demand_order(earlier, index, cell.name)
+        cell.writer = index
+        cell.readers.clear()
+        cell.version = version
+
+    def _check_end(self) -> None:
+        mutated = {storage for op in self.graph.ops for storage in op.mutates}
+        due = set(self.graph.outputs) | (self.graph.persistent - self.wrapping.keys())
+        due |= {s.id for s in self.graph.storages if s.kind is StorageKind.INPUT and s.id in mutated}
+        for storage in sorted(due - set(self.program.results)):
+            raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
+        if not set(self.program.results) <= set(range(len(self.final))):
+            raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
+        ends = [(self.homes[storage], self.final[storage], "is a result") for storage in self.program.results]
+        for block in self.wrapping.values():
+            is_whole = block.born == block.dies == 0
+            untouched = _Cell(self.step.block(block), 0 if is_whole else None)
+            ends.append(
+                (
+                    self.stays.get((block.id, int(not is_whole)), untouched),
+                    self.final[block.storage or 0],
+                    "starts the next step",
+                )
+            )
+        for cell, version, why in ends:
+            if cell.version != version:
+                raise ValidationError(f"{cell.name} {why} and must end at version {version}, but {cell.found}")

@@ -1,0 +1,205 @@
+"""Batches for the zoo: real data where the machine has some, otherwise made from the seed.
+
+Every stream is endless, lies on the CPU, and is the same for the same arguments (and, for text, for the same
+Python). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outofcore.errors import InputError
+from outofcore.units import MIB, format_bytes
+from outofcore.zoo.options import ImageSource
+
+Batches = Iterator[tuple[Tensor, ...]]
+
+TEXT_BYTES = 8 * MIB
+# Below this edge a crop of a photograph shows nothing that could be told apart.
+_SMALLEST_PHOTO = 64
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+def library_text(limit: int = TEXT_BYTES) -> Tensor:
+    """The source text of Python's standard library: its ``.py`` files, sorted by path, as (n,) uint8.
+
+    Args:
+        limit: bytes after which the text ends.
+
+    Raises:
+        InputError: this Python comes without the source of its library.
+    """
+    root = sysconfig.get_paths()["stdlib"]
+    found: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_STDLIB]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    text = bytearray()
+    for path in sorted(found):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if not text:
+        raise InputError(
+            f"there is no text to train on: {root} holds no .py files; "
+            "use a Python that comes with the source of its standard library"
+        )
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def text_batches(batch: int, context: int, seed: int) -> Batches:
+    """Passages of `library_text` and, as targets, the same passages one byte further.
+
+    Yields:
+        Tokens and targets, both (batch, context) int64 in 0..255.
+
+    Raises:
+        InputError: the text is shorter than one passage.
+    """
+    text = library_text()
+    starts = len(text) - context
+    if starts < 1:
+        raise InputError(
+            f"a context of {context} is longer than the text ({format_bytes(len(text))}); take a smaller one"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    within = torch.arange(context + 1)
+    while True:
+        first = torch.randint(starts, (batch, 1), generator=generator)
+        passages = text[first + within].long()
+        yield passages[:, :-1].contiguous(), passages[:, 1:].contiguous()
+
+
+def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
+    """Where images of this edge come from on this machine.
+
+    Raises:
+        InputError: the source that was asked for needs a package that is not installed.
+    """
+    needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
+    if asked is not None:
+        missing = [package for package in needs[asked] if find_spec(package) is None]
+        if missing:
+            raise InputError(
+                f"images {asked.value!r} need {' and '.join(missing)}, which is not installed; "
+                "run pip install 'outofcore[data]' or take images 'generated'"
+            )
+        return asked
+    fitting = [source for source in needs if source is not ImageSource.PHOTOS or size >= _SMALLEST_PHOTO]
+    return next(source for source in fitting if all(find_spec(package) for package in needs[source]))
+
+
+def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
+    """Images with labels.
+
+    - Photos: random crops of scikit-learn's two sample photographs, resized bilinearly. The label says which
+      photograph and which quarter of it the crop comes from: 8 classes.
+    - Digits: scikit-learn's handwritten digits (8×8), enlarged bilinearly, in grey. The label is the digit.
+    - Generated: gratings in noise. The label says their direction and colour: 10 classes.
+
+    Labels beyond ``classes`` are folded back into it. Values are about zero on average, and of order one.
+
+    Yields:
+        Images (batch, 3, size, size) float32 and labels (batch,) int64.
+    """
+    draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
+    while True:
+        images, labels = draw()
+        yield ((images - 0.5) / 0.25).contiguous(), labels % classes
+
+
+def _image_sampler(
+    source: ImageSource, batch: int, size: int, generator: torch.Generator
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    match source:
+        case ImageSource.PHOTOS:
+            photographs = _photographs()
+            return lambda: _crops(photographs, batch, size, generator)
+        case ImageSource.DIGITS:
+            digits, names = _digits()
+            return lambda: _enlarged(digits, names, batch, size, generator)
+        case ImageSource.GENERATED:
+            return lambda: _gratings(batch, size, generator)
+
+
+def _photographs() -> list[Tensor]:
+    """Two photographs, each (3, 427, 640) float32 in 0..1."""
+    from sklearn.datasets import load_sample_images  # noqa: PLC0415  scikit-learn is optional
+
+    return [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in load_sample_images().images]
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    """Digits (1797, 1, 8, 8) float32 in 0..1, and which digit each is."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415  scikit-learn is optional
+
+    pixels, names = load_digits(return_X_y=True)
+    return torch.tensor(pixels).float().view(-1, 1, 8, 8) / 16, torch.tensor(names)
+
+
+def _crops(photographs: list[Tensor], batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(4 * len(photographs), (batch,), generator=generator)
+    where = torch.rand(batch, 3, generator=generator)
+    images = torch.empty(batch, 3, size, size)
+    for index, (label, (scale, down, right)) in enumerate(zip(labels.tolist(), where.tolist(), strict=True)):
+        photograph = photographs[label // 4]
+        height, width = photograph.shape[1] // 2, photograph.shape[2] // 2
+        edge = int(height * (0.5 + scale / 2))
+        top = label % 4 // 2 * height + int(down * (height - edge + 1))
+        left = label % 2 * width + int(right * (width - edge + 1))
+        crop = photograph[None, :, top : top + edge, left : left + edge]
+        images[index] = F.interpolate(crop, (size, size), mode="bilinear", align_corners=False, antialias=True)[0]
+    return images, labels
+
+
+def _enlarged(
+    digits: Tensor, names: Tensor, batch: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(len(names), (batch,), generator=generator)
+    images = F.interpolate(digits[drawn], (size, size), mode="bilinear", align_corners=False)
+    return images.expand(-1, 3, -1, -1), names[drawn]
+
+
+def _gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(10, (batch,), generator=generator)
+    angle = (labels % 5 * (torch.pi / 5)).view(-1, 1, 1)
+    phase = torch.rand(batch, 1, 1, generator=generator) * (2 * torch.pi)
+    across = torch.linspace(0, 8 * torch.pi, size)
+    wave = torch.sin(across * angle.cos() + across[:, None] * angle.sin() + phase)
+    colour = torch.where((labels < 5)[:, None], torch.tensor([1.0, 0.6, 0.2]), torch.tensor([0.2, 0.6, 1.0]))
+    images = 0.5 + 0.25 * wave[:, None] * colour[:, :, None, None]
+    return images + 0.1 * torch.randn(images.shape, generator=generator), labels
+
+
+def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
+    """Ellipsoids in noise, to be segmented. Class 0 is the room between them.
+
+    Each of the other classes has one to three ellipsoids in a volume; where two overlap, the later one counts. The
+    three channels show the classes at different brightness.
+
+    Yields:
+        Volumes (batch, 3, size, size, size) float32 and masks (batch, size, size, size) int64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    brightness = torch.randn(classes, 3, generator=generator)
+    ticks = torch.linspace(-1, 1, size)
+    while True:
+        masks = torch.zeros(batch, size, size, size, dtype=torch.int64)
+        for mask in masks:
+            for kind in range(1, classes):
+                for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
+                    centre = torch.rand(3, generator=generator) * 1.4 - 0.7
+                    radius = torch.rand(3, generator=generator) * 0.3 + 0.15
+                    z, y, x = (((ticks - c) / r) ** 2 for c, r in zip(centre, radius, strict=True))
+                    mask[z[:, None, None] + y[:, None] + x < 1] = kind
+        volumes = brightness[masks].movedim(-1, 1).contiguous()
+        volumes += 0.5 * torch.randn(volumes.shape, generator=generator)
+        yield volumes, masks

@@ -1,0 +1,477 @@
+"""The arena: planned addresses under real PyTorch ops, with the native allocator and without."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from outofcore.analysis.requests import EventKind, Result, Scratch, workspace_layout
+from outofcore.errors import ArenaError, StateError
+from outofcore.execution import native
+from outofcore.execution.arena import STOCK, Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
+from outofcore.execution.native import BuildError, Native, load_native
+from outofcore.units import KIB, MIB, PAGE_BYTES
+
+pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+FLOATS = MIB // 4  # in one MiB
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena(64 * MIB, reserve=4 * MIB) as opened:
+        yield opened
+
+
+def floats(arena: Arena, offset: int, count: int) -> torch.Tensor:
+    return arena.view(offset, count).view(torch.float32)
+
+
+def place(tensor: torch.Tensor, arena: Arena) -> int:
+    return tensor.untyped_storage().data_ptr() - arena.address
+
+
+def test_a_planned_request_is_served_at_the_planned_address_and_another_thread_is_not(arena: Arena) -> None:
+    x = floats(arena, 0, MIB).fill_(1)
+    table = ScopeTable(arena, [[(MIB, 8 * MIB)], [(MIB, 16 * MIB), (MIB, 24 * MIB)]])
+    elsewhere: list[torch.Tensor] = []
+    table.begin(1)
+    other = threading.Thread(target=lambda: elsewhere.append(torch.add(x, 5)))
+    other.start()
+    other.join()
+    first, second = x + x, x * 3
+    table.end()
+    table.begin(0)
+    third = x - x
+    table.end()
+    outside = x + 2
+    assert [place(t, arena) for t in (first, second, third)] == [16 * MIB, 24 * MIB, 8 * MIB]
+    assert [t[0].item() for t in (first, second, third, elsewhere[0], outside)] == [2, 3, 0, 6, 3]
+    for tensor in (elsewhere[0], outside):
+        assert not 0 <= place(tensor, arena) < arena.bytes
+    counters = arena.counters()
+    assert (counters.served, counters.large, counters.refused, counters.unclaimed) == (3, 0, 0, 0)
+    assert counters.small >= 1  # the number 3 as a tensor
+
+
+def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(arena: Arena) -> None:
+    torch.manual_seed(0)
+    x = floats(arena, 0, 4 * 8 * 32 * 32 * 4).view(4, 8, 32, 32).normal_()
+    w = floats(arena, MIB, 16 * 8 * 9 * 4).view(16, 8, 3, 3).normal_()
+    g = torch.randn(4, 16, 32, 32)
+
+    def op() -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten.convolution_backward(
+            g, x, w, [16], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+        )
+
+    expected = op()
+    with Recorder() as recorder:
+        out = op()
+        keys = {t.untyped_storage().data_ptr(): key for key, t in enumerate(out)}
+    layout = workspace_layout(recorder.events, keys)
+    results = [r.placement.key for r in layout.requests if isinstance(r.placement, Result)]
+    assert sorted(results) == [0, 1, 2]
+    assert {t.untyped_storage().nbytes() for t in out} == {
+        r.bytes for r in layout.requests if isinstance(r.placement, Result)
+    }
+    del out
+    where = {key: (8 + 8 * key) * MIB for key in results}
+    scope = []
+    for request in layout.requests:
+        placement = request.placement
+        if isinstance(placement, Result):
+            scope.append((request.bytes, where[placement.key]))
+        else:
+            scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else STOCK))
+    table = ScopeTable(arena, [scope])
+    for _ in range(3):
+        table.begin(0)
+        out = op()
+        table.end()
+        assert [place(t, arena) for t in out] == [where[key] for key in range(3)]
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+        del out
+    counters = arena.counters()
+    assert (counters.small, counters.large, counters.unclaimed) == (0, 0, 0)
+    assert counters.served == 3 * len(layout.requests)
+
+
+def test_a_planned_request_touches_no_memory(arena: Arena) -> None:
+    table = ScopeTable(arena, [[(32 * MIB, 16 * MIB)]])
+    table.begin(0)
+    tensor = torch.empty(8 * FLOATS * 4)
+    table.end()
+    assert place(tensor, arena) == 16 * MIB
+    assert arena.resident_bytes() == 0
+
+
+def test_requests_off_the_plan_are_counted_and_leave_the_plan_where_it_is(arena: Arena) -> None:
+    table = ScopeTable(arena, [[(MIB, 0), (MIB, MIB)]])
+    table.begin(0)
+    small = torch.empty(10)
+    large = torch.empty(2 * FLOATS)
+    planned = torch.empty(FLOATS)
+    nothing = torch.empty(0)
+    table.end()
+    assert place(planned, arena) == 0
+    assert nothing.numel() == 0
+    assert arena.counters() == ArenaCounters(
+        served=1,
+        small=1,
+        large=1,
+        large_bytes=2 * MIB,
+        live_bytes=2 * MIB,
+        peak_live_bytes=2 * MIB,
+        unclaimed=1,
+        last_scope=0,
+    )
+    del small, large
+    assert arena.counters().live_bytes == 0
+    assert arena.counters().peak_live_bytes == 2 * MIB
+
+
+def test_the_reserve_bounds_what_is_off_the_plan_at_once(arena: Arena) -> None:
+    table = ScopeTable(arena, [[], []])
+    table.begin(1)
+    try:
+        for _ in range(5):
+            torch.empty(4 * FLOATS)  # one after the other they fit
+        kept = torch.empty(3 * FLOATS)
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(2 * FLOATS)
+    finally:
+        table.end()
+    error = as_arena_error(caught.value)
+    assert isinstance(error, ArenaError)
+    for part in ("scope 1", str(2 * MIB), str(3 * MIB), str(4 * MIB)):
+        assert part in str(error)
+    assert as_arena_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert arena.counters().refused == 1
+    arena.set_reserve(8 * MIB)
+    table.begin(1)
+    more = torch.empty(2 * FLOATS)
+    table.end()
+    assert arena.counters().live_bytes == 5 * MIB
+    del kept, more
+
+
+def test_bytes_still_in_use_are_never_handed_out_twice(arena: Arena) -> None:
+    # Planned: the first piece is freed before the second comes. In fact it is kept.
+    table = ScopeTable(arena, [[(MIB, 0), (MIB, 0)]])
+    table.begin(0)
+    first = torch.ones(FLOATS)
+    second = torch.zeros(FLOATS)
+    table.end()
+    assert place(first, arena) == 0
+    assert not 0 <= place(second, arena) < arena.bytes
+    assert bool((first == 1).all())
+    del first, second
+    table.begin(0)
+    first = torch.empty(FLOATS)
+    del first
+    second = torch.empty(FLOATS)
+    table.end()
+    assert place(second, arena) == 0
+
+
+def test_what_a_library_may_or_may_not_ask_for_is_left_to_malloc(arena: Arena) -> None:
+    table = ScopeTable(arena, [[(2 * MIB, STOCK), (MIB, 0)]])
+    for present in (True, False):
+        table.begin(0)
+        cache = torch.empty(2 * FLOATS) if present else None
+        planned = torch.empty(FLOATS)
+        table.end()
+        assert place(planned, arena) == 0
+        assert cache is None or not 0 <= place(cache, arena) < arena.bytes
+        del planned
+    assert arena.counters() == ArenaCounters(served=2)
+
+
+def test_a_scope_that_does_not_exist_has_no_plan(arena: Arena) -> None:
+    table = ScopeTable(arena, [[(MIB, 0)]])
+    for scope in (-1, 1, 1000):
+        table.begin(scope)
+        tensor = torch.empty(FLOATS)
+        table.end()
+        assert not 0 <= place(tensor, arena) < arena.bytes
+    table.end()  # without a scope
+
+
+def test_a_table_outside_of_the_arena_is_refused(arena: Arena) -> None:
+    for count, offset in ((MIB, 64 * MIB), (65 * MIB, 0), (MIB, -5), (0, 0)):
+        with pytest.raises(ArenaError, match="scope 1"):
+            ScopeTable(arena, [[], [(count, offset)]])
+
+
+def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
+    before = torch.ones(FLOATS)
+    arena = Arena(8 * MIB)
+    between = torch.ones(FLOATS)
+    resized = torch.ones(10)
+    del before
+    arena.close()
+    arena.close()
+    del between
+    resized.resize_(FLOATS)  # its storage remembers the allocator it came from
+    del resized
+    with Arena(8 * MIB):
+        pass
+
+
+def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
+    arena = Arena(8 * MIB)
+    view = floats(arena, 0, MIB).fill_(7)
+    table = ScopeTable(arena, [[(MIB, 4 * MIB)]])
+    table.begin(0)
+    placed = torch.full((FLOATS,), 3.0)
+    table.end()
+    memory = arena.memory(MIB, 4)
+    address = arena.address
+    arena.close()
+    del table, arena
+    gc.collect()
+    assert is_mapped(address)
+    assert placed.sum().item() == 3 * FLOATS
+    assert view.sum().item() == 7 * FLOATS
+    del view
+    memory.release()
+    assert is_mapped(address)  # by the tensor that PyTorch allocated there
+    del placed
+    assert not is_mapped(address)
+
+
+def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None:
+    arena = Arena(8 * MIB)
+    address = arena.address
+    del arena
+    gc.collect()
+    assert not is_mapped(address)
+    with Recorder() as recorder:
+        torch.empty(10)
+    assert recorder.events  # installing works again
+
+
+def test_several_arenas_at_once() -> None:
+    with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
+        tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
+        placed = []
+        for table in tables:
+            table.begin(0)
+            placed.append(torch.empty(FLOATS))
+            table.end()
+        assert place(placed[0], one) == 0
+        assert place(placed[1], two) == MIB
+        one.close()
+        assert two.counters().served == 1
+        del placed
+
+
+def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_again() -> None:
+    for _ in range(2):
+        arenas = []
+        with pytest.raises(ArenaError, match="too many"):
+            for _ in range(1000):
+                arenas.append(Arena(PAGE_BYTES))
+        assert len(arenas) >= 64
+        for arena in arenas:
+            arena.close()
+
+
+def test_the_view_has_a_storage_of_its_own(arena: Arena) -> None:
+    view = arena.view(100, 50)
+    assert view.untyped_storage().nbytes() == 50
+    assert view.data_ptr() == arena.address + 100
+    arena.memory(100, 2)[:] = b"\x05\x06"
+    assert view[:2].tolist() == [5, 6]
+    assert arena.view(0, 0).numel() == 0
+    assert arena.address % (2 * MIB) == 0
+    for offset, count in ((-1, 4), (0, -1), (64 * MIB, 1), (0, 64 * MIB + 1)):
+        with pytest.raises(ArenaError):
+            arena.memory(offset, count)
+
+
+def test_physical_memory_comes_with_the_first_touch_and_goes_with_discard(arena: Arena) -> None:
+    assert arena.resident_bytes() == 0
+    arena.view(0, 8 * MIB).fill_(1)
+    assert 8 * MIB <= arena.resident_bytes() <= 10 * MIB
+    arena.discard(4 * MIB + 1, 4 * MIB - 1)
+    view = arena.view(4 * MIB, 4 * MIB)
+    assert view[PAGE_BYTES:].sum().item() == 0
+    assert view[0].item() == 1  # its page is not wholly within the range
+    arena.discard(0, 64 * MIB)
+    assert arena.resident_bytes() == 0
+
+
+def test_a_closed_arena_says_so() -> None:
+    arena = Arena(1)
+    assert arena.bytes == PAGE_BYTES
+    arena.close()
+    for use in (lambda: arena.view(0, 1), lambda: ScopeTable(arena, []), arena.counters, arena.resident_bytes):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
+def test_the_recorder_sees_this_thread_in_order() -> None:
+    recorder = Recorder()
+    assert recorder.available
+    with recorder:
+        a = torch.empty(FLOATS)
+        other = threading.Thread(target=lambda: torch.empty(3 * FLOATS))
+        other.start()
+        other.join()
+        pointer = a.data_ptr()
+        del a
+        b = torch.empty(100 * KIB, dtype=torch.uint8)
+    torch.empty(FLOATS)
+    kinds = [(event.kind, event.bytes) for event in recorder.events]
+    assert kinds == [(EventKind.ALLOCATE, MIB), (EventKind.FREE, 0), (EventKind.ALLOCATE, 100 * KIB)]
+    assert [event.pointer for event in recorder.events] == [pointer, pointer, b.data_ptr()]
+    with recorder, pytest.raises(StateError, match="recording"):
+        recorder.__enter__()
+    assert recorder.events == []
+
+
+def test_ordinary_pytorch_works_while_installed(arena: Arena, tmp_path: Path) -> None:
+    tensor = torch.arange(1000.0)
+    torch.save(tensor, tmp_path / "t.pt")
+    assert torch.equal(torch.load(tmp_path / "t.pt"), tensor)
+    assert np.array_equal(tensor.numpy(), np.arange(1000.0, dtype=np.float32))
+    shared = torch.ones(1000).share_memory_()
+    assert shared.is_shared()
+    loader = DataLoader(TensorDataset(torch.arange(32.0)), batch_size=8, num_workers=2)
+    assert sum(batch.sum().item() for (batch,) in loader) == 31 * 16
+
+
+def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
+    view = floats(arena, 0, MIB).fill_(1)
+    table = ScopeTable(arena, [[(MIB, MIB)]])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            table.begin(0)
+            placed = torch.empty(FLOATS)
+            table.end()
+            right = place(placed, arena) == MIB and view[5].item() == 1
+            view.fill_(9)
+            del placed, view
+            arena.close()
+            status = 0 if right else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert view[5].item() == 1
+
+
+def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
+    script = (
+        "import torch\n"
+        "from outofcore.execution.arena import Arena, ScopeTable\n"
+        "arena = Arena(8 << 20)\n"
+        "table = ScopeTable(arena, [[(1 << 20, 0)]])\n"
+        "table.begin(0)\n"
+        "torch.kept = torch.ones(1 << 18)\n"
+        "table.end()\n"
+        "torch.view = arena.view(0, 100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Without the native allocator, and building it.
+
+
+def test_without_the_native_allocator_the_memory_is_the_same_and_results_lie_elsewhere() -> None:
+    none = Native(None, "no compiler")
+    with Arena(8 * MIB, native=none) as arena:
+        view = floats(arena, 0, MIB).fill_(2)
+        table = ScopeTable(arena, [[(MIB, MIB)]])
+        table.begin(0)
+        result = view + view
+        table.end()
+        assert not 0 <= place(result, arena) < arena.bytes
+        assert arena.counters() == ArenaCounters()
+        arena.set_reserve(5)
+        address = arena.address
+        with pytest.raises(ArenaError):
+            ScopeTable(arena, [[(MIB, 8 * MIB)]])
+    recorder = Recorder(none)
+    with recorder:
+        torch.empty(FLOATS)
+    assert not recorder.available
+    assert recorder.events == []
+    del table
+    assert is_mapped(address)
+    del view
+    assert not is_mapped(address)
+
+
+def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
+    path = native.build(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["arena.so"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert native.load_library(path).outofcore_end
+
+
+def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        native.build(tmp_path, compilers=("no-such-compiler",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(BuildError, match="out of ideas"):
+        native.build(folder, compilers=(str(compiler),))
+    assert list(folder.iterdir()) == []
+
+
+def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Native:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return native.load_native.__wrapped__()
+
+
+def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "outofcore" / native.build_key()
+    native.build(native.private_folder(folder))
+    built = (folder / "arena.so").read_bytes()
+    (folder / "arena.so").write_bytes(b"half a fi")
+    assert loaded_with(monkeypatch, tmp_path).library is not None
+    assert (folder / "arena.so").read_bytes()[:4] == built[:4] == b"\x7fELF"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    assert loaded_with(monkeypatch, tmp_path).library is not None  # from the cache
+
+
+def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "outofcore" / native.build_key()
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert loaded_with(monkeypatch, tmp_path).library is not None  # built in a temporary folder
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    refused = loaded_with(monkeypatch, tmp_path)
+    assert refused.library is None
+    assert "somebody else" in refused.reason
+    assert "install g++" in refused.reason
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < last:
+            return True
+    return False

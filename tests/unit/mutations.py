@@ -1,0 +1,247 @@
+"""Ways to break a valid program, one at a time.
+
+Each mutation takes a graph and a valid program and yields a description with the broken program, lazily,
+and only where the break is real: where it breaks a promise by its very definition, or where the
+brute-force ``oracle`` finds a fault. With ``random``, candidates come in random order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+from typing import TypeVar
+
+import oracle
+
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait
+
+Broken = Iterator[tuple[str, Program]]
+T = TypeVar("T")
+Mutation = Callable[[StepGraph, Program, Random | None], Broken]
+
+
+def _mixed(items: list[T], random: Random | None) -> list[T]:
+    return random.sample(items, len(items)) if random is not None else items
+
+
+def with_instruction(program: Program, index: int, instruction: Instruction) -> Program:
+    instructions = list(program.instructions)
+    instructions[index] = instruction
+    return replace(program, instructions=tuple(instructions))
+
+
+def with_block(program: Program, block: Block) -> Program:
+    blocks = list(program.blocks)
+    blocks[block.id] = block
+    return replace(program, blocks=tuple(blocks))
+
+
+def without_instruction(program: Program, index: int) -> Program:
+    """The program less one instruction: those who waited for it wait for the one before it, and inherit its waits."""
+    removed = program.instructions[index]
+    queue = oracle.queue(removed)
+    position = sum(oracle.queue(i) is queue for i in program.instructions[: index + 1])
+    instructions: list[Instruction] = []
+    heir_found = False
+    for at, instruction in enumerate(program.instructions):
+        if at == index:
+            continue
+        waits: list[Wait] = []
+        for wait in instruction.waits:
+            if wait.queue is queue and wait.count == position:
+                waits += removed.waits
+            shifted = wait.count - (wait.queue is queue and wait.count >= position)
+            waits += [Wait(wait.queue, shifted)] if shifted else []
+        if at > index and not heir_found and oracle.queue(instruction) is queue:
+            heir_found = True
+            waits += removed.waits
+        instructions.append(replace(instruction, waits=tuple(dict.fromkeys(waits))))
+    blocks = tuple(replace(b, born=b.born - (b.born > index), dies=b.dies - (b.dies > index)) for b in program.blocks)
+    return replace(program, instructions=tuple(instructions), blocks=blocks)
+
+
+def _without_wait(program: Program, index: int, wait: Wait) -> Program:
+    instruction = program.instructions[index]
+    return with_instruction(
+        program, index, replace(instruction, waits=tuple(w for w in instruction.waits if w is not wait))
+    )
+
+
+def drop_wait(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A wait that no chain of other waits implies is missing."""
+    candidates = [(i, wait) for i, instruction in enumerate(program.instructions) for wait in instruction.waits]
+    pairs = oracle.conflicts(graph, program)
+    for index, wait in _mixed(candidates, random):
+        broken = _without_wait(program, index, wait)
+        if oracle.is_racy(graph, broken, pairs):
+            yield f"instruction {index} does not wait for {wait}", broken
+
+
+def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A wait counts one instruction too few."""
+    candidates = [(i, w) for i, instr in enumerate(program.instructions) for w in instr.waits if w.count > 1]
+    pairs = oracle.conflicts(graph, program)
+    for index, wait in _mixed(candidates, random):
+        instruction = program.instructions[index]
+        waits = tuple(Wait(w.queue, w.count - 1) if w is wait else w for w in instruction.waits)
+        broken = with_instruction(program, index, replace(instruction, waits=waits))
+        if oracle.is_racy(graph, broken, pairs):
+            yield f"instruction {index} waits for one less than {wait}", broken
+
+
+def release_early(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A block dies before its last use."""
+    last: dict[int, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        for number in oracle.blocks_of(instruction):
+            block = program.blocks[number]
+            if not block.wraps or index < block.dies:
+                last[number] = index
+    for number, index in _mixed(list(last.items()), random):
+        block = program.blocks[number]
+        if block.wraps or block.born < index:
+            broken = with_block(program, replace(block, dies=index))
+            if not oracle.is_held(broken, index):
+                yield f"block {number} dies at {index}, where it is used", broken
+
+
+def overlap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """Two blocks that are alive together are moved onto the same bytes."""
+    pairs = [
+        (a, b)
+        for a, b in combinations(program.blocks, 2)
+        if a.bytes and b.bytes and a.offset >= 0 and b.offset >= 0 and _alive(program, a) & _alive(program, b)
+    ]
+    for a, b in _mixed(pairs, random):
+        offset = min(a.offset, program.arena_bytes - b.bytes)
+        if a.offset < offset + b.bytes and offset < a.offset + a.bytes:
+            yield f"block {b.id} lies on block {a.id}", with_block(program, replace(b, offset=offset))
+
+
+def _alive(program: Program, block: Block) -> set[int]:
+    everything = set(range(len(program.instructions)))
+    if not block.wraps:
+        return set(range(block.born, block.dies))
+    return everything if block.born == block.dies == 0 else everything - set(range(block.dies, block.born))
+
+
+def reuse_too_soon(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A block is moved onto the bytes of one that is dead in program order, but may be in use still."""
+    pairs = [
+        (a, b)
+        for a, b in combinations(program.blocks, 2)
+        if a.bytes and b.bytes and a.offset >= 0 and b.offset >= 0 and not _alive(program, a) & _alive(program, b)
+    ]
+    masks = oracle.ancestors(program)
+    uses: dict[int, list[tuple[int, bool]]] = {block.id: [] for block in program.blocks}
+    for index in range(len(program.instructions)):
+        for (kind, number, _, _), writes in oracle.accesses(graph, program, index):
+            if kind == "block":
+                uses[number].append((index, writes))
+    for a, b in _mixed(pairs, random):
+        offset = min(a.offset, program.arena_bytes - b.bytes)
+        if a.offset < offset + b.bytes and offset < a.offset + a.bytes:
+            crossing = [sorted([x, y]) for x in uses[a.id] for y in uses[b.id] if x[1] or y[1]]
+            if any(not masks[later[0]] >> earlier[0] & 1 for earlier, later in crossing):
+                broken = with_block(program, replace(b, offset=offset))
+                yield f"block {b.id} takes the bytes of block {a.id} too soon", broken
+
+
+def wrong_version(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A copy names a version that is not the one it finds."""
+    for index in _mixed(list(range(len(program.instructions))), random):
+        instruction = program.instructions[index]
+        if not isinstance(instruction, Run):
+            for version in {instruction.version + 1, max(instruction.version - 1, 0)} - {instruction.version}:
+                broken = with_instruction(program, index, replace(instruction, version=version))
+                yield f"instruction {index} copies version {version}", broken
+
+
+def _drop(kind: type[CopyIn] | type[CopyOut] | type[Run]) -> Mutation:
+    def drop(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+        for index in _mixed([i for i, x in enumerate(program.instructions) if isinstance(x, kind)], random):
+            broken = without_instruction(program, index)
+            # A block that lived for this instruction alone would be refused for its empty lifetime.
+            if all(b.wraps or b.born < b.dies for b in broken.blocks) and oracle.is_broken(graph, broken):
+                yield f"instruction {index} ({kind.__name__}) is missing", broken
+
+    return drop
+
+
+drop_copy_out = _drop(CopyOut)
+drop_copy_in = _drop(CopyIn)
+drop_run = _drop(Run)
+
+
+def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """Two neighbours on a queue change places."""
+    pairs: list[tuple[int, int]] = []
+    for queue in Queue:
+        line = [i for i, x in enumerate(program.instructions) if oracle.queue(x) is queue]
+        pairs += list(pairwise(line))
+    for first, second in _mixed(pairs, random):
+        a, b = program.instructions[first], program.instructions[second]
+        broken = with_instruction(program, first, b)
+        broken = with_instruction(broken, second, a)
+        if _waits_point_back(broken) and oracle.is_broken(graph, broken):
+            yield f"instructions {first} and {second} change places", broken
+
+
+def _waits_point_back(program: Program) -> bool:
+    seen = dict.fromkeys(Queue, 0)
+    for instruction in program.instructions:
+        if any(wait.count > seen[wait.queue] for wait in instruction.waits):
+            return False
+        seen[oracle.queue(instruction)] += 1
+    return True
+
+
+def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """An instruction waits for one that comes later in program order."""
+    seen = dict.fromkeys(Queue, 0)
+    candidates: list[tuple[int, Wait]] = []
+    for index, instruction in enumerate(program.instructions):
+        candidates += [(index, Wait(queue, count + 1)) for queue, count in seen.items()]
+        seen[oracle.queue(instruction)] += 1
+    for index, wait in _mixed(candidates, random):
+        instruction = program.instructions[index]
+        broken = with_instruction(program, index, replace(instruction, waits=(*instruction.waits, wait)))
+        yield f"instruction {index} waits for {wait}, which comes later", broken
+
+
+def drop_result(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A storage that is seen after the step is not among the results."""
+    wraps = {b.storage for b in program.blocks if b.wraps}
+    mutated = {s for op in graph.ops for s in op.mutates if graph.storages[s].kind is StorageKind.INPUT}
+    due = set(graph.outputs) | (graph.persistent - wraps) | mutated
+    for storage in _mixed([s for s in program.results if s in due], random):
+        kept = tuple(s for s in program.results if s != storage)
+        yield f"storage {storage} is not among the results", replace(program, results=kept)
+
+
+def shrink_block(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A block is smaller than its storage."""
+    for block in _mixed(list(program.blocks), random):
+        if block.storage is not None and graph.storages[block.storage].bytes:
+            size = graph.storages[block.storage].bytes - 1
+            yield f"block {block.id} has {size} bytes", with_block(program, replace(block, bytes=size))
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "drop_wait": drop_wait,
+    "weaken_wait": weaken_wait,
+    "release_early": release_early,
+    "overlap": overlap,
+    "reuse_too_soon": reuse_too_soon,
+    "wrong_version": wrong_version,
+    "drop_copy_out": drop_copy_out,
+    "drop_copy_in": drop_copy_in,
+    "drop_run": drop_run,
+    "swap": swap,
+    "wait_ahead": wait_ahead,
+    "drop_result": drop_result,
+    "shrink_block": shrink_block,
+}

@@ -1,0 +1,202 @@
+"""Valid programs made the plain way, to be broken and to be measured against.
+
+Everything lives at home: before each op its storages are copied in, after it what it wrote is copied
+out, and nothing overlaps anything. Options make the program more interesting: storages that stay on the
+device, storages that wrap only part of the time, activations that are computed again instead of fetched, and
+two arena halves used in turn, so that copies of one op run beside the next op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait
+
+
+@dataclass
+class _Builder:
+    graph: StepGraph
+    costs: Costs | None
+    halves: int
+    instructions: list[Instruction] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    issued: dict[Queue, int] = field(default_factory=lambda: dict.fromkeys(Queue, 0))
+    fixed: dict[int, int] = field(default_factory=dict)  # storage -> its block with an address of its own
+    version: list[int] = field(default_factory=list)
+    home: list[int | None] = field(default_factory=list)  # the version at home
+    home_ready: list[int] = field(default_factory=list)  # copies-out that must be done before home holds it
+    done: list[dict[Queue, int]] = field(default_factory=list)  # after each group of instructions
+    extents: list[int] = field(default_factory=list)  # bytes used of each half
+    placed: list[tuple[int, int, int]] = field(default_factory=list)  # block, half, offset in it
+
+    def add(self, instruction: Instruction) -> None:
+        queue = {Run: Queue.COMPUTE, CopyOut: Queue.COPY_OUT, CopyIn: Queue.COPY_IN}[type(instruction)]
+        self.instructions.append(instruction)
+        self.issued[queue] += 1
+
+    def waits(self, **counts: int) -> tuple[Wait, ...]:
+        return tuple(Wait(Queue[name.upper()], count) for name, count in counts.items() if count)
+
+    def group(self, op_id: int, copy_out: set[int]) -> None:
+        """Copies-in, one run and copies-out, with blocks stacked in one half of the arena."""
+        op = self.graph.ops[op_id]
+        half = len(self.done) % self.halves
+        # The half is free when the last group to use it is over.
+        free = self.done[-self.halves] if len(self.done) >= self.halves else dict.fromkeys(Queue, 0)
+        born, top = len(self.instructions), 0
+        first = len(self.blocks)
+        numbers: list[int] = []
+
+        def take(storage: int | None, size: int) -> int:
+            nonlocal top
+            number = len(self.blocks)
+            self.blocks.append(Block(number, storage, size, born, born, offset=0))
+            self.placed.append((number, half, top))
+            top += size
+            return number
+
+        for storage in op.touched:
+            if storage in self.fixed:
+                numbers.append(self.fixed[storage])
+                continue
+            numbers.append(take(storage, self.graph.storages[storage].bytes))
+            if storage not in op.creates:
+                home = self.home[storage]
+                assert home is not None
+                waits = self.waits(
+                    compute=free[Queue.COMPUTE], copy_out=max(free[Queue.COPY_OUT], self.home_ready[storage])
+                )
+                self.add(CopyIn(numbers[-1], home, waits))
+        workspace = None
+        if self.costs is not None and self.costs.ops[op_id].workspace_bytes:
+            workspace = take(None, self.costs.ops[op_id].workspace_bytes)
+        waits = self.waits(copy_in=self.issued[Queue.COPY_IN], copy_out=free[Queue.COPY_OUT])
+        self.add(Run(op_id, tuple(numbers), workspace, waits))
+        for storage, number in zip(op.touched, numbers, strict=True):
+            if storage in copy_out and storage not in self.fixed:
+                version = self.version[storage]
+                # The copy-out must also come after copies-in of the former version; the run waited for those.
+                self.add(CopyOut(number, version, self.waits(compute=self.issued[Queue.COMPUTE])))
+                self.home[storage] = version
+                self.home_ready[storage] = self.issued[Queue.COPY_OUT]
+        end = len(self.instructions)
+        self.blocks[first:] = [replace(block, born=born, dies=end) for block in self.blocks[first:]]
+        self.extents[half] = max(self.extents[half], top)
+        self.done.append(dict(self.issued))
+
+
+def naive_program(
+    graph: StepGraph,
+    costs: Costs | None = None,
+    *,
+    resident: frozenset[int] = frozenset(),
+    partial: frozenset[int] = frozenset(),
+    recompute: frozenset[int] = frozenset(),
+    halves: int = 1,
+) -> Program:
+    """A valid, placed program.
+
+    Args:
+        graph: the step.
+        costs: gives the workspaces; None: no workspaces.
+        resident: persistent storages that stay on the device for the whole step and from step to step.
+        partial: persistent storages whose block wraps, but is given up between two uses in the step.
+        recompute: storages that are not copied out when created, but computed again before they are
+            next needed, where that is possible.
+        halves: 2: the arena has two halves used in turn, so that an op's copies run beside its neighbours.
+    """
+    builder = _Builder(graph, costs, halves, extents=[0] * halves)
+    storages = graph.storages
+    builder.version = [0] * len(storages)
+    constants = {s.id for s in storages if s.kind is StorageKind.CONSTANT}
+    whole = constants | (resident & graph.persistent)
+    partly = {s for s in partial & graph.persistent - whole if len(graph.uses[s]) >= 2}
+    builder.home = [0 if s.kind is StorageKind.INPUT or s.id in graph.persistent - whole else None for s in storages]
+    builder.home_ready = [0] * len(storages)
+    for storage in sorted(whole):
+        builder.fixed[storage] = len(builder.blocks)
+        builder.blocks.append(Block(len(builder.blocks), storage, storages[storage].bytes, 0, 0, wraps=True, offset=0))
+    for storage in sorted(partly):
+        builder.home[storage] = None
+        builder.fixed[storage] = len(builder.blocks)
+        builder.blocks.append(Block(len(builder.blocks), storage, storages[storage].bytes, 0, 0, wraps=True, offset=0))
+
+    dropped: dict[int, tuple[int, list[int]]] = {}  # storage -> its creator, and the versions that it read
+    for op in graph.ops:
+        for storage in op.touched:
+            if storage in dropped:
+                _bring_back(builder, dropped, storage)
+        for storage in partly & set(op.touched):
+            if op.id == graph.uses[storage][-1]:
+                _rejoin(builder, storage)
+        # What would change the inputs of a later recompute has to wait until that is done.
+        for storage, (creator, _) in list(dropped.items()):
+            if storage in dropped and set(graph.ops[creator].touched) & set(op.mutates):
+                _bring_back(builder, dropped, storage)
+        read = [builder.version[s] for s in op.reads]
+        for storage in op.mutates + op.creates:
+            builder.version[storage] += 1
+        drop: set[int] = set()
+        if op.rerunnable and not op.mutates:
+            drop = {s for s in op.creates if s in recompute and len(graph.uses[s]) > 1}
+        dropped.update(dict.fromkeys(drop, (op.id, read)))
+        builder.group(op.id, set(op.mutates + op.creates) - drop)
+        for storage in partly & set(op.touched):
+            if op.id == graph.uses[storage][0]:
+                _leave(builder, storage)
+    while dropped:
+        _bring_back(builder, dropped, next(iter(dropped)))
+
+    results = set(graph.outputs) | (graph.persistent - whole - partly)
+    results |= {s.id for s in storages if s.kind is StorageKind.INPUT and any(s.id in op.mutates for op in graph.ops)}
+    for storage in sorted(results & (whole | partly)):
+        waits = builder.waits(compute=builder.issued[Queue.COMPUTE], copy_in=builder.issued[Queue.COPY_IN])
+        builder.add(CopyOut(builder.fixed[storage], builder.version[storage], waits))
+    return _place(builder, sorted(whole | partly), tuple(sorted(results)))
+
+
+def _bring_back(builder: _Builder, dropped: dict[int, tuple[int, list[int]]], storage: int) -> None:
+    creator, read = dropped.pop(storage)
+    op = builder.graph.ops[creator]
+    assert read == [builder.version[s] for s in op.reads]
+    for source in op.reads:
+        if source in dropped:
+            _bring_back(builder, dropped, source)
+    builder.group(creator, {storage})
+
+
+def _leave(builder: _Builder, storage: int) -> None:
+    """After its first use a partly wrapping storage goes home, and its block is given up."""
+    number = builder.fixed[storage]
+    builder.add(CopyOut(number, builder.version[storage], builder.waits(compute=builder.issued[Queue.COMPUTE])))
+    builder.home[storage] = builder.version[storage]
+    builder.home_ready[storage] = builder.issued[Queue.COPY_OUT]
+    builder.blocks[number] = replace(builder.blocks[number], dies=len(builder.instructions))
+    # In between it is one of many.
+    del builder.fixed[storage]
+
+
+def _rejoin(builder: _Builder, storage: int) -> None:
+    """Before its last use it comes back to its own block, in which it stays."""
+    number = next(b.id for b in builder.blocks if b.wraps and b.storage == storage)
+    version = builder.home[storage]
+    assert version is not None
+    builder.blocks[number] = replace(builder.blocks[number], born=len(builder.instructions))
+    builder.add(CopyIn(number, version, builder.waits(copy_out=builder.home_ready[storage])))
+    builder.fixed[storage] = number
+
+
+def _place(builder: _Builder, fixed: list[int], results: tuple[int, ...]) -> Program:
+    """The blocks with addresses of their own first, then the halves."""
+    top = 0
+    blocks = list(builder.blocks)
+    for block in builder.blocks:
+        if block.wraps:
+            blocks[block.id] = replace(block, offset=top)
+            top += block.bytes
+    bases = [top + sum(builder.extents[:half]) for half in range(len(builder.extents))]
+    for number, half, offset in builder.placed:
+        blocks[number] = replace(blocks[number], offset=bases[half] + offset)
+    return Program(tuple(builder.instructions), tuple(blocks), top + sum(builder.extents), results)

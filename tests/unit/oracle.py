@@ -1,0 +1,253 @@
+"""Another opinion on programs, by brute force; shares no idea with the validator.
+
+The validator counts versions and keeps vector clocks. Here values are symbolic (a value is the op that
+computed it and the values that went in), order is reachability in an explicit graph of instructions, and
+conflicts are looked for among all pairs of accesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import combinations
+from random import Random
+
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.program import CopyIn, CopyOut, Instruction, Program, Queue, Run
+
+Value = Hashable
+GARBAGE: Value = "garbage"
+
+
+def queue(instruction: Instruction) -> Queue:
+    return {Run: Queue.COMPUTE, CopyOut: Queue.COPY_OUT, CopyIn: Queue.COPY_IN}[type(instruction)]
+
+
+def blocks_of(instruction: Instruction) -> tuple[int, ...]:
+    if isinstance(instruction, Run):
+        return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
+    return (instruction.block,)
+
+
+def predecessors(program: Program) -> list[list[int]]:
+    """For each instruction those that must have ended when it starts, not transitively."""
+    lines: dict[Queue, list[int]] = {q: [] for q in Queue}
+    for index, instruction in enumerate(program.instructions):
+        lines[queue(instruction)].append(index)
+    found: list[list[int]] = []
+    last: dict[Queue, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        own = last.get(queue(instruction))
+        found.append([] if own is None else [own])
+        found[-1] += [lines[wait.queue][wait.count - 1] for wait in instruction.waits]
+        last[queue(instruction)] = index
+    return found
+
+
+def ancestors(program: Program) -> list[int]:
+    """For each instruction the set of all that must have ended when it starts, as bits."""
+    masks: list[int] = []
+    for before in predecessors(program):
+        mask = 0
+        for index in before:
+            mask |= masks[index] | 1 << index
+        masks.append(mask)
+    return masks
+
+
+Span = tuple[str, int, int, int]  # ("block" | "home", id, begin, end)
+
+
+def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[Span, bool]]:
+    """What an instruction touches, and whether it writes there."""
+
+    def span(number: int) -> Span:
+        block = program.blocks[number]
+        return ("block", number, block.offset, block.offset + block.bytes)
+
+    instruction = program.instructions[index]
+    if isinstance(instruction, Run):
+        op = graph.ops[instruction.op]
+        for storage, number in zip(op.touched, instruction.blocks, strict=True):
+            yield span(number), storage in op.mutates + op.creates
+        if instruction.workspace is not None:
+            yield span(instruction.workspace), True
+        return
+    storage = program.blocks[instruction.block].storage
+    assert storage is not None
+    out = isinstance(instruction, CopyOut)
+    yield span(instruction.block), not out
+    yield ("home", storage, 0, 0), out
+
+
+def conflicts(graph: StepGraph, program: Program) -> list[tuple[int, int]]:
+    """Pairs of instructions on different queues whose order matters; waits make no difference here."""
+    queues = [queue(instruction) for instruction in program.instructions]
+    touched = [(index, *access) for index in range(len(queues)) for access in accesses(graph, program, index)]
+    found = {
+        (first, second)
+        for (first, a, a_writes), (second, b, b_writes) in combinations(touched, 2)
+        if (a_writes or b_writes) and queues[first] is not queues[second] and _same_bytes(a, b)
+    }
+    return sorted(found)
+
+
+def _same_bytes(a: Span, b: Span) -> bool:
+    if a[0] != b[0]:
+        return False
+    placed = a[0] == "block" and a[2] >= 0 and b[2] >= 0
+    return a[1] == b[1] or (placed and a[2] < b[3] and b[2] < a[3] and a[2] < a[3] and b[2] < b[3])
+
+
+def is_racy(graph: StepGraph, program: Program, pairs: list[tuple[int, int]] | None = None) -> bool:
+    """Whether some conflict is not ordered. ``pairs``: the conflicts, where they are known already."""
+    masks = ancestors(program)
+    return any(not masks[second] >> first & 1 for first, second in pairs or conflicts(graph, program))
+
+
+def plain_values(graph: StepGraph) -> tuple[list[dict[int, Value]], list[Value]]:
+    """What each op finds in the storages that it needs, and what the step leaves, in plain execution."""
+    values: list[Value] = [("before", s.id) for s in graph.storages]
+    found: list[dict[int, Value]] = []
+    for op in graph.ops:
+        needs = {s: values[s] for s in op.reads + op.mutates}
+        found.append(needs)
+        for storage in op.mutates + op.creates:
+            values[storage] = (op.id, storage, hash(tuple(needs.items())))
+    return found, values
+
+
+class Machine:
+    """Device blocks and homes that hold symbolic values; a write ruins all that shares its bytes."""
+
+    def __init__(self, graph: StepGraph, program: Program) -> None:
+        self.graph = graph
+        self.program = program
+        wraps = {b.storage for b in program.blocks if b.wraps}
+        self.device: list[Value] = [("before", b.storage) if b.wraps else GARBAGE for b in program.blocks]
+        self.home: list[Value] = [
+            ("before", s.id)
+            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps)
+            else GARBAGE
+            for s in graph.storages
+        ]
+        self.needs, self.final = plain_values(graph)
+        self.faults: list[str] = []
+
+    def write(self, number: int, value: Value) -> None:
+        mine = self.program.blocks[number]
+        for other in self.program.blocks:
+            if mine.offset >= 0 and max(mine.offset, other.offset) < min(
+                mine.offset + mine.bytes, other.offset + other.bytes
+            ):
+                self.device[other.id] = GARBAGE
+        self.device[number] = value
+
+    def begin(self, index: int) -> list[Value]:
+        """Start an instruction: what it reads, and its targets are garbage until it ends."""
+        instruction = self.program.instructions[index]
+        if isinstance(instruction, Run):
+            op = self.graph.ops[instruction.op]
+            seen = [self.device[b] for b in instruction.blocks]
+            if instruction.workspace is not None:
+                self.write(instruction.workspace, GARBAGE)
+            for storage, number in zip(op.touched, instruction.blocks, strict=True):
+                if storage in op.mutates + op.creates:
+                    self.write(number, GARBAGE)
+            return seen
+        storage = self.program.blocks[instruction.block].storage
+        assert storage is not None
+        if isinstance(instruction, CopyOut):
+            self.home[storage] = GARBAGE
+            return [self.device[instruction.block]]
+        self.write(instruction.block, GARBAGE)
+        return [self.home[storage]]
+
+    def end(self, index: int, seen: list[Value]) -> None:
+        """End an instruction: what it read must not have changed meanwhile; its targets get their values."""
+        instruction = self.program.instructions[index]
+        if isinstance(instruction, Run):
+            op = self.graph.ops[instruction.op]
+            needs = self.needs[op.id]
+            for storage, number, value in zip(op.touched, instruction.blocks, seen, strict=True):
+                steady = storage in op.mutates or self.device[number] == value
+                if storage in needs and not (steady and value == needs[storage]):
+                    self.faults.append(f"instruction {index}, op {op.id}: wrong value in storage {storage}")
+            for storage, number in zip(op.touched, instruction.blocks, strict=True):
+                if storage in op.mutates + op.creates:
+                    self.write(number, (op.id, storage, hash(tuple(needs.items()))))
+            if instruction.workspace is not None:
+                self.write(instruction.workspace, GARBAGE)
+            return
+        storage = self.program.blocks[instruction.block].storage
+        assert storage is not None
+        if isinstance(instruction, CopyOut):
+            steady = self.device[instruction.block] == seen[0]
+            self.home[storage] = seen[0] if steady else GARBAGE
+        else:
+            steady = self.home[storage] == seen[0]
+            self.write(instruction.block, seen[0] if steady else GARBAGE)
+
+    def finish(self) -> list[str]:
+        due = set(self.program.results) | set(self.graph.outputs)
+        due |= {s for s in self.graph.persistent if not any(b.wraps and b.storage == s for b in self.program.blocks)}
+        for storage in sorted(due):
+            if self.home[storage] != self.final[storage]:
+                self.faults.append(f"wrong value at home in storage {storage}")
+        for block in self.program.blocks:
+            if block.wraps and block.storage is not None and self.device[block.id] != self.final[block.storage]:
+                self.faults.append(f"wrong value at the end in block {block.id}")
+        return self.faults
+
+
+def faults_in_order(graph: StepGraph, program: Program) -> list[str]:
+    """What goes wrong when the instructions run one by one in program order."""
+    machine = Machine(graph, program)
+    for index in range(len(program.instructions)):
+        machine.end(index, machine.begin(index))
+    return machine.finish()
+
+
+def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> list[str]:
+    """What goes wrong on one random schedule that the queues and waits allow."""
+    machine = Machine(graph, program)
+    before = [set(indices) for indices in predecessors(program)]
+    waiting, running, done = list(range(len(before))), {}, set[int]()
+    # A taste for one queue makes schedules in which it runs far ahead, where races show.
+    taste = random.choice(list(Queue))
+    while waiting or running:
+        ready = [index for index in waiting if before[index] <= done]
+        liked = [index for index in ready if queue(program.instructions[index]) is taste] or ready
+        if liked and (not running or random.random() < 0.5):
+            index = random.choice(liked)
+            waiting.remove(index)
+            running[index] = machine.begin(index)
+        else:
+            assert running, "the program deadlocks"
+            index = random.choice(list(running))
+            machine.end(index, running.pop(index))
+            done.add(index)
+    return machine.finish()
+
+
+def is_held(program: Program, index: int) -> bool:
+    """Whether an instruction finds all its blocks alive."""
+    for number in blocks_of(program.instructions[index]):
+        block = program.blocks[number]
+        lifetime = set(range(block.born, block.dies))
+        if block.wraps:
+            everything = range(len(program.instructions))
+            lifetime = {i for i in everything if i >= block.born or i < block.dies or block.born == block.dies == 0}
+        if index not in lifetime:
+            return False
+    return True
+
+
+def is_broken(graph: StepGraph, program: Program) -> bool:
+    """Whether a program whose names make sense breaks a promise other than the budget."""
+    first_runs = list(dict.fromkeys(i.op for i in program.instructions if isinstance(i, Run)))
+    return (
+        first_runs != list(range(len(graph.ops)))
+        or not all(is_held(program, index) for index in range(len(program.instructions)))
+        or bool(faults_in_order(graph, program))
+        or is_racy(graph, program)
+    )

@@ -1,0 +1,217 @@
+"""Random small training steps, costs and budgets, for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from naive_program import naive_program
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.program import Program
+
+# Below and above 64 KiB, from where on requests are planned; around a page; odd; and nothing at all.
+_SIZES = st.one_of(
+    st.sampled_from([1, 8, 4095, 4096, 4097, 65535, 65536, 65537, 100_000, 262_144]),
+    st.integers(min_value=0, max_value=300_000),
+)
+
+
+@dataclass
+class _Draft:
+    """A graph in the making."""
+
+    draw: st.DrawFn
+    storages: list[Storage] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+
+    def storage(self, kind: StorageKind, name: str, size: int | None = None) -> int:
+        count = self.draw(_SIZES) if size is None else size
+        self.storages.append(Storage(len(self.storages), count, kind, name))
+        return len(self.storages) - 1
+
+    def like(self, storage: int, kind: StorageKind, name: str) -> int:
+        return self.storage(kind, name, self.storages[storage].bytes)
+
+    def op(
+        self,
+        name: str,
+        reads: list[int],
+        mutates: tuple[int, ...] = (),
+        creates: tuple[int, ...] = (),
+        **how: bool | str,
+    ) -> None:
+        # As in a capture, what is written in place is read as well unless its former contents do not matter.
+        once = tuple(dict.fromkeys(reads))
+        self.ops.append(Op(len(self.ops), name, once, mutates, creates, **how))  # type: ignore[arg-type]
+
+    def chance(self) -> bool:
+        return self.draw(st.booleans())
+
+
+@dataclass
+class _Layer:
+    param: int
+    state: int | None
+    kept_grad: int | None  # a gradient that persists, accumulated in place
+    saved: list[int] = field(default_factory=list)  # what the backward pass needs
+    grad: int = -1
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
+    """Valid step graphs that look like training steps: forward, loss, backward, update.
+
+    With parameters that may be used twice, activations reused in backward, in-place ops, buffers, random
+    and non-rerunnable ops, ops without storages, gradients that are created or accumulated, constants,
+    unused storages, inputs that are mutated, and several kinds of outputs.
+    """
+    draft = _Draft(draw)
+    layers = _layers(draft, draw(st.integers(1, max_layers)))
+    inputs = [draft.storage(StorageKind.INPUT, f"input{i}") for i in range(draw(st.integers(1, 2)))]
+    constants = [draft.storage(StorageKind.CONSTANT, "constant")] if draft.chance() else []
+    if draft.chance():
+        draft.storage(StorageKind.PARAMETER, "unused")
+    if draft.chance():
+        draft.op("guard", [], rerunnable=draft.chance())
+
+    activations = _forward(draft, layers, inputs, constants)
+    loss = draft.storage(StorageKind.OUTPUT, "loss", 4)
+    draft.op("loss", [activations[-1], inputs[-1]], creates=(loss,), source="train.py:7")
+    _backward(draft, layers, activations[-1])
+    _update(draft, layers)
+
+    visible = [loss]
+    if draft.chance():
+        visible.append(draw(st.sampled_from(activations + inputs + constants + [layer.param for layer in layers])))
+    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
+    graph.check()
+    return graph
+
+
+def _layers(draft: _Draft, count: int) -> list[_Layer]:
+    layers: list[_Layer] = []
+    accumulate, has_state = draft.chance(), draft.chance()
+    for index in range(count):
+        param = draft.storage(StorageKind.PARAMETER, f"layer{index}.weight")
+        state = draft.like(param, StorageKind.OPTIMIZER_STATE, f"layer{index}.moment") if has_state else None
+        grad = draft.like(param, StorageKind.GRADIENT, f"layer{index}.weight.grad") if accumulate else None
+        layers.append(_Layer(param, state, grad))
+    if count > 1 and draft.chance():
+        layers[-1].param = layers[0].param  # tied weights
+    return layers
+
+
+def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: list[int]) -> list[int]:
+    flow = [inputs[0]]
+    if draft.chance():
+        draft.op("normalize_", [inputs[0]], mutates=(inputs[0],), rerunnable=False)
+    for index, layer in enumerate(layers):
+        module = f"layer{index}"
+        reads = [flow[-1], layer.param, *(constants if draft.chance() else [])]
+        if len(flow) > 1 and draft.chance():
+            reads.append(draft.draw(st.sampled_from(flow[:-1])))  # a skip connection
+        out = draft.storage(StorageKind.ACTIVATION, f"{module}.out")
+        draft.op("linear", reads, creates=(out,), module=module, family="linear")
+        layer.saved = [flow[-1], layer.param]
+        extra = draft.draw(st.sampled_from(["none", "dropout", "inplace", "norm"]))
+        if extra == "dropout":
+            mask = draft.like(out, StorageKind.ACTIVATION, f"{module}.mask")
+            dropped = draft.like(out, StorageKind.ACTIVATION, f"{module}.dropped")
+            draft.op("dropout", [out], creates=(dropped, mask), random=True, module=module)
+            layer.saved.append(mask)
+            out = dropped
+        elif extra == "inplace":
+            draft.op("relu_", [out], mutates=(out,), rerunnable=False, module=module)
+        elif extra == "norm":
+            running = draft.storage(StorageKind.BUFFER, f"{module}.running_mean")
+            normed = draft.like(out, StorageKind.ACTIVATION, f"{module}.normed")
+            draft.op("batch_norm", [out, running], (running,), (normed,), rerunnable=False, module=module)
+            layer.saved.append(out)
+            out = normed
+        if draft.chance():
+            layer.saved.append(out)
+        flow.append(out)
+    return flow
+
+
+def _backward(draft: _Draft, layers: list[_Layer], last: int) -> None:
+    flow = draft.like(last, StorageKind.ACTIVATION, "d_last")
+    draft.op("loss_backward", [last], creates=(flow,))
+    for index, layer in reversed(list(enumerate(layers))):
+        module = f"layer{index}"
+        saved = [s for s in layer.saved if s == layer.param or draft.chance()]
+        below = draft.storage(StorageKind.ACTIVATION, f"{module}.d_in")
+        if layer.kept_grad is not None:
+            reads = [flow, *saved, layer.kept_grad]
+            draft.op("linear_backward_", reads, (layer.kept_grad,), (below,), rerunnable=False, module=module)
+            layer.grad = layer.kept_grad
+        else:
+            layer.grad = draft.like(layer.param, StorageKind.GRADIENT, f"{module}.grad")
+            draft.op("linear_backward", [flow, *saved], creates=(below, layer.grad), module=module)
+        flow = below
+
+
+def _update(draft: _Draft, layers: list[_Layer]) -> None:
+    fused = draft.chance()
+    reads: list[int] = []
+    mutates: list[int] = []
+    for layer in layers:
+        state = [] if layer.state is None else [layer.state]
+        if fused:
+            reads += [layer.param, *state, layer.grad]
+            mutates += [layer.param, *state]
+        else:
+            draft.op("update", [layer.param, *state, layer.grad], (layer.param, *state), rerunnable=False)
+    if fused:
+        draft.op("fused_update", reads, tuple(dict.fromkeys(mutates)), rerunnable=False)
+    for layer in layers:
+        if layer.kept_grad is not None:
+            # Its former contents do not matter: it is written, not read.
+            draft.op("zero_", [], (layer.kept_grad,), rerunnable=False)
+
+
+@st.composite
+def costs_for(draw: st.DrawFn, graph: StepGraph) -> Costs:
+    """Costs that fit a graph: some ops free, some with a workspace; one home or two, quick or slow."""
+    seconds = st.integers(0, 2000).map(lambda micros: micros / 1e6)
+    workspace = st.sampled_from([0, 0, 0, 1, 4096, 70_000])
+    ops = tuple(OpCost(draw(seconds), draw(workspace)) for _ in graph.ops)
+    rate = st.sampled_from([1e8, 1e9, 1e10])
+    latency = st.sampled_from([0.0, 1e-5])
+    names = ["host", "disk"][: draw(st.integers(1, 2))]
+    costs = Costs(ops, tuple(Home(name, None, draw(rate), draw(rate), draw(latency)) for name in names))
+    costs.check(graph)
+    return costs
+
+
+def budgets_for(graph: StepGraph, costs: Costs) -> st.SearchStrategy[int]:
+    """Budgets from below what the neediest op takes to above what everything at once takes."""
+    size = [s.bytes for s in graph.storages]
+    neediest = max(
+        sum(size[s] for s in op.touched) + cost.workspace_bytes for op, cost in zip(graph.ops, costs.ops, strict=True)
+    )
+    everything = sum(size) + max(cost.workspace_bytes for cost in costs.ops) + 4096 * len(size)
+    return st.one_of(
+        st.integers(max(neediest // 2, 1), everything + 1),
+        st.integers(neediest, min(2 * neediest, everything) + 1),
+        st.just(everything),
+    )
+
+
+@st.composite
+def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
+    """A graph, costs and a valid, placed program for them, made by ``naive_program`` with random options."""
+    graph = draw(graphs(max_layers=3))
+    costs = draw(costs_for(graph))
+    ids = st.frozensets(st.integers(0, len(graph.storages) - 1))
+    program = naive_program(
+        graph,
+        costs,
+        resident=draw(ids),
+        partial=draw(ids),
+        recompute=draw(ids),
+        halves=draw(st.integers(1, 2)),
+    )
+    return graph, costs, program

@@ -1,0 +1,187 @@
+"""Times worked out by hand, and what must hold of every simulated program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from strategies import naive_programs
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import ValidationError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait, queue_of
+from outofcore.simulator import Stall, resident_bytes, simulate, stalls
+
+GRAPH = StepGraph(
+    (
+        Storage(0, 100, StorageKind.PARAMETER),
+        Storage(1, 40, StorageKind.INPUT),
+        Storage(2, 60, StorageKind.ACTIVATION),
+    ),
+    (Op(0, "double", (1,), (), (2,)), Op(1, "idle", (), (), ()), Op(2, "update", (0, 2), (0,), ())),
+)
+# A byte takes half a second out and a quarter of a second in; each copy one second more. The far home is twice as slow.
+NEAR = Home("near", None, bytes_per_s_out=2.0, bytes_per_s_in=4.0, latency_s=1.0)
+FAR = Home("far", None, bytes_per_s_out=1.0, bytes_per_s_in=2.0, latency_s=0.0)
+COSTS = Costs((OpCost(5.0), OpCost(7.0), OpCost(11.0)), (NEAR, FAR))
+PROGRAM = Program(
+    (
+        CopyIn(1, 0),  # 0 to 11
+        Run(0, (1, 2), waits=(Wait(Queue.COPY_IN, 1),)),  # 11 to 16
+        CopyIn(0, 0),  # 11 to 37
+        Run(1, ()),  # 16 to 23
+        Run(2, (0, 2), waits=(Wait(Queue.COPY_IN, 2), Wait(Queue.COMPUTE, 2))),  # 37 to 48
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 3),)),  # 48 to 99
+    ),
+    (Block(0, 0, 128, 2, 6), Block(1, 1, 64, 0, 2), Block(2, 2, 64, 1, 5)),
+    results=(0,),
+)
+TIMELINE = Timeline((0.0, 11.0, 11.0, 16.0, 37.0, 48.0), (11.0, 16.0, 37.0, 23.0, 48.0, 99.0), 99.0)
+
+
+def test_times() -> None:
+    assert simulate(GRAPH, COSTS, PROGRAM) == TIMELINE
+
+
+def test_times_with_a_home_for_each_storage() -> None:
+    timeline = simulate(GRAPH, COSTS, PROGRAM, home_of=(1, 0, 0))
+    assert timeline.ends == (11.0, 16.0, 61.0, 23.0, 72.0, 172.0)
+    assert timeline == simulate(GRAPH, replace(COSTS, homes=(FAR, NEAR)), PROGRAM, home_of=[0, 1, 1])
+
+
+def test_copies_last_as_long_as_the_storage_not_the_block() -> None:
+    wide = replace(PROGRAM, blocks=tuple(replace(b, bytes=4096) for b in PROGRAM.blocks))
+    assert simulate(GRAPH, COSTS, wide) == TIMELINE
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    assert simulate(StepGraph((), ()), Costs(()), Program((), ())) == Timeline((), (), 0.0)
+
+
+def test_waits_that_point_forward_are_followed() -> None:
+    """Not a valid program, but one that its queues can run: the order in the list binds only within a queue."""
+    copy, run = PROGRAM.instructions[:2]
+    turned = replace(PROGRAM, instructions=(run, copy, *PROGRAM.instructions[2:]))
+    assert simulate(GRAPH, COSTS, turned) == Timeline(
+        (11.0, 0.0, 11.0, 16.0, 37.0, 48.0), (16.0, 11.0, 37.0, 23.0, 48.0, 99.0), 99.0
+    )
+
+
+def test_a_deadlock_names_the_instructions() -> None:
+    instructions = (
+        Run(1, (), waits=(Wait(Queue.COPY_OUT, 1),)),
+        CopyOut(0, 0, (Wait(Queue.COPY_IN, 1),)),
+        CopyIn(0, 0, (Wait(Queue.COMPUTE, 1),)),
+    )
+    with pytest.raises(
+        ValidationError,
+        match=r"instruction 0 \(compute\) waits for instruction 1 \(copy-out\); instruction 1 \(copy-out\) waits for "
+        r"instruction 2 \(copy-in\); instruction 2 \(copy-in\) waits for instruction 0 \(compute\)",
+    ):
+        simulate(GRAPH, COSTS, replace(PROGRAM, instructions=instructions))
+
+
+def test_an_instruction_that_waits_for_itself_deadlocks() -> None:
+    with pytest.raises(ValidationError, match=r"instruction 0 .* waits for instruction 0 "):
+        simulate(GRAPH, COSTS, replace(PROGRAM, instructions=(Run(1, (), waits=(Wait(Queue.COMPUTE, 1),)),)))
+
+
+def test_a_wait_for_more_than_there_is_deadlocks() -> None:
+    instructions = (CopyIn(0, 0), Run(1, (), waits=(Wait(Queue.COPY_IN, 2),)))
+    with pytest.raises(ValidationError, match=r"instruction 1 .* waits for 2 instructions of copy-in, which has 1"):
+        simulate(GRAPH, COSTS, replace(PROGRAM, instructions=instructions))
+
+
+def test_copies_need_a_home() -> None:
+    with pytest.raises(ValidationError, match="instruction 0 copies into a block of storage 1, but the costs name no"):
+        simulate(GRAPH, replace(COSTS, homes=()), PROGRAM)
+    workspace = replace(PROGRAM, blocks=(Block(0, None, 8, 0, 1),), instructions=(CopyOut(0, 0),))
+    with pytest.raises(ValidationError, match="instruction 0 copies out of a workspace"):
+        simulate(GRAPH, COSTS, workspace)
+
+
+def test_stalls() -> None:
+    assert stalls(PROGRAM, TIMELINE) == [Stall(1, 11.0, 0), Stall(4, 14.0, 2)]
+
+
+def test_a_stall_is_put_down_to_what_ended_last() -> None:
+    instructions = (
+        CopyIn(1, 0),
+        CopyOut(0, 0),
+        Run(1, (), waits=(Wait(Queue.COPY_IN, 1), Wait(Queue.COPY_OUT, 1))),
+        Run(1, (), waits=(Wait(Queue.COPY_IN, 1),)),
+    )
+    program = replace(PROGRAM, instructions=instructions)
+    timeline = simulate(GRAPH, COSTS, program)
+    assert timeline.ends == (11.0, 51.0, 58.0, 65.0)
+    assert stalls(program, timeline) == [Stall(2, 51.0, 1)]
+    # Measured, the second run may start late for reasons that the program does not know.
+    late = Timeline((0.0, 0.0, 51.0, 60.0), (11.0, 51.0, 58.0, 67.0), 67.0)
+    assert stalls(program, late) == [Stall(2, 51.0, 1), Stall(3, 2.0, None)]
+
+
+def test_no_stalls_without_copies() -> None:
+    program = Program((Run(1, ()), Run(1, ())), ())
+    assert stalls(program, simulate(GRAPH, COSTS, program)) == []
+
+
+def test_resident_bytes() -> None:
+    # Input 0 to 16; parameter 11 to 99; activation 11 to 48.
+    assert resident_bytes(PROGRAM, TIMELINE) == [(0.0, 64), (11.0, 256), (16.0, 192), (48.0, 128), (99.0, 0)]
+
+
+def test_resident_bytes_of_blocks_that_wrap() -> None:
+    whole = replace(PROGRAM, blocks=(Block(0, 0, 128, 0, 0, wraps=True), *PROGRAM.blocks[1:]))
+    levels = [(0.0, 192), (11.0, 256), (16.0, 192), (48.0, 128)]
+    assert resident_bytes(whole, TIMELINE) == levels
+    # Held from the start up to its first use, and again from its second use to the end.
+    instructions = (
+        CopyOut(0, 0),  # 0 to 51
+        Run(1, ()),  # 0 to 7
+        CopyIn(0, 0, (Wait(Queue.COPY_OUT, 1),)),  # 51 to 77
+        Run(1, (), waits=(Wait(Queue.COPY_IN, 1),)),  # 77 to 84
+    )
+    away = Program(instructions, (Block(0, 0, 128, 2, 1, wraps=True),))
+    timeline = simulate(GRAPH, COSTS, away)
+    # It leaves and comes back at one instant, so that the level never changes.
+    assert resident_bytes(away, timeline) == [(0.0, 128)]
+    later = Timeline((0.0, 0.0, 60.0, 86.0), (51.0, 7.0, 86.0, 93.0), 93.0)
+    assert resident_bytes(away, later) == [(0.0, 128), (51.0, 0), (60.0, 128)]
+
+
+def test_a_workspace_is_resident_while_its_op_runs() -> None:
+    program = Program((Run(1, ()), Run(1, (), workspace=0)), (Block(0, None, 32, 1, 2),))
+    assert resident_bytes(program, simulate(GRAPH, COSTS, program)) == [(0.0, 0), (7.0, 32), (14.0, 0)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(naive_programs())
+def test_what_holds_of_every_program(made: tuple[StepGraph, Costs, Program]) -> None:
+    graph, costs, program = made
+    timeline = simulate(graph, costs, program)
+    assert timeline.step_seconds == max(timeline.ends)
+    _queues_and_waits_hold(program, timeline)
+    # The bytes resident never exceed the arena, and what wraps is there at both ends.
+    levels = resident_bytes(program, timeline)
+    wrapped = sum(b.bytes for b in program.blocks if b.wraps)
+    assert max(held for _, held in levels) <= program.arena_bytes
+    assert levels[-1][1] == wrapped
+    # Compute time is the ops and the stalls; and no stall is without a reason in a simulation.
+    found = stalls(program, timeline)
+    runs = [i for i in program.instructions if isinstance(i, Run)]
+    busy = sum(costs.ops[run.op].seconds for run in runs) + sum(stall.seconds for stall in found)
+    last = max(end for end, i in zip(timeline.ends, program.instructions, strict=True) if isinstance(i, Run))
+    assert busy == pytest.approx(last, abs=1e-9)
+    assert all(stall.waits_for is not None for stall in found)
+
+
+def _queues_and_waits_hold(program: Program, timeline: Timeline) -> None:
+    """Each instruction starts exactly when its queue is free and the last of its waits is over."""
+    ends: dict[Queue, list[float]] = {queue: [0.0] for queue in Queue}
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        queue = queue_of(instruction)
+        ready = [ends[queue][-1], *(ends[wait.queue][wait.count] for wait in instruction.waits)]
+        assert start == max(ready)
+        ends[queue].append(end)

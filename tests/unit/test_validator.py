@@ -1,0 +1,316 @@
+"""What the validator refuses, one promise at a time, and what its messages name."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mutations import with_block, with_instruction, without_instruction
+
+import outofcore.validator
+from outofcore.costs import Costs, OpCost
+from outofcore.errors import GraphError, ValidationError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Wait
+from outofcore.validator import validate
+
+# A small step by hand: "double" reads the input and creates an activation; "update" writes the parameter from it.
+GRAPH = StepGraph(
+    (
+        Storage(0, 100, StorageKind.PARAMETER, "weight"),
+        Storage(1, 50, StorageKind.INPUT, "x"),
+        Storage(2, 60, StorageKind.ACTIVATION, "doubled"),
+    ),
+    (
+        Op(0, "double", reads=(1,), mutates=(), creates=(2,), module="net.first", source="train.py:3"),
+        Op(1, "update", reads=(0, 2), mutates=(0,), creates=(), rerunnable=False, module="net.last"),
+    ),
+)
+PROGRAM = Program(
+    (
+        CopyIn(1, 0),
+        CopyIn(0, 0),
+        Run(0, (1, 2), waits=(Wait(Queue.COPY_IN, 1),)),
+        Run(1, (0, 2), workspace=3, waits=(Wait(Queue.COPY_IN, 2),)),
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 2),)),
+    ),
+    (
+        Block(0, 0, 100, 1, 5, offset=0),
+        Block(1, 1, 50, 0, 3, offset=100),
+        Block(2, 2, 60, 2, 4, offset=150),
+        Block(3, None, 30, 3, 4, offset=100),
+    ),
+    arena_bytes=210,
+    results=(0,),
+)
+COSTS = Costs((OpCost(1.0), OpCost(2.0, workspace_bytes=30)))
+
+
+def refuses(program: Program, match: str, budget: int = 210, graph: StepGraph = GRAPH) -> None:
+    with pytest.raises(ValidationError, match=match):
+        validate(graph, program, budget, COSTS)
+
+
+def test_accepts_the_small_step() -> None:
+    validate(GRAPH, PROGRAM, 210, COSTS)
+    validate(GRAPH, PROGRAM, 210)
+
+
+def test_budget_and_arena() -> None:
+    refuses(PROGRAM, "the arena has 210 bytes, more than the budget of 209", budget=209)
+    refuses(replace(PROGRAM, arena_bytes=209), r"block 2 of storage 2 \(doubled\) ends at byte 210 of an arena of 209")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-1)), "is not placed, and others are")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-2)), "has offset -2")
+
+
+def test_names_both_blocks_that_overlap() -> None:
+    broken = with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=149))
+    refuses(broken, r"block 2 of storage 2 \(doubled\) at bytes \[149, 209\) overlaps block 1 of storage 1 \(x\)")
+
+
+def test_names_both_instructions_of_a_race() -> None:
+    broken = with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], waits=()))
+    refuses(
+        broken,
+        r"instruction 2 \(run of op 0, double of module net.first at train.py:3\) may start before instruction 0 "
+        r"\(copy-in of block 1 of storage 1 \(x\)\) has ended",
+    )
+
+
+def test_reused_bytes_need_a_wait() -> None:
+    """The workspace lies where the input lay; a copy-in in its place would not be ordered after the run."""
+    graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
+    second = (*PROGRAM.instructions, CopyIn(4, 0), Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)))
+    again = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=150)))
+    with pytest.raises(ValidationError, match=r"the bytes of block 2 of storage 2 \(doubled\), then of block 4"):
+        validate(graph, again, 210)
+    waits = with_instruction(again, 5, CopyIn(4, 0, (Wait(Queue.COMPUTE, 2),)))
+    validate(graph, waits, 210)
+
+
+def test_reused_bytes_are_checked_across_partial_overlaps() -> None:
+    """The newcomer covers the ends of two former owners; either may be in use still."""
+    graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
+    second = (
+        *PROGRAM.instructions,
+        CopyIn(4, 0, (Wait(Queue.COMPUTE, 1),)),
+        Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)),
+    )
+    again = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=129)))
+    # [129, 130) was the workspace of the second run, [130, 150) free since the first, [150, 179) read by the second.
+    with pytest.raises(ValidationError, match="the bytes of block 3 of a workspace, then of block 4"):
+        validate(graph, again, 210)
+    off_workspace = with_block(again, replace(again.blocks[4], offset=130, bytes=50))
+    with pytest.raises(ValidationError, match="the bytes of block 2 of storage 2"):
+        validate(graph, off_workspace, 210)
+    beside = with_block(off_workspace, replace(off_workspace.blocks[2], offset=180))
+    validate(graph, replace(beside, arena_bytes=240), 240)
+
+
+def test_home_slots_need_waits_both_ways() -> None:
+    """The parameter goes home, and comes back into another block for another use."""
+    graph = replace(GRAPH, ops=(*GRAPH.ops, Op(2, "look", (0,), (), ())))
+    instructions = (
+        *PROGRAM.instructions,
+        CopyIn(4, 1, (Wait(Queue.COPY_OUT, 1),)),
+        Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)),
+    )
+    good = replace(
+        PROGRAM,
+        instructions=instructions,
+        blocks=(*PROGRAM.blocks, Block(4, 0, 100, 5, 7, offset=210)),
+        arena_bytes=310,
+    )
+    validate(graph, good, 310)
+    with pytest.raises(ValidationError, match=r"both touch the home of storage 0 \(weight\)"):
+        validate(graph, with_instruction(good, 5, CopyIn(4, 1)), 310)
+    with pytest.raises(ValidationError, match=r"both touch the home of storage 0|both touch block 0"):
+        validate(graph, with_instruction(good, 4, CopyOut(0, 1)), 310)
+
+
+def test_versions() -> None:
+    refuses(
+        with_instruction(PROGRAM, 1, CopyIn(0, 1)),
+        r"needs version 1, but the home of storage 0 \(weight\) holds version 0",
+    )
+    refuses(with_instruction(PROGRAM, 4, CopyOut(0, 2, (Wait(Queue.COMPUTE, 2),))), "needs version 2, but block 0")
+    refuses(without_instruction(PROGRAM, 4), "the home of storage 0 .* is a result and must end at version 1")
+    refuses(replace(PROGRAM, results=()), "storage 0 .* is seen after the step, but is not a result")
+
+
+def test_an_activation_has_no_home_before_it_is_copied_out() -> None:
+    broken = replace(PROGRAM, results=(0, 2))
+    refuses(broken, r"the home of storage 2 \(doubled\) is a result .* holds nothing to rely on")
+
+
+def test_the_blocks_of_a_run() -> None:
+    refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(2, 1))), "but its blocks are of")
+    refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(1,))), "but its blocks are of")
+    refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(1, 9))), "uses block 9")
+    refuses(with_instruction(PROGRAM, 3, replace(PROGRAM.instructions[3], workspace=None)), "a workspace of 0 bytes")
+    refuses(with_instruction(PROGRAM, 3, replace(PROGRAM.instructions[3], workspace=0)), "as its workspace")
+    refuses(with_instruction(PROGRAM, 3, replace(PROGRAM.instructions[3], op=7)), "runs op 7")
+    refuses(with_instruction(PROGRAM, 4, CopyOut(3, 0)), "copies a block that has no home")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[1], dies=2)), r"instruction 2 .* which is not held then")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[1], bytes=49)), "has 49 bytes, fewer than")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[3], bytes=29)), "a workspace of 29 bytes and needs 30")
+
+
+def test_ids_and_lifetimes_of_blocks() -> None:
+    moved = (PROGRAM.blocks[1], PROGRAM.blocks[0], *PROGRAM.blocks[2:])
+    refuses(replace(PROGRAM, blocks=moved), "block at index 0 has id 1")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[0], storage=9)), "is of storage 9")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[0], born=5)), r"is held over \[5, 5\)")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[0], dies=6)), r"is held over \[1, 6\)")
+    refuses(
+        with_block(PROGRAM, replace(PROGRAM.blocks[0], born=1, dies=2, wraps=True)), "wraps with born = 1, dies = 2"
+    )
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], born=2, dies=1, wraps=True)), "do not persist")
+    refuses(replace(PROGRAM, results=(0, 3)), r"the results .* name storages that the graph does not have")
+
+
+def test_ops_run_once_in_order() -> None:
+    unrun = replace(without_instruction(PROGRAM, 3), blocks=PROGRAM.blocks[:3])
+    unrun = with_block(unrun, replace(unrun.blocks[0], dies=4))
+    refuses(unrun, "op 1, update of module net.last never runs")
+    first, second = PROGRAM.instructions[2:4]
+    swapped = with_instruction(with_instruction(PROGRAM, 2, second), 3, first)
+    wide = replace(swapped, blocks=tuple(replace(b, born=0, dies=5, offset=-1) for b in PROGRAM.blocks))
+    refuses(wide, r"comes before the first run of op 0, double", budget=1000)
+    twice = replace(PROGRAM, instructions=(*PROGRAM.instructions, PROGRAM.instructions[3]))
+    refuses(
+        replace(twice, blocks=tuple(replace(b, dies=6, offset=-1) for b in PROGRAM.blocks)), "the op must not", 1000
+    )
+
+
+def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
+    instructions = (*PROGRAM.instructions[:3], Run(0, (1, 4)), *PROGRAM.instructions[3:])
+    instructions = (
+        *instructions[:4],
+        Run(1, (0, 4), 3, (Wait(Queue.COPY_IN, 2),)),
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 3),)),
+    )
+    blocks = (
+        Block(0, 0, 100, 1, 6, offset=0),
+        Block(1, 1, 50, 0, 4, offset=100),
+        Block(2, 2, 60, 2, 3, offset=150),
+        Block(3, None, 30, 4, 5, offset=100),
+        Block(4, 2, 60, 3, 5, offset=150),
+    )
+    program = Program(instructions, blocks, 210, (0,))
+    validate(GRAPH, program, 210, COSTS)
+    once = replace(GRAPH, ops=(replace(GRAPH.ops[0], rerunnable=False), GRAPH.ops[1]))
+    refuses(program, "runs again, and the op must not", graph=once)
+
+
+def test_a_rerun_must_find_the_versions_of_the_first_run() -> None:
+    graph = StepGraph(
+        (Storage(0, 8, StorageKind.PARAMETER, "weight"), Storage(1, 8, StorageKind.ACTIVATION, "doubled")),
+        (Op(0, "double", (0,), (), (1,)), Op(1, "update", (0, 1), (0,), ()), Op(2, "look", (1,), (), ())),
+    )
+    blocks = (Block(0, 0, 8, 0, 0, True, 0), Block(1, 1, 8, 0, 2, offset=8), Block(2, 1, 8, 2, 4, offset=8))
+    program = Program((Run(0, (0, 1)), Run(1, (0, 1)), Run(0, (0, 2)), Run(2, (2,))), blocks, 16)
+    with pytest.raises(ValidationError, match=r"instruction 2 .* needs version 0, but block 0 .* holds version 1"):
+        validate(graph, program, 16)
+
+
+def test_waits_point_back_and_count_from_one() -> None:
+    for count in (0, -1, 3):
+        broken = with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], waits=(Wait(Queue.COPY_IN, count),)))
+        refuses(broken, f"instruction 2 waits for {count} instructions of copy-in, of which 2 come before it")
+
+
+WRAPPED = StepGraph(
+    (Storage(0, 8, StorageKind.PARAMETER, "weight"), Storage(1, 8, StorageKind.CONSTANT, "table")),
+    (Op(0, "read", (0, 1), (), ()), Op(1, "idle", (), (), ()), Op(2, "update", (0,), (0,), ())),
+)
+
+
+def test_blocks_that_wrap_all_the_time() -> None:
+    blocks = (Block(0, 0, 8, 0, 0, True, 0), Block(1, 1, 8, 0, 0, True, 8))
+    program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
+    validate(WRAPPED, program, 16)
+    # The parameter stays, so its home is stale when the step starts.
+    fetched = replace(program, instructions=(CopyIn(0, 0), *program.instructions))
+    with pytest.raises(ValidationError, match=r"the home of storage 0 .* holds nothing to rely on"):
+        validate(WRAPPED, fetched, 16)
+    with pytest.raises(ValidationError, match="wraps, and so does block 0"):
+        validate(WRAPPED, replace(program, blocks=(*blocks, Block(2, 0, 8, 0, 0, True, 16)), arena_bytes=24), 24)
+
+
+def test_blocks_that_wrap_part_of_the_time() -> None:
+    """The parameter goes home after its first use, gives its bytes up, and comes back for its last."""
+    blocks = (Block(0, 0, 8, 3, 2, True, 0), Block(1, 1, 8, 0, 0, True, 8))
+    program = Program(
+        (
+            Run(0, (0, 1)),
+            CopyOut(0, 0, (Wait(Queue.COMPUTE, 1),)),
+            Run(1, ()),
+            CopyIn(0, 0, (Wait(Queue.COPY_OUT, 1),)),
+            Run(2, (0,), waits=(Wait(Queue.COPY_IN, 1),)),
+        ),
+        blocks,
+        16,
+    )
+    validate(WRAPPED, program, 16)
+    # Born again at its last use, it would hold nothing.
+    unfetched = without_instruction(program, 3)
+    with pytest.raises(ValidationError, match=r"instruction 3 .* needs version 0, but block 0 .* nothing to rely on"):
+        validate(WRAPPED, unfetched, 16)
+    # Used while it is away.
+    early = with_block(program, replace(program.blocks[0], dies=1))
+    with pytest.raises(ValidationError, match=r"instruction 1 .* which is not held then"):
+        validate(WRAPPED, early, 16)
+    # The step must end with the last version in it.
+    unwritten = replace(WRAPPED, ops=(*WRAPPED.ops[:2], replace(WRAPPED.ops[2], mutates=())))
+    validate(unwritten, program, 16)
+    other = replace(program, instructions=(*program.instructions[:4], Run(2, (2,), waits=(Wait(Queue.COPY_IN, 1),))))
+    other = replace(other, blocks=(*blocks, Block(2, 0, 8, 3, 5, offset=16)), arena_bytes=24)
+    other = with_instruction(other, 3, CopyIn(2, 0, (Wait(Queue.COPY_OUT, 1),)))
+    with pytest.raises(ValidationError, match=r"block 0 .* starts the next step .* holds nothing to rely on"):
+        validate(WRAPPED, other, 24)
+
+
+def test_a_block_reborn_where_it_dies_starts_anew() -> None:
+    blocks = (Block(0, 0, 8, 1, 1, True, 0), Block(1, 1, 8, 0, 0, True, 8))
+    program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
+    with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds nothing"):
+        validate(WRAPPED, program, 16)
+
+
+def test_a_mutated_input_is_a_result() -> None:
+    graph = StepGraph((Storage(0, 8, StorageKind.INPUT, "x"),), (Op(0, "scale_", (0,), (0,), ()),))
+    program = Program(
+        (CopyIn(0, 0), Run(0, (0,), waits=(Wait(Queue.COPY_IN, 1),)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))),
+        (Block(0, 0, 8, 0, 3, offset=0),),
+        8,
+        (0,),
+    )
+    validate(graph, program, 8)
+    with pytest.raises(ValidationError, match=r"storage 0 \(x\) is seen after the step"):
+        validate(graph, replace(program, results=()), 8)
+
+
+def test_costs_must_fit_the_graph() -> None:
+    with pytest.raises(GraphError, match="1 op costs for a graph of 2 ops"):
+        validate(GRAPH, PROGRAM, 210, Costs((OpCost(1.0),)))
+
+
+def test_a_graph_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(GraphError):
+        validate(replace(GRAPH, outputs=(9,)), PROGRAM, 210)
+
+
+def test_an_empty_step() -> None:
+    validate(StepGraph((), ()), Program((), ()), 0)
+
+
+def test_imports_nothing_that_it_judges() -> None:
+    """Its verdict counts only if no mistake of the planner can be its own."""
+    tree = ast.parse(Path(outofcore.validator.__file__).read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    ours = {name for name in imported if name and name.startswith("outofcore")}
+    assert ours == {f"outofcore.{name}" for name in ("costs", "errors", "graph", "program")}

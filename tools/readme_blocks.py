@@ -1,0 +1,43 @@
+"""Run the Python blocks of the README, so that what it shows is what happens.
+
+The blocks run in order, in one namespace and in an empty folder. A block whose fence reads ``python no-run``
+is only compiled. A failure shows the line of the README.
+
+    python tools/readme_blocks.py [FILE...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+_BLOCK = re.compile(r"^```python(?P<skip> no-run)?[ \t]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def run_blocks(path: Path) -> int:
+    """Run the blocks of one file and give their number."""
+    text = path.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    count = 0
+    for block in _BLOCK.finditer(text):
+        # Empty lines before the code make the line numbers of a traceback those of the file.
+        before = text.count("\n", 0, block.start("code"))
+        code = compile("\n" * before + block["code"], str(path), "exec")
+        if not block["skip"]:
+            exec(code, namespace)
+            count += 1
+    return count
+
+
+def main(names: list[str]) -> None:
+    paths = [Path(name).resolve() for name in names or ["README.md"]]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for path in paths:
+            print(f"{path.name}: {run_blocks(path)} blocks ran")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
