@@ -196,9 +196,7 @@ class Step:
 
     def _check_spill(self, captured: Captured, planned: Planned) -> None:
         blocks = planned.program.blocks
-        moved = {
-            blocks[i.block].storage for i in planned.program.instructions if isinstance(i, CopyOut | CopyIn)
-        }
+        moved = {blocks[i.block].storage for i in planned.program.instructions if isinstance(i, CopyOut | CopyIn)}
         sizes = [s.bytes for s in captured.graph.storages if s.id in moved and is_large(s.bytes)]
         self._slots.check(sum(placed_bytes(size) for size in sizes))
 

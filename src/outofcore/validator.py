@@ -384,15 +384,10 @@ class _Replay:
             raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
         ends = [(self.homes[storage], self.final[storage], "is a result") for storage in self.program.results]
         for block in self.wrapping.values():
-            is_whole = block.born == block.dies == 0
-            untouched = _Cell(self.step.block(block), 0 if is_whole else None)
-            ends.append(
-                (
-                    self.stays.get((block.id, int(not is_whole)), untouched),
-                    self.final[block.storage or 0],
-                    "starts the next step",
-                )
-            )
+            stay = _stay_of(block, block.born)
+            untouched = _Cell(self.step.block(block), None if stay else 0)
+            last = self.stays.get((block.id, stay), untouched)
+            ends.append((last, self.final[block.storage or 0], "starts the next step"))
         for cell, version, why in ends:
             if cell.version != version:
                 raise ValidationError(f"{cell.name} {why} and must end at version {version}, but {cell.found}")

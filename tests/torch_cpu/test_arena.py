@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -357,7 +358,9 @@ def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
     child = os.fork()
     if child == 0:
         status = 1
+        signal.alarm(60)  # never leave a child behind
         try:
+            torch.set_num_threads(1)  # as DataLoader's workers do: OpenMP's threads do not survive a fork
             table.begin(0)
             placed = torch.empty(FLOATS)
             table.end()

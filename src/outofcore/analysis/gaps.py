@@ -18,12 +18,12 @@ SMALL_ALIGNMENT = 64
 
 def placed_bytes(count: int) -> int:
     """Bytes that a block of ``count`` bytes takes in the arena: whole pages from 64 KiB on, else cache lines."""
-    return round_up(count, PAGE_BYTES if count >= LARGE_BYTES else SMALL_ALIGNMENT)
+    return round_up(count, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
 def is_large(count: int) -> bool:
-    """Whether a storage of ``count`` bytes may leave the device at all."""
-    return count >= LARGE_BYTES
+    """Whether a storage of ``count`` bytes may leave the device at all; the same of its bytes as placed."""
+    return count > LARGE_BYTES - SMALL_ALIGNMENT
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:

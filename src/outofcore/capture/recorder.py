@@ -17,7 +17,7 @@ from outofcore._torch_internals import (
 from outofcore.capture import schema
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.provenance import Provenance, join
-from outofcore.capture.refusals import NO_VALUES, refusal, translated, undeclared
+from outofcore.capture.refusals import refusal, translated, undeclared
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
 from outofcore.units import KIB

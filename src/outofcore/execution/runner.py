@@ -43,9 +43,7 @@ class Runner:
         keeper: the states of all captures of this step.
     """
 
-    def __init__(
-        self, captured: Captured, program: Program, requests: Sequence[Requests], keeper: StateKeeper
-    ) -> None:
+    def __init__(self, captured: Captured, program: Program, requests: Sequence[Requests], keeper: StateKeeper) -> None:
         self.captured = captured
         self.program = program
         self._requests = requests
@@ -153,9 +151,7 @@ class Runner:
             storage = captured.values[binding.value].storage
             ports[storage] = (leaves[binding.leaf].data_ptr(), storages[storage].bytes)
         results: dict[int, torch.Tensor] = {}
-        in_slots = {
-            captured.values[index].storage for index, (_, s) in self._gradients.items() if is_large(s.bytes)
-        }
+        in_slots = {captured.values[index].storage for index, (_, s) in self._gradients.items() if is_large(s.bytes)}
         for storage in captured.graph.outputs:
             if storage in in_slots:
                 continue

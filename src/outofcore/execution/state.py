@@ -233,4 +233,3 @@ class StateKeeper:
         else:
             target.copy_(state.bytes_now())
         state.show(target, Place.ARENA)
-

@@ -51,18 +51,25 @@ class _Window:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.sizes = [
+        sizes = [
             placed_bytes(s.bytes) if is_large(s.bytes) and s.kind is not StorageKind.CONSTANT else 0
             for s in graph.storages
         ]
-        self.touched = [tuple(s for s in op.touched if self.sizes[s]) for op in graph.ops]
-        n = len(graph.ops)
-        self.order = [(c * n + op.id, s) for c in range(self.cycles) for op in graph.ops for s in self.touched[op.id]]
+        # What does not persist is another thing in each step: it gets a name of its own in each.
+        count, n = len(sizes), len(graph.ops)
+        self.sizes = sizes * self.cycles
+        self.touched: list[tuple[int, ...]] = []
+        for cycle in range(self.cycles):
+            name = [s if s in graph.persistent else s + cycle * count for s in range(count)]
+            self.touched += [tuple(name[s] for s in op.touched if sizes[s]) for op in graph.ops]
+        self.order = [(now, s) for now, touched in enumerate(self.touched) for s in touched]
         self.created = [frozenset(op.creates) for op in graph.ops]
         self.last_in_step = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
+        self.real = count
+        self.steps = n
 
     def run(self) -> tuple[Decision, ...]:
-        n = len(self.graph.ops)
+        n = self.steps
         for now in range(self.cycles * n):
             self._extend(now)
             op = self.graph.ops[now % n]
@@ -75,12 +82,12 @@ class _Window:
                         f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window policy may use"
                     )
             self.used += need - scratch
-            self.resident.update(s for s in op.creates if self.sizes[s])
+            self.resident.update(s for s in self.touched[now] if s % self.real in self.created[op.id])
             self._leave(now)
         return tuple(self.decided[gap] for gap in sorted(self.decided))
 
     def _extend(self, now: int) -> None:
-        n = len(self.graph.ops)
+        n = self.steps
         while self.tail < len(self.order):
             when, storage = self.order[self.tail]
             size = self.sizes[storage]
@@ -89,7 +96,7 @@ class _Window:
                 return
             if storage in self.pending:
                 del self.pending[storage]
-            elif enters and storage not in self.resident and storage not in self.created[when % n]:
+            elif enters and storage not in self.resident and storage % self.real not in self.created[when % n]:
                 while self.used + size > self.limit:
                     if not self._wait_for_oldest(now) and (when > now or not self._pull_back(now)):
                         break
@@ -144,18 +151,18 @@ class _Window:
 
     def _leave(self, now: int) -> None:
         """After an op: note what was decided about the gaps that end here, and let go."""
-        n = len(self.graph.ops)
-        index = now % n
+        index = now % self.steps
         op = self.graph.ops[index]
-        for storage in self.touched[index]:
+        for storage in self.touched[now]:
+            real = storage % self.real
             self._decide(storage, now)
-            if storage in op.mutates or storage in op.creates:
+            if real in op.mutates or real in op.creates:
                 self.dirty.add(storage)
             self.last[storage] = now
             self.counts[storage] -= 1
-            persists = storage in self.graph.persistent
-            if index == self.last_in_step[storage] and not persists:
-                self._drop(storage)
+            if index == self.last_in_step[real] and real not in self.graph.persistent:
+                self._free(storage, now + 1)
+                self.dirty.discard(storage)
             elif not self.counts[storage]:
                 if storage in self.dirty:
                     self.pending[storage] = None
@@ -164,36 +171,30 @@ class _Window:
             if not self.counts[storage]:
                 self.ahead -= self.sizes[storage]
 
-    def _drop(self, storage: int) -> None:
-        self.used -= self.sizes[storage]
-        self.resident.discard(storage)
-        self.dirty.discard(storage)
-        for notes in (self.last, self.left, self.fetched):
-            notes.pop(storage, None)
-
     def _decide(self, storage: int, now: int) -> None:
-        n = len(self.graph.ops)
+        """Record the decision about the gap that ends with this use, in the last of the replayed steps."""
+        n, real = self.steps, storage % self.real
         before, fetched = self.last.get(storage), self.fetched.get(storage)
-        is_input = self.graph.storages[storage].kind is StorageKind.INPUT
         base = now - now % n
-        if base != (self.cycles - 1) * n:
+        if base != (self.cycles - 1) * n or fetched is None:
             return
+        fetch = max(fetched - base, 0)
         if before is None:
-            if is_input and fetched is not None:
-                gap = Gap(storage, -1, now - base)
-                self.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, max(fetched - base, 0))
-            elif fetched is not None:
-                self.first_fetch[storage] = max(fetched - base, 0)
+            if self.graph.storages[real].kind is StorageKind.INPUT:
+                gap = Gap(real, -1, now - base)
+                self.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
+            else:
+                self.first_fetch[real] = fetch
             return
-        if fetched is None or fetched <= before:
+        if fetched <= before:
             return
         release = max(self.left[storage], before + 1)
         if before >= base:
-            gap = Gap(storage, before - base, now - base)
+            gap = Gap(real, before - base, now - base)
             self.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(fetched, release) - base)
         else:
-            gap = Gap(storage, before - base + n, now - base + n)
-            self.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), max(fetched - base + n, n))
+            gap = Gap(real, before - base + n, now - base + n)
+            self.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)
 
 
 def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:

@@ -139,7 +139,9 @@ def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> 
         program: placed or not.
         timeline: of this program, simulated or measured.
     """
-    kinds = [WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks]
+    kinds = [
+        WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks
+    ]
     levels: dict[str, list[tuple[float, int]]] = {}
     for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
         if kind in kinds:

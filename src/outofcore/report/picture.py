@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
 
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.program import Program, Queue, Timeline
-from outofcore.report.data import WORKSPACE, memory_over_time, queue_spans
+from outofcore.report.data import WORKSPACE, MemoryOverTime, memory_over_time, queue_spans
 from outofcore.units import MIB, format_bytes, format_seconds
 
 # Colours that stay apart for the colour-blind (Okabe and Ito), from what persists to what passes.
@@ -27,6 +28,7 @@ _COLOURS = {
     WORKSPACE: "#009E73",
 }
 _QUEUES = {Queue.COPY_IN: "#56B4E9", Queue.COPY_OUT: "#D55E00", Queue.COMPUTE: "#444444"}
+_BUDGET = "#D00000"
 _MEMORY_SHARE = 0.72  # of a panel; below it lie the queues
 _BETWEEN = 0.09  # of the page, between panels
 _FINEST = 4000  # pauses shorter than this part of a step cannot be seen
@@ -45,11 +47,116 @@ Plotly.newPlot("picture", figure.data, figure.layout, {{responsive: true, displa
 </html>
 """
 
-_Figure = dict[str, object]
+_Object = dict[str, object]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One timeline on the page: memory above, the queues below, on one axis of time."""
+
+    number: int  # from 0 at the top
+    name: str
+    program: Program
+    timeline: Timeline
+    memory: MemoryOverTime
+    bottom: float  # of the page, from 0 to 1
+    top: float
+
+    @property
+    def _upper(self) -> str:
+        """Plotly's number of the axes of the memory; the first has none."""
+        return "" if self.number == 0 else str(2 * self.number + 1)
+
+    @property
+    def _lower(self) -> str:
+        return str(2 * self.number + 2)
+
+    def traces(self) -> list[_Object]:
+        times, upper, lower = self.memory.times, self._upper, self._lower
+        found: list[_Object] = [
+            {
+                "type": "scatter",
+                "x": [round(time, 6) for time in times],
+                "y": [round(held / MIB, 3) for held in self.memory.held[kind]],
+                "xaxis": f"x{upper}",
+                "yaxis": f"y{upper}",
+                "stackgroup": f"panel {self.number}",
+                "name": kind.replace("_", " "),
+                "legendgroup": kind,
+                "showlegend": self.number == 0,
+                "line": {"shape": "hv", "width": 0.5, "color": colour},
+                "fillcolor": colour,
+                "hovertemplate": "%{y:,.1f} MiB",
+            }
+            for kind, colour in _COLOURS.items()
+            if kind in self.memory.held
+        ]
+        spans = queue_spans(self.program, self.timeline, closest=self.timeline.step_seconds / _FINEST)
+        for queue, colour in _QUEUES.items():
+            # A line with a break after each span.
+            xs = [x for start, end in spans[queue] for x in (round(start, 6), round(end, 6), None)]
+            found.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "x": xs,
+                    "y": [queue.value] * len(xs),
+                    "xaxis": f"x{lower}",
+                    "yaxis": f"y{lower}",
+                    "line": {"width": 14, "color": colour},
+                    "name": queue.value,
+                    "showlegend": False,
+                    "hoverinfo": "x+name",
+                }
+            )
+        return found
+
+    def axes(self, longest: float, highest: float) -> _Object:
+        middle = self.top - (self.top - self.bottom) * _MEMORY_SHARE
+        upper, lower = self._upper, self._lower
+        # One scale for all panels, so that they can be compared by eye.
+        times = {"range": [0, longest * 1.01], "zeroline": False}
+        return {
+            f"xaxis{upper}": {**times, "anchor": f"y{upper}", "matches": "x", "showticklabels": False},
+            f"yaxis{upper}": {
+                "domain": [middle + 0.01, self.top],
+                "anchor": f"x{upper}",
+                "range": [0, highest],
+                "title": {"text": "MiB on the device"},
+            },
+            f"xaxis{lower}": {**times, "anchor": f"y{lower}", "matches": "x", "title": {"text": "seconds"}},
+            f"yaxis{lower}": {
+                "domain": [self.bottom, middle - 0.01],
+                "anchor": f"x{lower}",
+                "type": "category",
+                "categoryorder": "array",
+                "categoryarray": [queue.value for queue in _QUEUES],
+                "range": [-0.6, len(_QUEUES) - 0.4],
+                "fixedrange": True,
+            },
+        }
+
+    def heading(self) -> _Object:
+        text = (
+            f"{self.name}: {format_seconds(self.timeline.step_seconds)} a step, "
+            f"{format_bytes(self.memory.peak_bytes)} held at most"
+        )
+        place = {"xref": "paper", "yref": "paper", "x": 0, "y": self.top, "xanchor": "left", "yanchor": "bottom"}
+        return {**place, "text": html.escape(text), "showarrow": False, "font": {"size": 15}}
+
+    def line(self, budget: float) -> _Object:
+        ends = {"x0": 0, "x1": 1, "xref": f"x{self._upper} domain", "y0": budget, "y1": budget}
+        return {**ends, "type": "line", "yref": f"y{self._upper}", "line": {"color": _BUDGET, "dash": "dash"}}
 
 
 def write_picture(
-    path: Path, graph: StepGraph, program: Program, budget: int, timelines: Sequence[tuple[str, Timeline]], title: str
+    path: Path,
+    graph: StepGraph,
+    program: Program,
+    timelines: Sequence[tuple[str, Timeline]],
+    *,
+    budget: int,
+    title: str,
 ) -> None:
     """Draw the bytes held over a step by kind of storage, the budget as a line, and when each queue was at work.
 
@@ -59,14 +166,49 @@ def write_picture(
         path: the HTML file; its folder is created.
         graph: what the program was lowered from.
         program: what the timelines are of.
+        timelines: each with its name, such as "predicted"; a panel each, from the top, on one scale. At least one.
         budget: bytes.
-        timelines: each with its name, such as "predicted"; a panel each, from the top, on one scale.
         title: the heading, as plain text.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure = {"data": list[_Figure](), "layout": dict[str, object]()}
-    data, layout = figure["data"], figure["layout"]
-    if not isinstance(data, list) or not isinstance(layout, dict):
-        raise TypeError
+    height = (1 - _BETWEEN * (len(timelines) - 1)) / len(timelines)
+    panels: list[_Panel] = []
+    for number, (name, timeline) in enumerate(timelines):
+        top = 1 - number * (height + _BETWEEN)
+        memory = memory_over_time(graph, program, timeline)
+        panels.append(_Panel(number, name, program, timeline, memory, max(top - height, 0.0), top))
+    longest = max(panel.timeline.step_seconds for panel in panels)
+    highest = 1.06 * max(budget, *(panel.memory.peak_bytes for panel in panels)) / MIB
+    # A shape has no entry in the legend: a line without points stands in for it.
+    dashed: _Object = {"color": _BUDGET, "dash": "dash"}
+    named: _Object = {
+        "x": [None],
+        "y": [None],
+        "mode": "lines",
+        "line": dashed,
+        "name": f"budget {format_bytes(budget)}",
+    }
+    layout: _Object = {
+        "title": {"text": html.escape(title)},
+        "hovermode": "x",
+        "legend": {"traceorder": "reversed"},
+        "margin": {"t": 100, "r": 20},
+        "annotations": [panel.heading() for panel in panels],
+        "shapes": [panel.line(budget / MIB) for panel in panels],
+    }
+    for panel in panels:
+        layout.update(panel.axes(longest, highest))
+    figure = {"data": [*(trace for panel in panels for trace in panel.traces()), named], "layout": layout}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        _PAGE.format(
+            title=html.escape(title),
+            height=140 + 400 * len(panels),
+            library=get_plotlyjs(),
+            # No text of ours may end the script early.
+            figure=json.dumps(figure).replace("</", "<\\/"),
+        ),
+        encoding="utf-8",
+    )

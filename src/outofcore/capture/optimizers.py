@@ -1,0 +1,268 @@
+"""The update of an optimizer as opaque ops: the optimizer's own code, on the tensors of a few parameters at a time.
+
+The arithmetic of ``optimizer.step()`` is not traced. Each op runs the user's optimizer class on a shadow
+of the user's optimizer that has only the op's parameters. So what is computed is what plain PyTorch
+computes, and settings changed between steps (a learning rate set by a scheduler) take effect, for the
+groups are read anew each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import mark_optimizer_called, plain_optimizer_step, without_hooks
+from outofcore.errors import StateError
+
+Tensors = Sequence[torch.Tensor]
+States = Sequence[Sequence[torch.Tensor]]
+
+# Attributes of a shadow that are not those of the user's optimizer.
+_SHADOWED = frozenset({"state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """Where the user finds a tensor of optimizer state: ``optimizer.state[parameter][name]``."""
+
+    optimizer: Optimizer
+    parameter: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of an update: the user's own object, its group, and the names of its state tensors."""
+
+    parameter: torch.Tensor
+    group: int
+    names: tuple[str, ...]
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Do the bookkeeping of ``optimizer.step()`` that learning-rate schedulers look at; to be called once a step."""
+    mark_optimizer_called(optimizer)
+
+
+def updates_each_alone(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates each parameter from its own gradient and state only.
+
+    The classes of ``torch.optim`` do. Any other class has to say so by a true attribute
+    ``outofcore_independent``; else all its parameters are updated in one op, which is always right but
+    needs all of them on the device at once.
+    """
+    return is_torchs_own(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether the class of an optimizer is one of ``torch.optim``."""
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def run_shadow(
+    optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
+) -> Optimizer:
+    """Run the step of an optimizer's class on other parameters than its own.
+
+    Args:
+        leaves: for each parameter the index of its group, whose settings apply, and a leaf tensor with
+            its ``.grad``.
+        entries: for each parameter its state. An empty one makes the optimizer initialise it.
+
+    Returns:
+        the shadow, whose ``state`` and ``param_groups`` are what the step has left.
+    """
+    kind = type(optimizer)
+    shadow: Optimizer = object.__new__(kind)
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)
+    shadow.__dict__.update(without_hooks(optimizer))
+    groups: dict[int, list[torch.Tensor]] = {}
+    for index, leaf in leaves:
+        groups.setdefault(index, []).append(leaf)
+    shadow.param_groups = [{**optimizer.param_groups[index], "params": members} for index, members in groups.items()]
+    shadow.state = defaultdict(dict)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            shadow.state[key] = value
+    for (_, leaf), own in zip(leaves, entries, strict=True):
+        if own:
+            shadow.state[leaf] = own
+    with torch.no_grad():
+        plain_optimizer_step(kind)(shadow)
+    return shadow
+
+
+class OptimizerUpdate:
+    """Updates a few parameters of an optimizer as its own ``step`` would: the ``func`` of a ``Call``.
+
+    Called with a list of parameters, one of gradients and one of lists of state tensors. On the first
+    update of a parameter, while the user's ``optimizer.state`` has no entry for a state tensor, the
+    optimizer initialises its state itself and the result is copied into the tensor given, whatever
+    that held. State that is no tensor, or lives on another device than the parameter (a step count on
+    the CPU), stays in the user's ``optimizer.state``.
+
+    No tensor given is kept beyond the call.
+
+    Attributes:
+        optimizer: the user's.
+        members: the parameters, in the order of the arguments.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str]]) -> None:
+        """``created`` holds (id of parameter, name) of the state that updates have made; shared by a capture's updates."""
+        self.optimizer = optimizer
+        self.members = tuple(members)
+        self._created = created
+
+    @property
+    def name(self) -> str:
+        """``optimizer.AdamW``"""
+        return f"optimizer.{type(self.optimizer).__name__}"
+
+    def is_first(self) -> bool:
+        """Whether a parameter's state has yet to be made."""
+        return not all(all(self._present(member)) for member in self.members)
+
+    def forget(self) -> None:
+        """Make the state anew at the next call, unless it is in the user's ``optimizer.state``."""
+        for member in self.members:
+            self._created.difference_update((id(member.parameter), name) for name in member.names)
+
+    def _present(self, member: Member) -> list[bool]:
+        entries = self.optimizer.state.get(member.parameter, {})
+        return [
+            (id(member.parameter), name) in self._created or isinstance(entries.get(name), torch.Tensor)
+            for name in member.names
+        ]
+
+    def _own_entries(self, member: Member) -> dict[str, Any]:
+        entries = self.optimizer.state.get(member.parameter, {})
+        return {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
+
+    def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Update ``params`` and ``states`` in place.
+
+        Raises:
+            StateError: the optimizer made state that it did not make when the step was captured.
+        """
+        present = [self._present(member) for member in self.members]
+        own = [self._own_entries(member) for member in self.members]
+        shadow, left = self._run(params, grads, states, present, own)
+        for member, entries in zip(self.members, left, strict=True):
+            self._created.update((id(member.parameter), n) for n in member.names if n not in entries)
+            if entries:
+                self.optimizer.state[member.parameter].update(entries)
+        if not is_torchs_own(self.optimizer):
+            self._mirror(shadow)
+
+    def _run(
+        self,
+        params: Tensors,
+        grads: Sequence[torch.Tensor | None],
+        states: States,
+        present: list[list[bool]],
+        own: list[dict[str, Any]],
+    ) -> tuple[Optimizer, list[dict[str, Any]]]:
+        """Step once on the tensors given; the state left that is none of them."""
+        leaves = [as_leaf(tensor, grad) for tensor, grad in zip(params, grads, strict=True)]
+        entries = [
+            dict(kept) | {n: t for n, t, there in zip(member.names, given, has, strict=True) if there}
+            for member, kept, given, has in zip(self.members, own, states, present, strict=True)
+        ]
+        shadow = run_shadow(
+            self.optimizer, [(m.group, leaf) for m, leaf in zip(self.members, leaves, strict=True)], entries
+        )
+        left: list[dict[str, Any]] = []
+        with torch.no_grad():
+            for member, leaf, param, given in zip(self.members, leaves, params, states, strict=True):
+                if leaf.data_ptr() != param.data_ptr():
+                    param.copy_(leaf)
+                left.append(self._adopt(member, dict(shadow.state.get(leaf) or {}), given, param.device))
+                leaf.grad = None
+        return shadow, left
+
+    def _adopt(self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device) -> dict[str, Any]:
+        """Copy the state that the optimizer has made or replaced into the tensors given.
+
+        Returns:
+            the rest, with None under the name of state that is still to be made.
+        """
+        for name, tensor in zip(member.names, given, strict=True):
+            made = entries.get(name)
+            if made is None:
+                entries[name] = None
+                continue
+            if not isinstance(made, torch.Tensor) or made.shape != tensor.shape or made.dtype != tensor.dtype:
+                raise self._other_state(name)
+            if made is not tensor:
+                tensor.copy_(made)
+            del entries[name]
+        for name, made in entries.items():
+            if isinstance(made, torch.Tensor) and made.device == device:
+                raise self._other_state(name)
+        return entries
+
+    def _other_state(self, name: str) -> StateError:
+        return StateError(
+            f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured: the "
+            "plan has no place for it; compile the step again"
+        )
+
+    def _mirror(self, shadow: Optimizer) -> None:
+        """Bring what the step changed besides tensors, such as a count kept in an attribute, to the user's optimizer."""
+        for name, value in shadow.__dict__.items():
+            if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
+                self.optimizer.__dict__[name] = value
+        indices = dict.fromkeys(member.group for member in self.members)
+        for index, group in zip(indices, shadow.param_groups, strict=True):
+            self.optimizer.param_groups[index].update({k: v for k, v in group.items() if k != "params"})
+        for key, value in shadow.state.items():
+            if not isinstance(key, torch.Tensor):
+                self.optimizer.state[key] = value
+
+
+class Rehearsal:
+    """Performs an update on scratch tensors, leaving the user's optimizer alone: the ``rehearse`` of a ``Call``.
+
+    A call runs the first update, which makes the state, if that is still to come, and then a later one,
+    so that its peak of memory covers both; ``steady`` runs a later one alone, to be timed after a call.
+    """
+
+    def __init__(self, update: OptimizerUpdate) -> None:
+        self._update = update
+        self._first = update.is_first()
+        self._left: list[dict[str, Any]] | None = None
+
+    def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Rehearse on tensors whose contents do not matter."""
+        members = self._update.members
+        if self._first:
+            absent = [[False] * len(member.names) for member in members]
+            _, self._left = self._update._run(params, grads, states, absent, [{} for _ in members])
+        else:
+            # Counts that happen to be garbage could overflow in the optimizer's arithmetic.
+            for tensor in (tensor for given in states for tensor in given):
+                tensor.fill_(1 if tensor.ndim == 0 else 0)
+            self._left = None
+        self.steady(params, grads, states)
+
+    def steady(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Rehearse an update of state that exists; to be used after a call with the same tensors."""
+        members = self._update.members
+        left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
+        present = [[True] * len(member.names) for member in members]
+        self._update._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+
+
+def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:
+    """A parameter on the memory of a tensor, with a gradient: what an optimizer expects to find in its groups."""
+    leaf = torch.nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    leaf.grad = grad
+    return leaf

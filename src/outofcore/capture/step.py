@@ -1,0 +1,128 @@
+"""Captures a training step as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import FakeTensorMode
+from outofcore.capture.assembly import Ending, assemble
+from outofcore.capture.captured import Captured
+from outofcore.capture.ending import check_inputs, read_ending
+from outofcore.capture.guard import Guard
+from outofcore.capture.mirror import Mirror
+from outofcore.capture.provenance import Provenance
+from outofcore.capture.randomness import recorded_generators
+from outofcore.capture.recorder import Recorder
+from outofcore.capture.refusals import translated
+from outofcore.capture.stepping import StepRecorder
+from outofcore.capture.substitute import Substitute
+from outofcore.capture.tables import Tables
+from outofcore.errors import CaptureError
+
+
+def capture_step(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Captured:
+    """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
+
+    The step runs once, on tensors without contents, so it needs no memory and computes nothing.
+    The user's models, optimizers, gradients, arguments and random generators are left as they are,
+    whether the capture succeeds or not.
+
+    Args:
+        step: the user's own function. It may use the models, the optimizers and plain Python values from
+            outside; every other tensor must be an argument.
+        models: all modules whose parameters or buffers the step uses.
+        optimizers: all optimizers that the step uses.
+
+    Raises:
+        CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
+            something behind that would be out of date after the next step, or does something else that one
+            graph cannot say. The message names the user's line where there is one.
+        Exception: what the user's own code raises, unchanged.
+    """
+    for model in models:
+        if "_orig_mod" in model._modules:
+            raise CaptureError(
+                "a model is wrapped by torch.compile: its compiled code cannot be captured; give the model itself"
+            )
+    guard = Guard(step, models, optimizers)
+    tables = Tables()
+    mode = FakeTensorMode()
+    with guard:
+        mirror = Mirror(mode, tables)
+        mirror.add_models(models)
+        mirror.add_optimizers(optimizers)
+        fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
+        names = {id(state.fake): state.name for state in mirror.states}
+        provenance = Provenance(models, names)
+        steps = StepRecorder(optimizers, mirror, tables, provenance)
+        substitute = Substitute(mirror.fakes, mirror.reals())
+        recorder = Recorder(tables, provenance, _device_of(mirror), substitute.calling)
+        with (
+            substitute.everywhere(provenance),
+            recorded_generators(recorder),
+            steps.standing_in(),
+            provenance.following(),
+        ):
+            result = _trace(step, fake_args, fake_kwargs, substitute, mode, recorder)
+
+        def run(func: Any, *operands: torch.Tensor) -> torch.Tensor:
+            with mode, recorder, torch.no_grad():
+                return func(*operands)
+
+        ending = read_ending(result, mirror, tables, guard, run)
+        del result
+        guard.check()
+    check_inputs(mirror, tables)
+    _check_learning(optimizers, steps, ending)
+    steps.finish()
+    return assemble(tables, mirror, steps.bindings, ending)
+
+
+def _trace(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    substitute: Substitute,
+    mode: FakeTensorMode,
+    recorder: Recorder,
+) -> Any:
+    try:
+        with substitute, mode, recorder:
+            result = step(*args, **kwargs)
+    except CaptureError:
+        raise
+    except Exception as error:
+        # The user's code may have caught a refusal and raised something of its own.
+        if substitute.first_refusal is not None:
+            raise substitute.first_refusal from error
+        known = translated(error, "")
+        if known is not None:
+            raise known from error
+        raise
+    if substitute.first_refusal is not None:
+        raise substitute.first_refusal
+    return result
+
+
+def _device_of(mirror: Mirror) -> torch.device:
+    tensors = [*(state.real for state in mirror.states), *(entry.real for entry in mirror.inputs)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _check_learning(optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending) -> None:
+    if optimizers and not steps.called and not ending.gradients:
+        raise CaptureError(
+            "optimizers were given, but the step neither updates a parameter nor leaves a gradient: there would be "
+            "nothing to learn; call loss.backward() and optimizer.step() inside the step, or give no optimizer"
+        )

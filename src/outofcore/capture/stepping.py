@@ -1,0 +1,289 @@
+"""Turns each ``optimizer.step()`` of the step into update ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from outofcore._torch_internals import (
+    DisableTorchFunction,
+    global_optimizer_hooks,
+    register_optimizer_step_pre_hook,
+)
+from outofcore.capture.captured import Call, Ref, StateBinding, Value
+from outofcore.capture.mirror import Mirror, Mirrored
+from outofcore.capture.optimizers import (
+    Member,
+    OptimizerUpdate,
+    Rehearsal,
+    StateOwner,
+    is_torchs_own,
+    updates_each_alone,
+)
+from outofcore.capture.patching import patched
+from outofcore.capture.provenance import Provenance
+from outofcore.capture.refusals import refusal
+from outofcore.capture.schema import value_text
+from outofcore.capture.state_layout import StateLayouts, TensorShape
+from outofcore.capture.tables import Tables, TracedOp
+from outofcore.errors import CaptureError
+from outofcore.graph import StorageKind
+from outofcore.units import KIB, MIB
+
+# Parameters smaller than this are updated together, up to so many bytes in one op: the overhead of an
+# op would outweigh its work, and so few bytes are no burden to the plan.
+SMALL_BYTES = 256 * KIB
+CHUNK_BYTES = MIB
+
+
+@dataclass
+class _Pending:
+    """An update written down in the trace whose state is not yet known."""
+
+    op: TracedOp
+    optimizer: int
+    members: list[tuple[int, Mirrored]]  # group, parameter
+    grads: list[int | None]  # values
+
+
+class StepRecorder:
+    """Stands in for the ``step`` of every optimizer while a training step is captured."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], mirror: Mirror, tables: Tables, provenance: Provenance) -> None:
+        for optimizer in optimizers:
+            check_supported(optimizer)
+        self._optimizers = list(optimizers)
+        self._tables = tables
+        self._provenance = provenance
+        self._by_real = {id(state.real): state for state in mirror.states}
+        self._pending: list[_Pending] = []
+        self.bindings: list[StateBinding] = []
+
+    @property
+    def called(self) -> bool:
+        """Whether an update has been recorded."""
+        return bool(self._pending)
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given."""
+        ours = {id(optimizer) for optimizer in self._optimizers}
+
+        def refuse(optimizer: Optimizer, *_: Any) -> None:
+            name = type(optimizer).__name__
+            if id(optimizer) in ours:
+                raise refusal(
+                    f"{name}.step is called by a name kept from before",
+                    "it goes past the capture",
+                    "write optimizer.step()",
+                )
+            raise refusal(
+                f"the step uses an optimizer ({name}) that was not given",
+                "its state would be neither planned nor updated",
+                "add it to the list of optimizers",
+            )
+
+        with contextlib.ExitStack() as stack:
+            handle = register_optimizer_step_pre_hook(refuse)
+            stack.callback(handle.remove)
+            for index, optimizer in enumerate(self._optimizers):
+                stack.enter_context(patched(optimizer, "step", self._stand_in(index)))
+            yield
+
+    def _stand_in(self, index: int) -> Callable[..., None]:
+        def step(closure: Any = None) -> None:
+            if closure is not None:
+                raise refusal(
+                    "optimizer.step is called with a closure",
+                    "how often it runs the closure is not known beforehand",
+                    "call loss.backward() and then optimizer.step() without arguments",
+                )
+            self._record(index)
+
+        # A scheduler made inside of the step looks for this before it wraps the method.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return step
+
+    def _record(self, index: int) -> None:
+        optimizer = self._optimizers[index]
+        alone = updates_each_alone(optimizer)
+        chunk: list[tuple[int, Mirrored, int | None]] = []
+        size = 0
+        for group_index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                state = self._by_real[id(parameter)]
+                grad = self._gradient(state)
+                if grad is None and alone:
+                    continue
+                count = parameter.numel() * parameter.element_size()
+                apart = chunk and (chunk[-1][0] != group_index or size + count > CHUNK_BYTES or count >= SMALL_BYTES)
+                if alone and apart:
+                    self._append(index, chunk)
+                    chunk, size = [], 0
+                chunk.append((group_index, state, grad))
+                # A large one stands alone: nothing fits beside it any more.
+                size += count if count < SMALL_BYTES else CHUNK_BYTES
+        if any(grad is not None for _, _, grad in chunk):
+            self._append(index, chunk)
+
+    def _gradient(self, state: Mirrored) -> int | None:
+        with DisableTorchFunction():
+            grad = state.fake.grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise refusal(
+                f"the gradient of {state.name} is sparse",
+                "its size depends on values",
+                "make the embedding with sparse=False",
+            )
+        storage = self._tables.storages[self._tables.storage_of(grad)]
+        if storage.created and storage.kind is StorageKind.ACTIVATION:
+            storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
+        return self._tables.value_of(grad)
+
+    def _append(self, index: int, chunk: list[tuple[int, Mirrored, int | None]]) -> None:
+        _, source = self._provenance.here()
+        op = TracedOp(
+            name=f"optimizer.{type(self._optimizers[index]).__name__}",
+            call=Call(_unfinished, (), {}, ()),
+            rerunnable=False,
+            random=not is_torchs_own(self._optimizers[index]),
+            module=chunk[0][1].name.rpartition(".")[0],
+            source=source,
+        )
+        self._tables.append(op)
+        members = [(group, state) for group, state, _ in chunk]
+        self._pending.append(_Pending(op, index, members, [grad for _, _, grad in chunk]))
+
+    def finish(self) -> None:
+        """Find out the state of every update recorded and complete its op; to be called outside of all modes.
+
+        Raises:
+            CaptureError: an optimizer keeps state where it cannot be planned.
+        """
+        layouts = [StateLayouts(optimizer) for optimizer in self._optimizers]
+        created: list[set[tuple[int, str]]] = [set() for _ in self._optimizers]
+        known: dict[tuple[int, int, str], int] = {}
+        for pending in self._pending:
+            members, values = self._states_of(pending, layouts[pending.optimizer], known)
+            update = OptimizerUpdate(self._optimizers[pending.optimizer], members, created[pending.optimizer])
+            self._complete(pending, update, values)
+
+    def _states_of(
+        self, pending: _Pending, layouts: StateLayouts, known: dict[tuple[int, int, str], int]
+    ) -> tuple[list[Member], list[list[int]]]:
+        optimizer = self._optimizers[pending.optimizer]
+        reals = [(group, state.real) for group, state in pending.members]
+        grads = [None if g is None else _shape(self._tables.values[g]) for g in pending.grads]
+        if updates_each_alone(optimizer):
+            found = [layouts.learn([real], [grad])[0] for real, grad in zip(reals, grads, strict=True)]
+        else:
+            found = layouts.learn(reals, grads)
+        members: list[Member] = []
+        values: list[list[int]] = []
+        for (group, state), names in zip(pending.members, found, strict=True):
+            own: list[int] = []
+            for name, shape in names.items():
+                key = (pending.optimizer, id(state.real), name)
+                if key not in known:
+                    known[key] = self._bind(pending.optimizer, state, name, shape)
+                own.append(known[key])
+            members.append(Member(state.real, group, tuple(names)))
+            values.append(own)
+        return members, values
+
+    def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
+        optimizer = self._optimizers[index]
+        storage = self._tables.add_plain(
+            shape.bytes, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", state.real.device
+        )
+        value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
+        real = optimizer.state.get(state.real, {}).get(name)
+        self.bindings.append(
+            StateBinding(
+                key=f"optimizer.{index}.state.{state.key}.{name}",
+                kind=StorageKind.OPTIMIZER_STATE,
+                tensor=real if isinstance(real, torch.Tensor) else None,
+                value=value,
+                owner=StateOwner(optimizer, state.real, name),
+            )
+        )
+        return value
+
+    def _complete(self, pending: _Pending, update: OptimizerUpdate, states: list[list[int]]) -> None:
+        values = self._tables.values
+        params = [state.value for _, state in pending.members]
+        grads = [None if grad is None else Ref(grad) for grad in pending.grads]
+        args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
+        rehearsal = Rehearsal(update)
+        written = [*params, *(value for own in states for value in own)]
+        read = [*written, *(grad.value for grad in grads if grad is not None)]
+        if not is_torchs_own(update.optimizer):
+            # Nothing is known of the class: it may well add weight decay to the gradient in place.
+            written = read
+        op = pending.op
+        op.call = Call(update, args, {}, (), rehearsal)
+        op.reads = tuple(dict.fromkeys(values[value].storage for value in read))
+        op.mutates = tuple(dict.fromkeys(values[value].storage for value in written))
+        texts = ",".join(
+            f"{value_text(values[p])}:{'-' if g is None else value_text(values[g.value])}:"
+            + "+".join(value_text(values[value]) for value in own)
+            for p, g, own in zip(params, grads, states, strict=True)
+        )
+        op.family = f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
+
+
+def _settings(update: OptimizerUpdate) -> str:
+    """The settings of the groups that bear on which kernels run."""
+    groups = dict.fromkeys(member.group for member in update.members)
+    parts: list[str] = []
+    for index in groups:
+        group = update.optimizer.param_groups[index]
+        parts += [f"{k}={v}" for k, v in sorted(group.items()) if v is None or isinstance(v, bool | str)]
+    return ",".join(parts)
+
+
+def _shape(value: Value) -> TensorShape:
+    return TensorShape(value.dtype, value.shape, value.stride)
+
+
+def _unfinished(*_: Any) -> None:
+    """Holds the place of an update until its state is known."""
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step is not a fixed function of gradients and state.
+
+    Raises:
+        CaptureError: it is LBFGS, SparseAdam, differentiable, has hooks, wraps another one, or has a
+            ``step`` that is not its class's own.
+    """
+    name = type(optimizer).__name__
+    why = advice = ""
+    if isinstance(optimizer, LBFGS):
+        why, advice = "it runs the forward and backward an unknown number of times", "use a first-order optimizer"
+    elif isinstance(optimizer, SparseAdam):
+        why, advice = "the sizes of sparse gradients depend on values", "use Adam with dense gradients"
+    elif optimizer.defaults.get("differentiable"):
+        why, advice = "its updates are part of an autograd graph", "make it with differentiable=False"
+    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_optimizer_hooks():
+        why = "hooks are registered on its step, and an update runs a few parameters at a time"
+        advice = "do their work before or after optimizer.step() in the training step"
+    elif "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        why, advice = "its step method has been replaced", "give the optimizer without its wrapper"
+    elif any(isinstance(value, Optimizer | nn.Module) for value in vars(optimizer).values()):
+        why, advice = (
+            "it wraps another optimizer or a module",
+            "give the inner optimizer and write the rest in the step",
+        )
+    elif getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        why, advice = "a GradScaler is attached to it", "use torch.autocast with bfloat16, which needs no scaler"
+    if why:
+        raise CaptureError(f"the optimizer {name} cannot be used: {why}; {advice}.")

@@ -1,0 +1,5 @@
+"""The command line: ``outofcore train``, ``plan`` and ``doctor``. Importing it does not import PyTorch."""
+
+from outofcore.cli.app import main
+
+__all__ = ["main"]

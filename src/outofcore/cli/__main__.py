@@ -1,0 +1,5 @@
+"""``python -m outofcore.cli``."""
+
+from outofcore.cli import main
+
+main()

@@ -1,0 +1,181 @@
+"""``outofcore train``: train a model of the zoo and tell how it goes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import outofcore
+from outofcore.api import Step
+from outofcore.cli.common import find_workload
+from outofcore.report import moved_text, step_report, step_text, write_picture
+from outofcore.report.machine import peak_memory_bytes
+from outofcore.units import format_bytes, format_seconds
+from outofcore.zoo import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What is told of a step."""
+
+    loss: float
+    seconds: float
+    arena_bytes: int | None = None
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+    def text(self) -> str:
+        parts = [f"loss {self.loss:.4f}", format_seconds(self.seconds)]
+        if self.arena_bytes is not None:
+            parts.append(f"resident {format_bytes(self.arena_bytes)}")
+            parts.append(f"out {format_bytes(self.bytes_out)}, in {format_bytes(self.bytes_in)}")
+        return "  ".join(parts)
+
+
+class _Lines:
+    """A line for each stage and each step: for logs."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._stage = ""
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def stage(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            print(f"{stage} …", flush=True)
+
+    def step(self, number: int, done: _Done) -> None:
+        print(f"step {number}/{self._steps}  {done.text()}", flush=True)
+
+
+class _Live:
+    """A progress bar: for terminals."""
+
+    def __init__(self, steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+        )
+        self._stage_task = self._progress.add_task("", total=1, told="", visible=False)
+        self._steps = self._progress.add_task("train", total=steps, told="")
+
+    def __enter__(self) -> _Live:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage(self, stage: str, done: int, total: int) -> None:
+        self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=True)
+
+    def step(self, number: int, done: _Done) -> None:
+        self._progress.update(self._stage_task, visible=False)
+        self._progress.update(self._steps, completed=number, told=done.text())
+
+
+def train(
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    budget: int | None,
+    steps: int,
+    home: str,
+    policy: str,
+    picture: Path | None,
+) -> None:
+    """Train and print progress and a summary.
+
+    Args:
+        model: as on the command line.
+        options: of the workload.
+        budget: bytes; None: plain PyTorch.
+        steps: how many.
+        home: "disk", "host" or a folder.
+        policy: one of ``outofcore.planning.POLICIES``.
+        picture: an HTML file to write the memory of the last step to.
+
+    Raises:
+        OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
+    """
+    work = find_workload(model, options)
+    print(work.describe())
+    network = work.build()
+    optimizer = work.optimizer(network)
+    plain = work.make_step(network, optimizer)
+    display = (_Live if Console().is_terminal else _Lines)(steps)
+    if budget is None:
+        _print_summary(_loop(work, plain, steps, display, None), None, None)
+        return
+    with outofcore.compile(plain, network, optimizer, budget=budget, home=home, policy=policy) as step:
+        step.on_progress = display.stage
+        done = _loop(work, step, steps, display, step)
+        _print_summary(done, step, budget)
+        if picture is not None:
+            planned, graph = step.planned, step.captured.graph
+            timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
+            write_picture(picture, graph, planned.program, timelines, budget=budget, title=work.describe())
+            print(f"picture: {picture}")
+
+
+def _loop(
+    work: Workload, run: Callable[..., torch.Tensor], steps: int, display: _Lines | _Live, step: Step | None
+) -> list[_Done]:
+    torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+    batches = work.batches()
+    told: list[_Done] = []
+    with display:
+        for number in range(1, steps + 1):
+            batch = next(batches)
+            start = time.perf_counter()
+            loss = run(*batch)
+            seconds = time.perf_counter() - start
+            if step is None:
+                told.append(_Done(loss.item(), seconds))
+            else:
+                stats, arena = step.stats, step.planned.program.arena_bytes
+                told.append(_Done(loss.item(), seconds, arena, stats.bytes_out, stats.bytes_in))
+            display.step(number, told[-1])
+    return told
+
+
+def _print_summary(done: list[_Done], step: Step | None, budget: int | None) -> None:
+    first, rest = done[0], done[1:] or done
+    rows = [
+        ("loss", f"{first.loss:.4f} at first, {done[-1].loss:.4f} at last"),
+        ("median step", f"{format_seconds(statistics.median(d.seconds for d in rest))} over {len(rest)} steps"),
+        ("first step", format_seconds(first.seconds)),
+    ]
+    if step is not None:
+        rows.append(("predicted", format_seconds(step.stats.predicted_seconds)))
+        if step.stats.off_plan:
+            rows.append(("off the plan", f"{step.stats.off_plan} requests for memory"))
+    peak = peak_memory_bytes()
+    if peak is not None:
+        rows.append(("process peak", f"{format_bytes(peak)} (RSS, PyTorch itself included)"))
+    if step is not None and budget is not None:
+        planned, graph = step.planned, step.captured.graph
+        report = step_report(graph, planned.plan, planned.program, step.timeline, budget)
+        print(f"the last step\n{step_text(report)}\n{moved_text(report)}")
+    width = max(len(name) for name, _ in rows)
+    print("training")
+    print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
+    sys.stdout.flush()

@@ -1,0 +1,180 @@
+"""Runs a captured step op by op in plain memory, and checks every promise of the graph on the way.
+
+Slow and simple on purpose: it is what an executor is compared with, and it knows no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from outofcore.capture import Captured, LeafKind, OptimizerUpdate, Ref, StateOwner, mark_stepped
+from outofcore.capture.captured import Value
+from outofcore.graph import StorageKind
+
+GARBAGE = 0xA5
+
+
+class Replay:
+    """The storages of one captured step, on the user's own parameters, buffers and optimizer state.
+
+    Attributes:
+        mismatches: where a real result is not what the fakes said: op name, what, fake, real.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.bytes: dict[int, torch.UntypedStorage] = {}
+        self.mismatches: list[tuple[str, str, Any, Any]] = []
+        graph = captured.graph
+        for binding in captured.states:
+            value = captured.values[binding.value]
+            if binding.tensor is not None:
+                real = binding.tensor
+                assert (real.dtype, tuple(real.shape), real.stride()) == (value.dtype, value.shape, value.stride)
+                storage = real.untyped_storage()
+                assert storage.nbytes() == graph.storages[value.storage].bytes
+                assert real.storage_offset() == value.offset
+                self.bytes.setdefault(value.storage, storage)
+            else:
+                self.bytes[value.storage] = garbage(graph.storages[value.storage].bytes)
+        for storage, tensor in captured.constants.items():
+            self.bytes[storage] = tensor.untyped_storage()
+        self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
+        kept = graph.persistent | set(graph.outputs) | set(captured.constants)
+        kept |= {captured.values[binding.value].storage for binding in captured.inputs}
+        self._kept = kept
+
+    def tensor(self, value: int | Value) -> torch.Tensor:
+        window = self.captured.values[value] if isinstance(value, int) else value
+        empty = torch.empty(0, dtype=window.dtype)
+        return empty.set_(self.bytes[window.storage], window.offset, window.shape, window.stride)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captured = self.captured
+        graph = captured.graph
+        leaves = pytree.tree_leaves((args, kwargs))
+        for binding in captured.inputs:
+            storage = captured.values[binding.value].storage
+            self.bytes[storage] = garbage(graph.storages[storage].bytes)
+            self.tensor(binding.value).copy_(leaves[binding.leaf].detach())
+        with torch.no_grad():
+            for op in graph.ops:
+                self._run(op)
+        mutated = {storage for op in graph.ops for storage in op.mutates}
+        for binding in captured.inputs:
+            if captured.values[binding.value].storage in mutated:
+                leaves[binding.leaf].detach().copy_(self.tensor(binding.value))
+        result = self._result(leaves)
+        self._show_state()
+        for storage in set(self.bytes) - graph.persistent - set(captured.constants):
+            del self.bytes[storage]
+        return result
+
+    def _run(self, op: Any) -> None:
+        captured, graph = self.captured, self.captured.graph
+        call = captured.calls[op.id]
+        for storage in set(op.mutates) - set(op.reads):
+            fill(self.bytes[storage])  # what the op claims not to read
+        untouched = {s: checksum(self.bytes[s]) for s in op.reads if s not in op.mutates}
+        args, kwargs = self._real(call.args), self._real(call.kwargs)
+        out = call.func(*args, **kwargs)
+        for storage, before in untouched.items():
+            assert checksum(self.bytes[storage]) == before, f"{op.name} wrote storage {storage}, which it only reads"
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        assert len(results) == len(call.results), op.name
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made: set[int] = set()
+        for real, index in zip(results, call.results, strict=True):
+            aliases = real.untyped_storage()._cdata in given
+            if index is None:
+                self._compare(op, "aliases an argument", True, aliases)
+                continue
+            value = captured.values[index]
+            self._compare(op, "aliases an argument", False, aliases)
+            facts = (real.dtype, tuple(real.shape), real.stride(), real.storage_offset())
+            expected = (value.dtype, value.shape, value.stride, value.offset)
+            self._compare(op, "window", expected, facts)
+            count = real.untyped_storage().nbytes()
+            self._compare(op, "bytes", graph.storages[value.storage].bytes, count)
+            if facts == expected and not aliases:
+                self.bytes[value.storage] = real.untyped_storage()
+            else:
+                self.bytes[value.storage] = garbage(graph.storages[value.storage].bytes)
+                self.tensor(value).copy_(real)
+            made.add(value.storage)
+        assert made == set(op.creates), op.name
+        for storage in op.touched:
+            if self._last_use[storage] == op.id and storage not in self._kept:
+                del self.bytes[storage]
+
+    def _compare(self, op: Any, what: str, fake: Any, real: Any) -> None:
+        if fake != real:
+            self.mismatches.append((op.name, what, fake, real))
+
+    def _real(self, tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return self.tensor(tree.value)
+        if isinstance(tree, list):
+            return [self._real(item) for item in tree]
+        if type(tree) is tuple:
+            return tuple(self._real(item) for item in tree)
+        if isinstance(tree, dict):
+            return {key: self._real(item) for key, item in tree.items()}
+        return tree
+
+    def _result(self, leaves: Sequence[Any]) -> Any:
+        found: list[Any] = []
+        for leaf in self.captured.outputs:
+            match leaf.kind:
+                case LeafKind.VALUE:
+                    found.append(self.tensor(leaf.index).clone())
+                case LeafKind.STATE:
+                    found.append(self.captured.states[leaf.index].tensor)
+                case LeafKind.INPUT:
+                    found.append(leaves[leaf.index])
+                case LeafKind.CONSTANT:
+                    found.append(leaf.constant)
+        return pytree.tree_unflatten(found, self.captured.output_spec)
+
+    def _show_state(self) -> None:
+        """Put what an executor shows the user where the user looks for it."""
+        captured = self.captured
+        for left in captured.gradients_left:
+            parameter = captured.states[left.parameter].tensor
+            assert parameter is not None
+            parameter.grad = self.tensor(left.value).clone()
+        for place in captured.gradients_cleared:
+            parameter = captured.states[place].tensor
+            assert parameter is not None
+            parameter.grad = None
+        for binding in captured.states:
+            if binding.kind is StorageKind.OPTIMIZER_STATE:
+                assert isinstance(binding.owner, StateOwner)
+                owner = binding.owner
+                if binding.tensor is None:
+                    owner.optimizer.state[owner.parameter][owner.name] = self.tensor(binding.value)
+        for optimizer in {id(c.func): c.func.optimizer for c in captured.calls if isinstance(c.func, OptimizerUpdate)}.values():
+            mark_stepped(optimizer)
+
+
+def garbage(count: int) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(count)
+    fill(storage)
+    return storage
+
+
+def fill(storage: torch.UntypedStorage) -> None:
+    if storage.nbytes():
+        as_bytes(storage).fill_(GARBAGE)
+
+
+def checksum(storage: torch.UntypedStorage) -> bytes:
+    return as_bytes(storage).numpy().tobytes() if storage.nbytes() else b""
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))

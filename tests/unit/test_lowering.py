@@ -1,0 +1,133 @@
+"""The exact instruction lists that small plans become."""
+
+import pytest
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import GraphError
+from outofcore.graph import Op, Storage, StepGraph, StorageKind
+from outofcore.lowering import lower, wire
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning import place
+from outofcore.program import CopyIn, CopyOut, Instruction, Queue, Run, Wait
+from outofcore.validator import validate
+
+K64 = 64 * 1024
+A, G, LOSS, W, X = range(5)
+
+
+def step() -> StepGraph:
+    """x, w -> a -> loss; then a, loss -> g; w -= g."""
+    storages = (
+        Storage(A, 4 * K64, StorageKind.ACTIVATION, "a"),
+        Storage(G, 2 * K64, StorageKind.GRADIENT, "w.grad"),
+        Storage(LOSS, 4, StorageKind.OUTPUT, "loss"),
+        Storage(W, 2 * K64, StorageKind.PARAMETER, "w"),
+        Storage(X, 4 * K64, StorageKind.INPUT, "x"),
+    )
+    ops = (
+        Op(0, "forward", (X, W), (), (A,)),
+        Op(1, "loss", (A,), (), (LOSS,)),
+        Op(2, "backward", (A, X), (), (G,)),
+        Op(3, "update", (W, G), (W,), (), rerunnable=False),
+    )
+    return StepGraph(storages, ops, (LOSS,))
+
+
+def costs(count: int = 4) -> Costs:
+    return Costs(tuple(OpCost(1.0) for _ in range(count)), (Home("disk", None, 1e6, 1e6),))
+
+
+def program_of(graph: StepGraph, *decisions: Decision) -> tuple[Instruction, ...]:
+    program = wire(graph, place(lower(graph, costs(len(graph.ops)), Plan("test", 0, decisions))))
+    validate(graph, program, program.arena_bytes, costs(len(graph.ops)))
+    return program.instructions
+
+
+def offload(storage: int, start: int, end: int, release: int, fetch: int) -> Decision:
+    return Decision(Gap(storage, start, end), Residency.OFFLOAD, release, fetch)
+
+
+def test_nothing_leaves() -> None:
+    # Blocks: w wraps (0), x (1), a (2), loss (3), gradient (4). Only x comes in and only the loss goes out.
+    assert program_of(step()) == (
+        CopyIn(1, 0),
+        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
+        Run(1, (2, 3)),
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+        Run(2, (2, 1, 4)),
+        Run(3, (0, 4)),
+    )
+
+
+def test_an_input_leaves_free_and_comes_back_without_a_copy_out() -> None:
+    assert program_of(step(), offload(X, 0, 2, 1, 2)) == (
+        CopyIn(1, 0),
+        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
+        Run(1, (2, 3)),
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+        # Its new block lies where the old one lay, which the first op was the last to read.
+        CopyIn(4, 0, (Wait(Queue.COMPUTE, 1),)),
+        Run(2, (2, 4, 5), None, (Wait(Queue.COPY_IN, 2),)),
+        Run(3, (0, 5)),
+    )
+
+
+def test_a_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
+    assert program_of(step(), offload(A, 1, 2, 2, 2)) == (
+        CopyIn(1, 0),
+        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
+        Run(1, (2, 3)),
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+        CopyOut(2, 1),
+        CopyIn(4, 1, (Wait(Queue.COPY_OUT, 2),)),
+        Run(2, (4, 1, 5), None, (Wait(Queue.COPY_IN, 2),)),
+        Run(3, (0, 5)),
+    )
+
+
+def test_a_parameter_at_home_between_steps_is_written_back() -> None:
+    # Read for op 0, it leaves free, comes back for the update, and the new version goes home.
+    assert program_of(step(), offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4)) == (
+        CopyIn(0, 0),
+        CopyIn(1, 0),
+        Run(0, (0, 1, 2), None, (Wait(Queue.COPY_IN, 2),)),
+        Run(1, (2, 3)),
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+        Run(2, (2, 0, 4)),
+        # Its new block lies where a or x lay.
+        CopyIn(5, 0, (Wait(Queue.COMPUTE, 3),)),
+        Run(3, (5, 4), None, (Wait(Queue.COPY_IN, 3),)),
+        CopyOut(5, 1, (Wait(Queue.COMPUTE, 4),)),
+    )
+
+
+def test_a_parameter_that_wraps_comes_back_to_its_block() -> None:
+    program = lower(step(), costs(), Plan("test", 0, (offload(W, 0, 3, 1, 3),)))
+    assert [b.wraps for b in program.blocks] == [True, False, False, False, False]
+    weight = program.blocks[0]
+    copies = [i for i, x in enumerate(program.instructions) if isinstance(x, CopyIn) and x.block == 0]
+    assert weight.born == copies[0]
+    assert weight.dies < weight.born
+    # The user may have written to it between steps: it leaves with a copy although the step had only read it.
+    assert CopyOut(0, 0) in program.instructions
+    assert program.results == (LOSS,)
+
+
+def test_results_are_what_is_at_home_when_the_step_ends() -> None:
+    program = lower(step(), costs(), Plan("test", 0, (offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4))))
+    assert program.results == (LOSS, W)
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        offload(A, 1, 2, 1, 2),  # released before its last use is over
+        offload(A, 1, 2, 2, 3),  # fetched after it is needed
+        offload(X, 0, 2, 2, 1),  # fetched before it is released
+        offload(W, 3, 4, 4, 3),  # fetched around the end of the step
+        offload(A, 0, 2, 1, 2),  # not a gap: op 1 uses it in between
+    ],
+)
+def test_contradictory_decisions_are_refused(decision: Decision) -> None:
+    with pytest.raises(GraphError):
+        lower(step(), costs(), Plan("test", 0, (decision,)))
