@@ -6,7 +6,8 @@ Checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
     "autograd_sequence_number",
+    "below_autograd",
     "current_autograd_node",
     "global_optimizer_hooks",
     "keystr",
@@ -58,7 +60,9 @@ __all__ = [
     "plain_optimizer_step",
     "register_optimizer_step_pre_hook",
     "sdp_backends_enabled",
+    "storage_bytes",
     "storage_key",
+    "tensor_leaves",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_unflatten",
@@ -129,3 +133,25 @@ def sdp_backends_enabled() -> tuple[bool, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops as autograd runs them after it has done its own part, with autocast off: as they were recorded."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+def tensor_leaves(result: Any) -> list[torch.Tensor]:
+    """The tensors in what an op returned, nested lists and tuples flattened in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return [leaf for item in result for leaf in tensor_leaves(item)]
+    return []
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage of a tensor, as a uint8 tensor on that storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

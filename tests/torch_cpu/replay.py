@@ -157,7 +157,9 @@ class Replay:
                 owner = binding.owner
                 if binding.tensor is None:
                     owner.optimizer.state[owner.parameter][owner.name] = self.tensor(binding.value)
-        for optimizer in {id(c.func): c.func.optimizer for c in captured.calls if isinstance(c.func, OptimizerUpdate)}.values():
+        for optimizer in {
+            id(c.func): c.func.optimizer for c in captured.calls if isinstance(c.func, OptimizerUpdate)
+        }.values():
             mark_stepped(optimizer)
 
 

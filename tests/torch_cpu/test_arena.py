@@ -472,9 +472,10 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeyp
     assert "install g++" in refused.reason
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address: int, count: int = 8 * MIB) -> bool:
+    """Whether the whole arena is: a part of its addresses may be in use again at once."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(number, 16) for number in line.split()[0].split("-"))
-        if first <= address < last:
+        if first <= address and address + count <= last:
             return True
     return False

@@ -28,6 +28,7 @@ class _Builder:
     home: list[int | None] = field(default_factory=list)  # the version at home
     home_ready: list[int] = field(default_factory=list)  # copies-out that must be done before home holds it
     done: list[dict[Queue, int]] = field(default_factory=list)  # after each group of instructions
+    reading: dict[int, int] = field(default_factory=dict)  # fixed storage -> copies-out that still read its block
     extents: list[int] = field(default_factory=list)  # bytes used of each half
     placed: list[tuple[int, int, int]] = field(default_factory=list)  # block, half, offset in it
 
@@ -72,7 +73,8 @@ class _Builder:
         workspace = None
         if self.costs is not None and self.costs.ops[op_id].workspace_bytes:
             workspace = take(None, self.costs.ops[op_id].workspace_bytes)
-        waits = self.waits(copy_in=self.issued[Queue.COPY_IN], copy_out=free[Queue.COPY_OUT])
+        copied = max([free[Queue.COPY_OUT], *(self.reading.get(s, 0) for s in op.mutates)])
+        waits = self.waits(copy_in=self.issued[Queue.COPY_IN], copy_out=copied)
         self.add(Run(op_id, tuple(numbers), workspace, waits))
         for storage, number in zip(op.touched, numbers, strict=True):
             if storage in copy_out and storage not in self.fixed:
@@ -94,6 +96,7 @@ def naive_program(
     resident: frozenset[int] = frozenset(),
     partial: frozenset[int] = frozenset(),
     recompute: frozenset[int] = frozenset(),
+    snapshots: frozenset[int] = frozenset(),
     halves: int = 1,
 ) -> Program:
     """A valid, placed program.
@@ -105,6 +108,8 @@ def naive_program(
         partial: persistent storages whose block wraps, but is given up between two uses in the step.
         recompute: storages that are not copied out when created, but computed again before they are
             next needed, where that is possible.
+        snapshots: resident storages that are copied out after their first use all the same, so that an op
+            that changes one of them has to wait for that copy.
         halves: 2: the arena has two halves used in turn, so that an op's copies run beside its neighbours.
     """
     builder = _Builder(graph, costs, halves, extents=[0] * halves)
@@ -146,6 +151,9 @@ def naive_program(
         for storage in partly & set(op.touched):
             if op.id == graph.uses[storage][0]:
                 _leave(builder, storage)
+        for storage in sorted(snapshots & resident & graph.persistent & set(op.touched)):
+            if op.id == graph.uses[storage][0]:
+                _copy_out_fixed(builder, storage)
     while dropped:
         _bring_back(builder, dropped, next(iter(dropped)))
 
@@ -167,12 +175,17 @@ def _bring_back(builder: _Builder, dropped: dict[int, tuple[int, list[int]]], st
     builder.group(creator, {storage})
 
 
+def _copy_out_fixed(builder: _Builder, storage: int) -> None:
+    waits = builder.waits(compute=builder.issued[Queue.COMPUTE])
+    builder.add(CopyOut(builder.fixed[storage], builder.version[storage], waits))
+    builder.home[storage] = builder.version[storage]
+    builder.home_ready[storage] = builder.reading[storage] = builder.issued[Queue.COPY_OUT]
+
+
 def _leave(builder: _Builder, storage: int) -> None:
     """After its first use a partly wrapping storage goes home, and its block is given up."""
     number = builder.fixed[storage]
-    builder.add(CopyOut(number, builder.version[storage], builder.waits(compute=builder.issued[Queue.COMPUTE])))
-    builder.home[storage] = builder.version[storage]
-    builder.home_ready[storage] = builder.issued[Queue.COPY_OUT]
+    _copy_out_fixed(builder, storage)
     builder.blocks[number] = replace(builder.blocks[number], dies=len(builder.instructions))
     # In between it is one of many.
     del builder.fixed[storage]

@@ -212,6 +212,7 @@ def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
         resident=draw(ids),
         partial=draw(ids),
         recompute=draw(ids),
+        snapshots=draw(ids),
         halves=draw(st.integers(1, 2)),
     )
     return graph, costs, program

@@ -1,9 +1,10 @@
 """Gaps and sizes."""
 
+from test_lowering import K64, LOSS, A, G, W, X, step
+
 from outofcore.analysis import gaps_of, is_large, large_needs, placed_bytes
 from outofcore.costs import Costs, OpCost
 from outofcore.plan import Gap
-from test_lowering import A, G, K64, LOSS, W, X, step
 
 
 def test_gaps_run_from_use_to_use() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
-from outofcore.graph import Op, Storage, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place

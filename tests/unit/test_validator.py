@@ -109,6 +109,79 @@ def test_reused_bytes_are_checked_across_partial_overlaps() -> None:
     validate(graph, replace(beside, arena_bytes=240), 240)
 
 
+def test_bytes_left_and_right_of_a_newcomer_keep_their_history() -> None:
+    """A copy-in lands in the middle of what a run used; the bytes beside it are in use until that run is over."""
+    graph = StepGraph(
+        tuple(Storage(s, 10, StorageKind.INPUT) for s in range(2)),
+        (Op(0, "idle", (), (), ()), Op(1, "look", (0, 1), (), ())),
+    )
+    wait = (Wait(Queue.COMPUTE, 1),)
+
+    def program(begin: int, first: tuple[Wait, ...], second: tuple[Wait, ...]) -> Program:
+        last = Run(1, (1, 2), waits=(Wait(Queue.COPY_IN, 1), Wait(Queue.COPY_OUT, 1)))
+        instructions = (Run(0, (), workspace=0), CopyIn(1, 0, first), CopyOut(2, 0, second), last)
+        blocks = (
+            Block(0, None, 30, 0, 1, offset=0),
+            Block(1, 0, 10, 1, 4, offset=10),
+            Block(2, 1, 10, 1, 4, offset=begin),
+        )
+        return Program(instructions, blocks, 30)
+
+    # A copy-out reads garbage here; that it touches the bytes too early is found first.
+    for begin in (0, 20):
+        with pytest.raises(ValidationError, match="the bytes of block 0 of a workspace, then of block 2"):
+            validate(graph, program(begin, wait, ()), 30)
+        with pytest.raises(ValidationError, match="needs version 0, but block 2"):
+            validate(graph, program(begin, wait, wait), 30)
+
+
+def test_a_write_waits_for_those_who_read_the_block() -> None:
+    """The parameter stays on the device, and is copied out before an op changes it."""
+    graph = StepGraph(
+        (Storage(0, 8, StorageKind.PARAMETER, "weight"),),
+        (Op(0, "update", (0,), (0,), ()),),
+    )
+    blocks = (Block(0, 0, 8, 0, 0, True, 0),)
+    with pytest.raises(ValidationError, match=r"instruction 1 \(run of op 0, update\) may start before instruction 0"):
+        validate(graph, Program((CopyOut(0, 0), Run(0, (0,))), blocks, 8), 8)
+    validate(graph, Program((CopyOut(0, 0), Run(0, (0,), waits=(Wait(Queue.COPY_OUT, 1),))), blocks, 8), 8)
+
+
+def test_a_copy_out_waits_for_those_who_read_the_home() -> None:
+    """One copy of the parameter is fetched early and not used; the home must not change under it."""
+    graph = StepGraph(
+        (Storage(0, 8, StorageKind.PARAMETER, "weight"),),
+        (Op(0, "update", (0,), (0,), ()),),
+    )
+    blocks = (Block(0, 0, 8, 0, 4, offset=0), Block(1, 0, 8, 0, 4, offset=8))
+    run = Run(0, (0,), waits=(Wait(Queue.COPY_IN, 1),))
+    early = CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))
+    with pytest.raises(
+        ValidationError, match=r"instruction 3 .* may start before instruction 1 .* the home of storage 0"
+    ):
+        validate(graph, Program((CopyIn(0, 0), CopyIn(1, 0), run, early), blocks, 16, (0,)), 16)
+    late = CopyOut(0, 1, (Wait(Queue.COMPUTE, 1), Wait(Queue.COPY_IN, 2)))
+    validate(graph, Program((CopyIn(0, 0), CopyIn(1, 0), run, late), blocks, 16, (0,)), 16)
+
+
+def test_what_is_overwritten_must_be_resident_too() -> None:
+    """An op that mutates without reading still finds the former version in its block."""
+    graph = StepGraph((Storage(0, 8, StorageKind.PARAMETER, "weight"),), (Op(0, "zero_", (), (0,), ()),))
+    program = Program(
+        (Run(0, (0,)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))), (Block(0, 0, 8, 0, 2, offset=0),), 8, (0,)
+    )
+    with pytest.raises(ValidationError, match="needs version 0, but block 0"):
+        validate(graph, program, 8)
+
+
+def test_an_op_that_names_a_storage_twice_writes_it_once() -> None:
+    graph = StepGraph((Storage(0, 8, StorageKind.PARAMETER, "weight"),), (Op(0, "update", (), (0, 0), ()),))
+    program = Program(
+        (Run(0, (0,)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))), (Block(0, 0, 8, 0, 0, True, 0),), 8, (0,)
+    )
+    validate(graph, program, 8)
+
+
 def test_home_slots_need_waits_both_ways() -> None:
     """The parameter goes home, and comes back into another block for another use."""
     graph = replace(GRAPH, ops=(*GRAPH.ops, Op(2, "look", (0,), (), ())))
@@ -305,6 +378,10 @@ def test_a_graph_that_contradicts_itself_is_refused() -> None:
 
 def test_an_empty_step() -> None:
     validate(StepGraph((), ()), Program((), ()), 0)
+    table = StepGraph((Storage(0, 8, StorageKind.CONSTANT),), ())
+    validate(table, Program((), (Block(0, 0, 8, 0, 0, wraps=True),)), 8)
+    with pytest.raises(ValidationError, match="8 bytes are held at the start of the step, more than the budget of 7"):
+        validate(table, Program((), (Block(0, 0, 8, 0, 0, wraps=True),)), 7)
 
 
 def test_imports_nothing_that_it_judges() -> None:

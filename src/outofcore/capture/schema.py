@@ -15,7 +15,21 @@ from outofcore.capture.captured import Ref, Value
 # arguments nothing is said here: where one of them aliases the first, it is read in its own right.
 _OVERWRITES = frozenset(
     f"aten::{name}"
-    for name in ["zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "_foreach_zero_", "_foreach_copy_"]
+    for name in [
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+    ]
 )
 # Operators that write running statistics in place although their schema does not say so, and the
 # name of the flag without which they do not (empty: they always do).

@@ -19,7 +19,7 @@ from outofcore.units import format_bytes, format_seconds
 
 
 def doctor(home: str) -> None:
-    """Print one line for each thing that matters, as it becomes known; what is amiss is marked with an exclamation mark.
+    """Print one line for each thing that matters, as it becomes known; an exclamation mark marks what is amiss.
 
     Raises:
         SpillError: the home cannot be used.

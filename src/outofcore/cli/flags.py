@@ -17,7 +17,9 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _flag(name: str, kind: Any, default: object, text: str, panel: str) -> inspect.Parameter:
-    annotation = Annotated[kind, typer.Option(help=text, rich_help_panel=panel)]
+    # A switch by its one name: typer would add a "--no-…" beside it.
+    names = (f"--{name}",) if kind is bool else ()
+    annotation = Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel)]
     return inspect.Parameter(name, _KEYWORD, default=default, annotation=annotation)
 
 

@@ -109,7 +109,7 @@ def bind(captured: Captured, program: Program, arena: Arena, requests: Sequence[
     """
     binder = _Binder(captured, program, arena)
     awaited = {(wait.queue, wait.count) for i in program.instructions for wait in i.waits}
-    counts = {queue: 0 for queue in QUEUES}
+    counts = dict.fromkeys(QUEUES, 0)
     runs: list[BoundRun] = []
     copies: dict[Queue, list[BoundCopy]] = {Queue.COPY_OUT: [], Queue.COPY_IN: []}
     scopes: list[list[tuple[int, int]]] = []

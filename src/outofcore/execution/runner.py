@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.analysis.requests import Requests
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
@@ -98,8 +99,7 @@ class Runner:
         for block in self.program.blocks:
             if block.storage == storage:
                 count = self.captured.graph.storages[storage].bytes
-                source = torch.empty(0, dtype=torch.uint8).set_(constant.untyped_storage())
-                arena.view(block.offset, count).copy_(source[:count])
+                arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
     def leave(self) -> None:
         """Take every state out of the arena."""
@@ -175,7 +175,9 @@ class Runner:
             return
         for binding in self.captured.states:
             if isinstance(binding.owner, StateOwner):
-                binding.owner.publish(self._keeper.tensor(binding))
+                binding.owner.optimizer.state[binding.owner.parameter][binding.owner.name] = self._keeper.tensor(
+                    binding
+                )
         self._published = True
 
 

@@ -78,6 +78,7 @@ class StateKeeper:
         self._home = slots.home
         self._states: dict[str, State] = {}
         self._by_tensor: dict[str, State] = {}
+        self._arena: Arena | None = None
 
     def adopt(self, captured: Captured) -> dict[int, State]:
         """The states of a capture by storage id; new ones are taken note of, nothing is moved."""
@@ -181,12 +182,20 @@ class StateKeeper:
     def _face_at(self, state: State, window: _Window) -> torch.Tensor:
         if state.place is Place.HOME:
             return tensor_on(self._home.face(self.slot(state), state.bytes), window.value)
-        size = window.value.dtype.itemsize
-        base = internals.bytes_at(window.address - window.value.offset * size, state.bytes)
-        return tensor_on(base, window.value)
+        return tensor_on(self._block_of(state), window.value)
+
+    def _block_of(self, state: State) -> torch.Tensor:
+        if self._arena is None:
+            raise StateError(f"{state.key} is said to be in the arena, and there is none")
+        return self._arena.view(self._offset(state, self._arena), state.bytes)
+
+    def _offset(self, state: State, arena: Arena) -> int:
+        window = state.windows[0]
+        return window.address - window.value.offset * window.value.dtype.itemsize - arena.address
 
     def enter(self, states: dict[int, State], program: Program, arena: Arena) -> None:
         """Bring every state to where ``program`` expects it when a step starts; the arena holds no other."""
+        self._arena = arena
         wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage is not None}
         for storage, state in states.items():
             if storage not in wrapping and is_large(state.bytes):
@@ -218,10 +227,9 @@ class StateKeeper:
             return
         slot = self.slot(state)
         if state.place is Place.ARENA:
-            start = state.windows[0].address - state.windows[0].value.offset * state.windows[0].value.dtype.itemsize
-            self._home.write(slot, arena.memory(start - arena.address, placed_bytes(state.bytes)))
+            self._home.write(slot, arena.memory(self._offset(state, arena), placed_bytes(state.bytes)))
         elif state.place is Place.OWN:
-            self._home.write(slot, internals.memory_of(state.bytes_now()))
+            self._home.write(slot, memoryview(state.bytes_now().numpy()))
         state.show(self._home.face(slot, state.bytes), Place.HOME)
 
     def _to_arena(self, state: State, block: Block, arena: Arena) -> None:

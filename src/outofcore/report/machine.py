@@ -45,7 +45,8 @@ def resident_memory_bytes() -> int | None:
 def peak_memory_bytes() -> int | None:
     """The most physical memory that this process has had (the peak of its RSS); None where the system does not say.
 
-    Not from ``getrusage``: there a process inherits the peak of the one that started it.
+    Exact to about a MiB, since the kernel counts pages in batches. Not from ``getrusage``: there a process inherits
+    the peak of the one that started it.
     """
     return _kib(_field(Path("/proc/self/status"), "VmHWM"))
 

@@ -53,7 +53,7 @@ def moved_text(report: StepReport) -> str:
 def step_text(report: StepReport) -> str:
     """A step in two lines: the memory it takes, and its time."""
     waiting = report.seconds - report.compute_seconds
-    again = f", {report.recomputed} ops run again" if report.recomputed else ""
+    again = f"; ops run again: {report.recomputed}" if report.recomputed else ""
     return (
         f"  memory  {format_bytes(report.arena_bytes)} of {format_bytes(report.budget)}; "
         f"{format_bytes(report.peak_bytes)} held at once at most (policy {report.policy})\n"

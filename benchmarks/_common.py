@@ -1,0 +1,176 @@
+"""What the benchmarks share: worker processes that take turns, and the facts that belong to a result."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from outofcore.report.machine import this_machine
+
+RESULTS = Path(__file__).with_name("results")
+_TCMALLOC = "libtcmalloc_minimal.so.4"
+_LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
+
+
+class WorkerError(Exception):
+    """A worker could not do what it was told; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker trains, and how."""
+
+    model: str
+    options: Mapping[str, Any]
+    mode: str = "eager"  # or "outofcore"
+    budget: int | None = None
+    home: str = "disk"
+    policy: str = "auto"
+
+
+@dataclass
+class Worker:
+    """A process that runs training steps on demand and otherwise sleeps; a context manager.
+
+    Args:
+        name: for the results.
+        spec: what it trains.
+        preload: a shared library to load before all others.
+
+    Raises:
+        WorkerError: it could not be set up.
+    """
+
+    name: str
+    spec: Spec
+    preload: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        env = dict(os.environ)
+        if self.preload is not None:
+            env["LD_PRELOAD"] = str(self.preload)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("_worker.py")), json.dumps(asdict(self.spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        try:
+            self.facts = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self) -> dict[str, Any]:
+        """Run one step and keep what it tells."""
+        self.steps.append(self.ask("step"))
+        return self.steps[-1]
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command and wait for its answer.
+
+        Raises:
+            WorkerError: the worker failed.
+        """
+        if self._process.stdin is None:
+            raise WorkerError(f"{self.name}: not started")
+        try:
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerError(f"{self.name}: ended early") from error
+        return self._answer()
+
+    def close(self) -> None:
+        """Let the process end, and wait for that."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process.wait()
+
+    def median(self, key: str, skip: int) -> float:
+        """The median over all steps but the first ``skip``."""
+        return statistics.median(step[key] for step in self.steps[skip:])
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            raise WorkerError(f"{self.name}: ended with exit status {self._process.wait()}")
+        content = json.loads(line)
+        if "error" in content:
+            raise WorkerError(f"{self.name}: {content['error']}")
+        return content
+
+
+def survey(spec: Spec) -> dict[str, Any]:
+    """What the workload needs, from a process of its own: ``in_core_budget`` and ``smallest_budget``, in bytes."""
+    with Worker("survey", Spec(spec.model, spec.options, "survey", home=spec.home)) as worker:
+        return worker.facts
+
+
+def take_turns(workers: Sequence[Worker], rounds: int) -> None:
+    """Let each worker run one step, in turn, so often; the one that begins changes from round to round.
+
+    What slows the machine down for a while then slows all of them down alike.
+    """
+    for number in range(rounds):
+        first = number % len(workers)
+        for worker in (*workers[first:], *workers[:first]):
+            worker.step()
+        told = ", ".join(f"{worker.name} {worker.steps[-1]['seconds']:.3f} s" for worker in workers)
+        print(f"round {number + 1}/{rounds}: {told}", file=sys.stderr, flush=True)
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of the zoo from ``name=value`` texts; values are JSON where they can be."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options
+
+
+def find_tcmalloc() -> Path | None:
+    """The tcmalloc of the system (Debian: libtcmalloc-minimal4), if it is installed."""
+    for folder in map(Path, _LIBRARY_FOLDERS):
+        found = sorted([*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")])
+        if found:
+            return found[0]
+    return None
+
+
+def write_result(name: str, content: Mapping[str, Any], date: str | None) -> Path:
+    """Write a result beside the facts about the machine, as ``benchmarks/results/NAME.json``."""
+    facts = {
+        "date": date or datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": asdict(this_machine()),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**facts, **content}, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,120 @@
+"""One process of a benchmark: trains a workload step by step, as its parent says.
+
+Its argument is JSON: ``model`` and ``options`` of the zoo; ``mode`` "eager", "outofcore" or "survey"; and for
+outofcore ``budget``, ``home`` and ``policy``. It reads a command a line from standard input (``step``, ``report``,
+``picture PATH``) and answers each with a line of JSON on standard output. What else is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import outofcore
+from outofcore.api import Step
+from outofcore.cli.common import find_workload
+from outofcore.cli.plan import survey
+from outofcore.errors import OutOfCoreError
+from outofcore.report import step_report, write_picture
+from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
+from outofcore.zoo import Workload
+
+Answer = dict[str, Any]
+
+
+class _Training:
+    def __init__(self, work: Workload, spec: dict[str, Any]) -> None:
+        self._work = work
+        torch.manual_seed(work.options.seed)  # for dropout, the same in every mode
+        self._batches = work.batches()
+        model = work.build()
+        optimizer = work.optimizer(model)
+        self._run: Callable[..., torch.Tensor] = work.make_step(model, optimizer)
+        self._step: Step | None = None
+        if spec["mode"] == "outofcore":
+            self._step = outofcore.compile(
+                self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
+            )
+            self._run = self._step
+
+    def step(self) -> Answer:
+        batch = next(self._batches)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = time.perf_counter()
+        loss = self._run(*batch)
+        seconds = time.perf_counter() - start
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        answer: Answer = {"loss": loss.item().hex(), "seconds": seconds, "faults": faults}
+        if self._step is not None:
+            answer |= {key: value for key, value in asdict(self._step.stats).items() if key != "seconds"}
+        return answer
+
+    def report(self) -> Answer:
+        answer: Answer = {"rss": resident_memory_bytes(), "peak_rss": peak_memory_bytes()}
+        if self._step is not None:
+            planned, graph = self._step.planned, self._step.captured.graph
+            told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
+            moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
+            answer["plan"] = {**asdict(told), "moved": moved}
+        return answer
+
+    def picture(self, path: Path) -> Answer:
+        step = self._step
+        if step is None:
+            return {}
+        timelines = [("measured", step.timeline), ("predicted", step.planned.timeline)]
+        graph, program = step.captured.graph, step.planned.program
+        write_picture(path, graph, program, timelines, budget=step.budget, title=self._work.describe())
+        return {"picture": str(path)}
+
+    def close(self) -> None:
+        if self._step is not None:
+            self._step.close()
+
+
+def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
+    work = find_workload(spec["model"], spec["options"])
+    facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if spec["mode"] == "survey":
+        found = survey(work, spec["home"], lambda *_: None)
+        answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": found.smallest_budget})
+        return
+    training = _Training(work, spec)
+    answer(facts)
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        match command:
+            case "step":
+                answer(training.step())
+            case "report":
+                answer(training.report())
+            case "picture":
+                answer(training.picture(Path(argument)))
+    training.close()
+
+
+def main() -> None:
+    # The pipe to the parent is for answers alone: whatever a library prints goes to standard error.
+    pipe: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+
+    def answer(content: Answer) -> None:
+        print(json.dumps(content), file=pipe, flush=True)
+
+    try:
+        _serve(json.loads(sys.argv[1]), answer)
+    except OutOfCoreError as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""With a budget that holds everything: are we faster than plain PyTorch, on its own malloc and on tcmalloc?
+
+The processes of a workload take turns step by step. tcmalloc is preloaded where the system has it (Debian:
+libtcmalloc-minimal4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any
+
+import typer
+from _common import Spec, Worker, find_tcmalloc, parse_options, survey, take_turns, write_result
+from rich.console import Console
+from rich.table import Table
+
+from outofcore.units import format_bytes, format_seconds
+
+_WARM_UP = 3
+_IN_CORE = 1.1
+_WORKLOADS: dict[str, dict[str, Any]] = {
+    "resnet50": {"batch": 16},
+    "gpt": {"batch": 8, "layers": 6, "width": 512, "context": 256},
+}
+
+
+def _measure(model: str, options: dict[str, Any], rounds: int, policy: str) -> dict[str, Any]:
+    need = survey(Spec(model, options))
+    budget = int(_IN_CORE * need["in_core_budget"])
+    tcmalloc = find_tcmalloc()
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker("eager", Spec(model, options)))]
+        if tcmalloc is not None:
+            workers.append(stack.enter_context(Worker("eager, tcmalloc", Spec(model, options), tcmalloc)))
+        ours = Worker("outofcore", Spec(model, options, "outofcore", budget, policy=policy))
+        workers.append(stack.enter_context(ours))
+        take_turns(workers, rounds)
+        plan = ours.ask("report")["plan"]
+    ours_s = ours.median("seconds", _WARM_UP)
+    rows = [
+        {
+            "name": worker.name,
+            "seconds": worker.median("seconds", _WARM_UP),
+            "ours_over_it": ours_s / worker.median("seconds", _WARM_UP),
+            "faults": worker.median("faults", _WARM_UP),
+            "steps": worker.steps,
+        }
+        for worker in workers
+    ]
+    copied = max(step["bytes_out"] + step["bytes_in"] for step in ours.steps[1:])
+    identical = all([s["loss"] for s in w.steps] == [s["loss"] for s in ours.steps] for w in workers)
+    return {
+        **need,
+        "tcmalloc": None if tcmalloc is None else str(tcmalloc),
+        "budget": budget,
+        "plan": plan,
+        "bytes_copied_per_step_after_the_first": copied,
+        "off_plan": ours.steps[-1]["off_plan"],
+        "losses_identical": identical,
+        "rows": rows,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    table = Table(title=found["workload"], title_justify="left")
+    table.add_column("process")
+    for heading in ("median step", "ours over it", "page faults a step"):
+        table.add_column(heading, justify="right")
+    for row in found["rows"]:
+        table.add_row(
+            row["name"], format_seconds(row["seconds"]), f"{row['ours_over_it']:.3f}", f"{row['faults']:,.0f}"
+        )
+    Console().print(table)
+    print(
+        f"budget {format_bytes(found['budget'])}; bytes copied in a step after the first, at most: "
+        f"{found['bytes_copied_per_step_after_the_first']}; requests off the plan: {found['off_plan']}; "
+        f"losses identical: {'yes' if found['losses_identical'] else 'no'}"
+    )
+    if found["tcmalloc"] is None:
+        print("tcmalloc was left out: libtcmalloc_minimal.so.4 is not installed (Debian: libtcmalloc-minimal4)")
+
+
+def main(
+    *,
+    model: Annotated[str | None, typer.Option(help="One model of the zoo alone. [default: resnet50 and gpt]")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the model, as name=value.")] = None,
+    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Steps of each process.")] = 15,
+    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
+    name: Annotated[str, typer.Option(help="Of the file under benchmarks/results.")] = "fit",
+    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+) -> None:
+    """Measure, print tables, and write the numbers to benchmarks/results."""
+    chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
+    results: list[dict[str, Any]] = []
+    for which, usual in chosen.items():
+        results.append(_measure(which, {**usual, **parse_options(option or [])}, rounds, policy))
+        _print(results[-1])
+    print(f"written to {write_result(name, {'rounds': rounds, 'results': results}, date)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,210 @@
+"""Reports of a small step worked out by hand, and what must hold of the report of any program."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from outofcore.costs import Costs
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Plan
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
+from outofcore.report import (
+    StepReport,
+    columns,
+    memory_over_time,
+    moved_text,
+    queue_spans,
+    step_report,
+    step_text,
+    write_picture,
+)
+from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes, this_machine
+from outofcore.simulator import resident_bytes, simulate
+from tests.unit.strategies import naive_programs
+
+GRAPH = StepGraph(
+    (
+        Storage(0, 100, StorageKind.PARAMETER),
+        Storage(1, 40, StorageKind.INPUT),
+        Storage(2, 60, StorageKind.ACTIVATION),
+        Storage(3, 4, StorageKind.OUTPUT),
+    ),
+    (Op(0, "double", (1,), (), (2,)), Op(1, "sum", (2,), (), (3,)), Op(2, "update", (0, 2), (0,), ())),
+    outputs=(3,),
+)
+PROGRAM = Program(
+    (
+        CopyIn(1, 0),  # 0 to 1: the input
+        Run(0, (1, 2), waits=(Wait(Queue.COPY_IN, 1),)),  # 1 to 3
+        CopyIn(0, 0),  # 1 to 5: the parameter
+        Run(1, (2, 3), workspace=4),  # 3 to 4
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),  # 4 to 5: the output
+        Run(0, (1, 2)),  # 4 to 6: once more
+        Run(2, (0, 2), waits=(Wait(Queue.COPY_IN, 2),)),  # 6 to 9
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 4),)),  # 9 to 12
+    ),
+    (
+        Block(0, 0, 128, 2, 8, offset=0),
+        Block(1, 1, 64, 0, 6, offset=128),
+        Block(2, 2, 64, 1, 7, offset=192),
+        Block(3, 3, 64, 3, 5, offset=256),
+        Block(4, None, 32, 3, 4, offset=320),
+    ),
+    arena_bytes=400,
+    results=(0, 3),
+)
+TIMELINE = Timeline((0.0, 1.0, 1.0, 3.0, 4.0, 4.0, 6.0, 9.0), (1.0, 3.0, 5.0, 4.0, 5.0, 6.0, 9.0, 12.0), 12.0)
+REPORT = step_report(GRAPH, Plan("by hand", 300, ()), PROGRAM, TIMELINE, 500)
+
+
+def test_a_report_counts_time_runs_and_bytes() -> None:
+    expected = StepReport(
+        policy="by hand",
+        budget=500,
+        arena_bytes=400,
+        peak_bytes=128 + 64 + 64 + 64 + 32,
+        seconds=12.0,
+        compute_seconds=8.0,
+        recomputed=1,
+        moved=REPORT.moved,
+    )
+    assert expected == REPORT
+
+
+def test_what_crosses_to_the_caller_does_not_count_as_moved() -> None:
+    [moved] = REPORT.moved
+    assert moved.kind is StorageKind.PARAMETER
+    assert (moved.storages, moved.copies_out, moved.copies_in) == (1, 1, 1)
+    assert (REPORT.bytes_out, REPORT.bytes_in) == (100, 100)
+
+
+def test_memory_over_time_by_kind() -> None:
+    memory = memory_over_time(GRAPH, PROGRAM, TIMELINE)
+    assert memory.times == (0.0, 1.0, 3.0, 4.0, 5.0, 6.0, 9.0, 12.0)
+    assert memory.held == {
+        "parameter": (0, 128, 128, 128, 128, 128, 128, 0),
+        "activation": (0, 64, 64, 64, 64, 64, 0, 0),
+        "input": (64, 64, 64, 64, 64, 0, 0, 0),
+        "output": (0, 0, 64, 64, 0, 0, 0, 0),
+        "workspace": (0, 0, 32, 0, 0, 0, 0, 0),
+    }
+    assert memory.peak_bytes == 352
+
+
+def test_what_wraps_is_held_from_the_start_to_the_end() -> None:
+    blocks = (replace(PROGRAM.blocks[0], wraps=True, born=0, dies=0), *PROGRAM.blocks[1:])
+    memory = memory_over_time(GRAPH, replace(PROGRAM, blocks=blocks), TIMELINE)
+    assert set(memory.held["parameter"]) == {128}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(naive_programs())
+def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> None:
+    graph, costs, program = case
+    timeline = simulate(graph, costs, program)
+    memory = memory_over_time(graph, program, timeline)
+    at = {time: sum(held[index] for held in memory.held.values()) for index, time in enumerate(memory.times)}
+    assert list(at) == sorted(at)
+    for time, held in resident_bytes(program, timeline):
+        assert at[time] == held
+    report = step_report(graph, Plan("naive", 1, ()), program, timeline, 1)
+    assert report.peak_bytes == memory.peak_bytes
+    assert report.recomputed == sum(isinstance(i, Run) for i in program.instructions) - len(graph.ops)
+
+
+def test_queues_at_work() -> None:
+    spans = queue_spans(PROGRAM, TIMELINE)
+    assert spans == {
+        Queue.COMPUTE: [(1.0, 9.0)],
+        Queue.COPY_OUT: [(4.0, 5.0), (9.0, 12.0)],
+        Queue.COPY_IN: [(0.0, 5.0)],
+    }
+    assert queue_spans(PROGRAM, TIMELINE, closest=4.0)[Queue.COPY_OUT] == [(4.0, 12.0)]
+    assert queue_spans(Program((), ()), Timeline((), (), 0.0)) == {queue: [] for queue in Queue}
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert (
+        columns([("a", "bytes", "x"), ("longer", "1", "22")], indent="> ") == "> a       bytes   x\n> longer      1  22"
+    )
+
+
+def test_text_has_the_numbers() -> None:
+    text = moved_text(REPORT)
+    assert re.search(r"^ +parameter +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
+    assert re.search(r"^ +all +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
+    told = step_text(REPORT)
+    assert "400 B of 500 B; 352 B held at once at most (policy by hand)" in told
+    assert "12.0 s: ops 8.00 s, else 4.00 s; ops run again: 1" in told
+    assert "nothing moves" in moved_text(replace(REPORT, moved=()))
+
+
+def _figure(page: str) -> dict[str, list[dict[str, object]]]:
+    found = re.search(r"^const figure = (.*);$", page, re.MULTILINE)
+    assert found is not None
+    return json.loads(found.group(1).replace("<\\/", "</"))
+
+
+def test_the_picture_shows_both_timelines_and_the_budget(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "picture.html"
+    longer = Timeline(TIMELINE.starts, (*TIMELINE.ends[:-1], 20.0), 20.0)
+    timelines = [("measured", longer), ("predicted", TIMELINE)]
+    write_picture(path, GRAPH, PROGRAM, timelines, budget=2 << 20, title="a < b </script>")
+    page = path.read_text(encoding="utf-8")
+    assert "https://cdn" not in page.split("<script>")[0]  # everything is in the file
+    assert page.count("</script>") == 2  # that of the title ends nothing
+    figure = _figure(page)
+    layout = figure["layout"]
+    assert isinstance(layout, dict)
+    assert [shape["y0"] for shape in layout["shapes"]] == [2.0, 2.0]  # MiB
+    headings = [note["text"] for note in layout["annotations"]]
+    assert headings[0].startswith("measured: 20.0 s a step, 352 B held")
+    assert headings[1].startswith("predicted: 12.0 s a step")
+    areas = [trace for trace in figure["data"] if "stackgroup" in trace]
+    assert {area["stackgroup"] for area in areas} == {"panel 0", "panel 1"}
+    parameter = next(area for area in areas if area["name"] == "parameter")
+    memory = memory_over_time(GRAPH, PROGRAM, longer)
+    assert parameter["x"] == list(memory.times)
+    # Every trace has axes that the layout knows.
+    for trace in figure["data"]:
+        for axis in ("x", "y"):
+            name = str(trace.get(f"{axis}axis", axis))
+            assert f"{axis}axis{name[1:]}" in layout
+
+
+def test_one_timeline_fills_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "picture.html"
+    write_picture(path, GRAPH, PROGRAM, [("predicted", TIMELINE)], budget=400, title="one")
+    layout = _figure(path.read_text(encoding="utf-8"))["layout"]
+    assert isinstance(layout, dict)
+    assert layout["yaxis"]["domain"][1] == 1
+    assert layout["yaxis2"]["domain"][0] == 0
+
+
+def test_the_machine_has_something_in_it() -> None:
+    machine = this_machine()
+    assert machine.cpu
+    assert machine.cores >= 1
+    assert machine.memory_bytes > 1 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell")
+def test_the_peak_of_memory_stays_when_memory_goes() -> None:
+    before = resident_memory_bytes()
+    block = bytearray(b"x") * (64 << 20)
+    during = resident_memory_bytes()
+    del block
+    after, peak = resident_memory_bytes(), peak_memory_bytes()
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert peak is not None
+    assert during - before > 60 << 20
+    assert during - after > 60 << 20
+    assert peak > during - (1 << 20)  # the kernel counts pages in batches
