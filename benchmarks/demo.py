@@ -36,7 +36,7 @@ def _train(name: str, spec: Spec, steps: int, picture: Path | None = None) -> tu
 
 def main(
     *,
-    budget: Annotated[str, typer.Option(help="Bytes for all tensors of a step.")] = "512MiB",
+    budget: Annotated[str, typer.Option(help="Bytes for all tensors of a step.")] = "400MiB",
     layers: Annotated[int, typer.Option(help="Blocks of the GPT.")] = 8,
     width: Annotated[int, typer.Option(help="Channels of the GPT.")] = 512,
     context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,

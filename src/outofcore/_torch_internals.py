@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedMutationAliasingException,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +59,7 @@ __all__ = [
     "mark_optimizer_called",
     "node_sequence_number",
     "plain_optimizer_step",
+    "real_tensors",
     "register_optimizer_step_pre_hook",
     "sdp_backends_enabled",
     "storage_bytes",

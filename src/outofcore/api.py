@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from outofcore import planning
 from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
 from outofcore.capture import Captured, Signer, capture_step
+from outofcore.capture.reorder import reorder
 from outofcore.costs import Costs, Home
 from outofcore.errors import InputError, OutOfCoreError, StateError
 from outofcore.execution.arena import Arena
@@ -166,7 +167,7 @@ class Step:
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        captured = capture_step(self._step, self._models, self._optimizers, args, kwargs)
+        captured = reorder(capture_step(self._step, self._models, self._optimizers, args, kwargs))
         self._tell("capture", 1, 1)
         if self._active is not None:
             # The device is to be profiled on alone.
@@ -437,7 +438,7 @@ def minimum_budget(
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     _check_devices(models, device)
-    captured = capture_step(step, models, optimizers, inputs, {})
+    captured = reorder(capture_step(step, models, optimizers, inputs, {}))
     profiles = profile_ops(captured, measure_time=False)
     return planning.smallest_budget(captured.graph, _costs(profiles))
 

@@ -6,15 +6,15 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import capture_cases as cases
 import pytest
 import torch
+from capture_cases import Case
+from replay import Replay
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from outofcore.capture import capture_step
-import capture_cases as cases
-from capture_cases import Case
-from replay import Replay
 
 STEPS = 3
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import plotly.graph_objects as go
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -160,6 +161,7 @@ def test_the_picture_shows_both_timelines_and_the_budget(tmp_path: Path) -> None
     assert "https://cdn" not in page.split("<script>")[0]  # everything is in the file
     assert page.count("</script>") == 2  # that of the title ends nothing
     figure = _figure(page)
+    go.Figure(figure)  # raises on a property that plotly does not know
     layout = figure["layout"]
     assert isinstance(layout, dict)
     assert [shape["y0"] for shape in layout["shapes"]] == [2.0, 2.0]  # MiB

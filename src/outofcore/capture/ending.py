@@ -61,8 +61,8 @@ def _check_flags(mirror: Mirror) -> None:
     for state in mirror.states:
         if state.fake.requires_grad != state.requires_grad:
             raise CaptureError(
-                f"the step leaves requires_grad of {state.name} at {state.fake.requires_grad}, not {state.requires_grad} "
-                "as it was: the next step would be another one; set it back at the end of the step, or set it before it"
+                f"the step leaves requires_grad of {state.name} at {state.fake.requires_grad}, not as it was: the "
+                "next step would be another one; set it back at the end of the step, or set it before the step"
             )
 
 
@@ -70,8 +70,8 @@ def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) ->
     """Copy what parameters and buffers are now into the storages that they had before the step."""
     by_real = {id(state.real): state for state in mirror.states}
     moved: list[tuple[Mirrored, torch.Tensor]] = []
-    for path, old, new in guard.rebound_buffers():
-        state = by_real.get(id(old))
+    for path, old, bound in guard.rebound_buffers():
+        state, new = by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
         if state is None or not isinstance(new, FakeTensor):
             raise CaptureError(
                 f"the step replaces the buffer {path} by {'nothing' if new is None else 'a tensor from outside'}: the "
@@ -85,8 +85,8 @@ def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) ->
         if now.shape != state.alias.shape or now.dtype != state.alias.dtype or now.device != state.alias.device:
             raise CaptureError(
                 f"the step replaces {state.name} by a {now.dtype} tensor of shape {tuple(now.shape)}; it was "
-                f"{state.alias.dtype} of shape {tuple(state.alias.shape)}: the next step would be another one; keep the "
-                "shape and dtype, or return the new tensor"
+                f"{state.alias.dtype} of shape {tuple(state.alias.shape)}: the next step would be another one; keep "
+                "the shape and dtype, or return the new tensor"
             )
     # Where states change places, all are read before any is written.
     own = {tables.values[state.value].storage for state, _ in changed}
@@ -126,8 +126,8 @@ def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__} with tensors inside, which cannot be taken apart: return the "
-                "tensors in a tuple, list or dict, or register the class with torch.utils._pytree"
+                f"the step returns a {type(leaf).__name__} with tensors inside, which cannot be taken apart: return "
+                "the tensors in a tuple, list or dict, or register the class with torch.utils._pytree"
             )
         return OutputLeaf(LeafKind.CONSTANT, constant=leaf)
     fake = mirror.fakes.get(id(leaf), leaf)

@@ -7,8 +7,6 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 
 from outofcore._torch_internals import FakeTensor
 from outofcore.capture.provenance import join, module_paths
+from outofcore.capture.variables import owner_of, variables_of
 from outofcore.errors import CaptureError
 
 # Lists and dicts of the user's that are longer than this are not looked through.
@@ -23,16 +22,6 @@ _LOOK_THROUGH = 4096
 _PLAIN = (int, float, bool, str)
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass
-class _Variable:
-    """A closure cell or a global of the step function's."""
-
-    label: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    before: Any
 
 
 @dataclass
@@ -71,11 +60,10 @@ class Guard:
             for optimizer in optimizers
         ]
         self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._variables, owner = variables_of(step), _owner_of(step)
+        self._variables, owner = variables_of(step), owner_of(step)
+        self._attributes_of_owner: list[_Kept] = []
         if owner is not None:
-            self._attributes_of_owner = [_Kept(type(owner).__name__, owner.__dict__, dict(owner.__dict__))]
-        else:
-            self._attributes_of_owner = []
+            self._attributes_of_owner.append(_Kept(type(owner).__name__, owner.__dict__, dict(owner.__dict__)))
         self._containers = [
             (label, value, value.copy())
             for label, value in self._users_values()
@@ -111,7 +99,8 @@ class Guard:
 
     def _restore_optimizers(self) -> None:
         for optimizer, states, groups in zip(self._optimizers, self._optimizer_state, self._groups, strict=True):
-            for group, before in zip(optimizer.param_groups, groups, strict=False):
+            del optimizer.param_groups[len(groups) :]
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
                 if _differs(group, before):
                     group.clear()
                     group.update(before)
@@ -163,7 +152,12 @@ class Guard:
             if _holds_fake(live) or (isinstance(live, list) and len(live) != len(before)):
                 raise _left_behind(label, "a list, dict or set that the step adds to")
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            for group, before in zip(optimizer.param_groups, groups, strict=False):
+            if len(optimizer.param_groups) != len(groups):
+                raise CaptureError(
+                    f"the step gives {type(optimizer).__name__} another group of parameters: it would get one in each "
+                    "step; add it before the step"
+                )
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
                 if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
                     raise CaptureError(
                         f"the step changes the settings of {type(optimizer).__name__}: the change would happen once "
@@ -179,8 +173,8 @@ class Guard:
         parameters, buffers, children = tables
         if _differs(parameters.live, parameters.before) or _differs(children.live, children.before):
             raise CaptureError(
-                f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old one; "
-                "change the parameter in place, under torch.no_grad()"
+                f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old "
+                "one; change the parameter in place, under torch.no_grad()"
             )
         if buffers.live.keys() != buffers.before.keys():
             raise CaptureError(f"the step adds or removes a buffer of {kept.label}: register it before the step")
@@ -211,45 +205,6 @@ def _left_behind(label: str, what: str) -> CaptureError:
         f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
         "register it as a buffer of the model, or return it from the step"
     )
-
-
-def variables_of(step: Callable[..., Any]) -> list[_Variable]:
-    """The closure cells of a step function that are filled, and the globals that it names."""
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return []
-    found: list[_Variable] = []
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if not _is_empty(cell):
-            found.append(
-                _Variable(
-                    name,
-                    partial(getattr, cell, "cell_contents"),
-                    partial(setattr, cell, "cell_contents"),
-                    cell.cell_contents,
-                )
-            )
-    module = function.__globals__
-    for name in code.co_names:
-        if name in module:
-            found.append(_Variable(name, partial(module.get, name), partial(module.__setitem__, name), module[name]))
-    return found
-
-
-def _owner_of(step: Callable[..., Any]) -> Any | None:
-    """The object whose method a step is, unless that is a module, whose attributes are looked at anyway."""
-    owner = getattr(step, "__self__", None)
-    has_attributes = isinstance(getattr(owner, "__dict__", None), dict)
-    return owner if has_attributes and not isinstance(owner, nn.Module | type | ModuleType) else None
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
-    except ValueError:
-        return True
-    return False
 
 
 def _holds_fake(value: Any) -> bool:

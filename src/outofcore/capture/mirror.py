@@ -177,7 +177,7 @@ class Mirror:
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, with the way into it after that."""
+    """A name for each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, then the way into it."""
     try:
         paths = [path for path, _ in tree_flatten_with_path((args, kwargs))[0]]
     except ValueError:  # a class registered without names for its children

@@ -116,7 +116,7 @@ class OptimizerUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str]]) -> None:
-        """``created`` holds (id of parameter, name) of the state that updates have made; shared by a capture's updates."""
+        """``created`` holds (id of parameter, name) of state that exists by now; a capture's updates share it."""
         self.optimizer = optimizer
         self.members = tuple(members)
         self._created = created
@@ -216,7 +216,7 @@ class OptimizerUpdate:
         )
 
     def _mirror(self, shadow: Optimizer) -> None:
-        """Bring what the step changed besides tensors, such as a count kept in an attribute, to the user's optimizer."""
+        """Bring what the step changed besides tensors, such as a count in an attribute, to the user's optimizer."""
         for name, value in shadow.__dict__.items():
             if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
                 self.optimizer.__dict__[name] = value

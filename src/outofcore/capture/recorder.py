@@ -18,6 +18,7 @@ from outofcore.capture import schema
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import refusal, translated, undeclared
+from outofcore.capture.repairs import faithful, repaired
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
@@ -100,7 +101,8 @@ class Recorder(TorchDispatchMode):
         # Taken before the call: in-place views such as t_() change what their argument is.
         before = [(place, tables.value_of(tensor)) for place, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
-        result = self._run(func, args, kwargs)
+        names = schema.traits(func).names
+        result = repaired(func, {names[place]: item for place, item in bound}, self._run(func, args, kwargs))
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
@@ -127,7 +129,7 @@ class Recorder(TorchDispatchMode):
         tables.append(
             TracedOp(
                 name=name,
-                call=Call(func, call_args, call_kwargs, tuple(results)),
+                call=Call(faithful(func), call_args, call_kwargs, tuple(results)),
                 reads=self._read(func, before, written),
                 mutates=_unique(tables.values[value].storage for value in mutates),
                 creates=tuple(creates),

@@ -14,32 +14,23 @@ from outofcore.capture.captured import Ref, Value
 # Operators that write all of their first argument and do not look at what it held. Of its other
 # arguments nothing is said here: where one of them aliases the first, it is read in its own right.
 _OVERWRITES = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zero_",
-        "fill_",
-        "copy_",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "_foreach_zero_",
-        "_foreach_copy_",
-    ]
+    (
+        *("aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"),
+        *("aten::random_", "aten::exponential_", "aten::geometric_", "aten::log_normal_", "aten::cauchy_"),
+        *("aten::_foreach_zero_", "aten::_foreach_copy_"),
+    )
 )
-# Operators that write running statistics in place although their schema does not say so, and the
-# name of the flag without which they do not (empty: they always do).
-_RUNNING_STATISTICS = {
-    "aten::native_batch_norm": "training",
-    "aten::cudnn_batch_norm": "training",
-    "aten::miopen_batch_norm": "training",
-    "aten::batch_norm_gather_stats": "",
-    "aten::batch_norm_gather_stats_with_counts": "",
-    "aten::batch_norm_update_stats": "",
+# Operators that write arguments in place although their schema does not say so: the names of those
+# arguments, and of the flag without which they do not (empty: they always do).
+_STATISTICS = ("running_mean", "running_var")
+_HIDDEN_WRITES = {
+    "aten::native_batch_norm": (_STATISTICS, "training"),
+    "aten::cudnn_batch_norm": (_STATISTICS, "training"),
+    "aten::miopen_batch_norm": (_STATISTICS, "training"),
+    "aten::batch_norm_gather_stats": (_STATISTICS, ""),
+    "aten::batch_norm_gather_stats_with_counts": (_STATISTICS, ""),
+    "aten::batch_norm_update_stats": (_STATISTICS, ""),
+    "aten::mkldnn_rnn_layer_backward": (("workspace",), ""),
 }
 _SPLIT_TYPES = frozenset({"List[Tensor]", "List[number]", "List[float]"})
 
@@ -53,7 +44,7 @@ class Traits:
         written: places of the arguments that it may write in place.
         out: places of those that are ``out=`` arguments, which it overwrites.
         overwrites: whether it overwrites argument 0 without reading it.
-        statistics: places of running statistics that it writes if ``flag`` is set (or always, if the
+        hidden: places of arguments that it writes without saying so, if ``flag`` is set (or always, if the
             flag is -1).
         flag: the place of that flag.
         random: whether it draws from a generator.
@@ -64,7 +55,7 @@ class Traits:
     written: frozenset[int]
     out: frozenset[int]
     overwrites: bool
-    statistics: tuple[int, ...]
+    hidden: tuple[int, ...]
     flag: int
     random: bool
     reshapes: bool
@@ -77,14 +68,13 @@ def traits(func: OpOverload) -> Traits:
     names = tuple(a.name for a in arguments)
     written = frozenset(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     name = func._schema.name
-    flag = _RUNNING_STATISTICS.get(name)
-    statistics = () if flag is None else tuple(names.index(n) for n in ("running_mean", "running_var"))
+    hidden, flag = _HIDDEN_WRITES.get(name, ((), ""))
     return Traits(
         names=names,
         written=written,
         out=frozenset(i for i, a in enumerate(arguments) if a.is_out),
         overwrites=name in _OVERWRITES,
-        statistics=statistics,
+        hidden=tuple(names.index(argument) for argument in hidden),
         flag=names.index(flag) if flag else -1,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
@@ -100,11 +90,11 @@ def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def written_places(func: OpOverload, bound: list[tuple[int, Any]]) -> frozenset[int]:
     """The places of the arguments that this very call may write in place."""
     facts = traits(func)
-    if not facts.statistics:
+    if not facts.hidden:
         return facts.written
     if facts.flag >= 0 and not dict(bound).get(facts.flag):
         return facts.written
-    return facts.written | frozenset(facts.statistics)
+    return facts.written | frozenset(facts.hidden)
 
 
 def is_random(func: OpOverload, bound: list[tuple[int, Any]]) -> bool:

@@ -42,7 +42,7 @@ def shape_of(tensor: torch.Tensor) -> TensorShape:
 
 
 class _PretendValues(TorchDispatchMode):
-    """Answers every read of a fake tensor's value with one, and leaves fused updates, which only write, undone.
+    """Answers every read of a fake tensor's value with some number, and leaves fused updates, which only write, undone.
 
     An optimizer reads its step count to compute factors; on what state it keeps they have no influence.
     """
@@ -53,7 +53,7 @@ class _PretendValues(TorchDispatchMode):
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 2
         if name == "aten::equal":
             return True
         if name.startswith("aten::_fused_") and name.endswith("_"):

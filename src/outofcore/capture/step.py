@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def capture_step(
             steps.standing_in(),
             provenance.following(),
         ):
-            result = _trace(step, fake_args, fake_kwargs, substitute, mode, recorder)
+            result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
 
         def run(func: Any, *operands: torch.Tensor) -> torch.Tensor:
             with mode, recorder, torch.no_grad():
@@ -84,22 +85,15 @@ def capture_step(
         del result
         guard.check()
     check_inputs(mirror, tables)
-    _check_learning(optimizers, steps, ending)
+    _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
     return assemble(tables, mirror, steps.bindings, ending)
 
 
-def _trace(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    substitute: Substitute,
-    mode: FakeTensorMode,
-    recorder: Recorder,
-) -> Any:
+def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder) -> Any:
     try:
         with substitute, mode, recorder:
-            result = step(*args, **kwargs)
+            result = step()
     except CaptureError:
         raise
     except Exception as error:
@@ -120,8 +114,12 @@ def _device_of(mirror: Mirror) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _check_learning(optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending) -> None:
-    if optimizers and not steps.called and not ending.gradients:
+def _check_learning(
+    optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending, mirror: Mirror, tables: Tables
+) -> None:
+    written = {storage for op in tables.ops for storage in op.mutates}
+    added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
+    if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(
             "optimizers were given, but the step neither updates a parameter nor leaves a gradient: there would be "
             "nothing to learn; call loss.backward() and optimizer.step() inside the step, or give no optimizer"

@@ -20,26 +20,11 @@ from outofcore.errors import CaptureError
 _READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr"})
 # What may be asked of a tensor without looking at its bytes.
 _METADATA = frozenset(
-    [
-        "__get__",
-        "__len__",
-        "__hash__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "stride",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "get_device",
-        "is_pinned",
-        "has_names",
-    ]
+    (
+        *("__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "element_size"),
+        *("stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_signed"),
+        *("get_device", "is_pinned"),
+    )
 )
 # Python functions that make a tensor of the data given.
 _FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
@@ -56,7 +41,7 @@ class Substitute(TorchFunctionMode):
     """
 
     def __init__(self, fakes: dict[int, torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
-        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, kept alive so that the ids stay theirs."""
+        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, held so that the ids stay theirs."""
         super().__init__()
         self._fakes = fakes
         self._reals = list(reals)

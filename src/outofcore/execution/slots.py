@@ -18,7 +18,6 @@ class Slots:
 
     def __init__(self, home: HomeStore) -> None:
         self.home = home
-        self._end = 0
         self._pool: tuple[int, int] = (0, 0)  # start, bytes
 
     def reserve(self, count: int) -> int:
@@ -27,11 +26,7 @@ class Slots:
         Raises:
             SpillError: the home has no room for it.
         """
-        offset = self._end
-        end = offset + round_up(count, PAGE_BYTES)
-        self.home.ensure(end)
-        self._end = end
-        return offset
+        return self.home.reserve(round_up(count, PAGE_BYTES))
 
     def pool(self, sizes: dict[int, int]) -> dict[int, int]:
         """A slot for each key; they hold until the next call.
@@ -55,4 +50,4 @@ class Slots:
         Raises:
             SpillError: the home has no room for them.
         """
-        self.home.check(self._end + count)
+        self.home.check(self.home.bytes + count)

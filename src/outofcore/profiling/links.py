@@ -61,7 +61,8 @@ def measure_link(home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: floa
     slot_out, slot_in = home.reserve(size), home.reserve(size)
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
-    torch.frombuffer(outgoing, dtype=torch.int64).random_()  # a drive that compresses would flatter itself
+    random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
+    torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
     # The first writes to fresh pages of memory and of a file cost more than all later ones.
     home.write(slot_in, outgoing)
     home.write(slot_out, outgoing)

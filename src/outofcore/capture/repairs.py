@@ -1,0 +1,153 @@
+"""Operators whose fakes do not tell what their CPU kernels return, and what those really return.
+
+The strides, dtype and memory of a result decide which kernels run after it, so a captured step is only
+exact if the fakes tell the truth. Found by running operators on real and on fake tensors side by side,
+with torch 2.13; where a later release mends a fake, the repair changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
+from outofcore.capture.tables import map_tensors
+
+Given = dict[str, Any]
+Repair = Callable[[Given, list[Any]], list[Any]]
+
+
+def repaired(func: OpOverload, given: Given, result: Any) -> Any:
+    """What an operator's real kernel would return, from what its fake has returned.
+
+    Args:
+        given: the arguments by the names in the schema.
+    """
+    repair = _REPAIRS.get(func._schema.name)
+    tensors = [item for item in given.values() if isinstance(item, torch.Tensor)]
+    if repair is None or not tensors or tensors[0].device.type != "cpu":
+        return result
+    if isinstance(result, torch.Tensor):
+        return repair(given, [result])[0]
+    return type(result)(repair(given, list(result)))
+
+
+def faithful(func: OpOverload) -> Callable[..., Any]:
+    """The operator as it has to be called outside of autograd to do what it does inside.
+
+    A few kernels ask whether gradients are enabled; as no tensor of a replay requires one, enabling
+    them makes no graph.
+    """
+    if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
+        return with_gradients_enabled
+    return func
+
+
+def with_gradients_enabled(*args: Any, **kwargs: Any) -> Any:
+    """An LSTM layer that keeps the workspace that its backward needs."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
+    if tensor.dtype == dtype and tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+
+
+def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
+    """Batch norm of half-precision input with full-precision parameters saves full-precision statistics."""
+    others = (given.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
+    if given["input"].dtype in (torch.bfloat16, torch.float16) and any(
+        other is not None and other.dtype == torch.float32 for other in others
+    ):
+        results[1:3] = [_like(saved, torch.float32, saved.stride()) for saved in results[1:3]]
+    return results
+
+
+def _like_argument(name: str) -> Repair:
+    """Result 0 has the strides that an empty tensor like an argument would have."""
+
+    def repair(given: Given, results: list[Any]) -> list[Any]:
+        if results[0] is not None:
+            model: torch.Tensor = given[name]
+            channels_last = model.ndim == 4 and model.is_contiguous(memory_format=torch.channels_last)
+            if channels_last and not model.is_contiguous():
+                results[0] = _like(results[0], results[0].dtype, model.stride())
+        return results
+
+    return repair
+
+
+def _contiguous(given: Given, results: list[Any]) -> list[Any]:
+    return [
+        item
+        if item.is_contiguous() or item.numel() == 0
+        else torch.empty(item.shape, dtype=item.dtype, device=item.device)
+        for item in results
+    ]
+
+
+def _in_memory_of(count: Callable[[Given], int], *places: int) -> Repair:
+    """Results at some places lie in memory of so many elements, which the kernel used before."""
+
+    def repair(given: Given, results: list[Any]) -> list[Any]:
+        for place in places:
+            item = results[place]
+            if count(given) > item.numel() > 0:
+                results[place] = torch.empty(count(given), dtype=item.dtype, device=item.device).resize_(item.shape)
+        return results
+
+    return repair
+
+
+def _loss_elements(given: Given) -> int:
+    """A loss is reduced in the memory of its unreduced values."""
+    if given.get("reduction", 1) == 0:
+        return 0
+    other = given["target"]
+    return int(torch.broadcast_shapes(given["self"].shape, other.shape).numel())
+
+
+def _bag_elements(given: Given) -> int:
+    """The bags of the indices are found by a sum over one element more, unless all that is asked is a sum."""
+    return given["indices"].numel() + 1 if given.get("mode", 0) != 0 else 0
+
+
+def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
+    """How large the workspace is, only the kernel itself knows: it is run once, on zeros."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    enabled = torch.is_grad_enabled()
+    with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
+        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_tensors(given, zeros))
+    workspace = real[3] if len(real) > 3 else None
+    if workspace is None:
+        results[3] = None
+    else:
+        results[3] = torch.empty(workspace.numel(), dtype=workspace.dtype)
+    return results
+
+
+_REPAIRS: dict[str, Repair] = {
+    "aten::native_batch_norm": _statistics_in_full,
+    "aten::native_batch_norm_backward": _like_argument("input"),
+    "aten::reflection_pad2d_backward": _like_argument("self"),
+    "aten::replication_pad2d_backward": _like_argument("self"),
+    "aten::rrelu_with_noise": _contiguous,
+    "aten::log_sigmoid_forward": _contiguous,
+    "aten::log_sigmoid_backward": _contiguous,
+    "aten::glu_backward": _contiguous,
+    "aten::mse_loss": _in_memory_of(_loss_elements, 0),
+    "aten::smooth_l1_loss": _in_memory_of(_loss_elements, 0),
+    "aten::soft_margin_loss": _in_memory_of(_loss_elements, 0),
+    "aten::binary_cross_entropy": _in_memory_of(_loss_elements, 0),
+    "aten::col2im": _in_memory_of(lambda given: given["self"].numel(), 0),
+    "aten::_embedding_bag": _in_memory_of(_bag_elements, 1),
+    "aten::_embedding_bag_forward_only": _in_memory_of(_bag_elements, 1),
+    "aten::mkldnn_rnn_layer": _lstm_workspace,
+}

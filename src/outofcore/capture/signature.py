@@ -1,0 +1,278 @@
+"""Whether a captured step still fits: a cheap key of all that would make the capture another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
+from outofcore.capture.mirror import is_plain_leaf, leaf_names
+from outofcore.capture.provenance import join, prefix
+from outofcore.capture.variables import Variable, owner_of, variables_of
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+# Settings of optimizers that take effect in a captured step as they are: numbers are read anew in each step.
+_STATE_MAKING = ("momentum",)
+
+
+class Signature(NamedTuple):
+    """What a capture depends on, besides the values in tensors. Equal signatures can share a capture.
+
+    Attributes:
+        leaves: of the arguments: of tensors the metadata, of constants the value.
+        spec: how the leaves are nested.
+        structure: a number for the modules, parameters and buffers that there are.
+        training: the flag of each module.
+        requires_grad: the flag of each parameter.
+        without_grad: whether each parameter's ``.grad`` is None.
+        settings: of the optimizers, those that decide what state there is and which kernels run.
+        surroundings: modes of PyTorch.
+        variables: plain values that the step function sees outside of itself.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    structure: int
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    without_grad: tuple[bool, ...]
+    settings: tuple[Any, ...]
+    surroundings: tuple[Any, ...]
+    variables: tuple[Any, ...]
+
+
+class Signer:
+    """Takes the signature of one step function, again and again.
+
+    Whether optimizer state exists already is no part of it: an update finds that out by itself.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._models = list(models)
+        self._optimizers = list(optimizers)
+        self._variables = variables_of(step)
+        owner = owner_of(step)
+        self._owner: dict[str, Any] = {} if owner is None else owner.__dict__
+        self._structures: dict[tuple[int, ...], int] = {}
+        self._held: list[Any] = []
+        self._names: list[str] = []
+        self._walk()
+
+    def _walk(self) -> None:
+        """List the modules and parameters that there are now."""
+        modules: dict[int, tuple[str, nn.Module]] = {}
+        parameters: dict[int, tuple[str, nn.Parameter]] = {}
+        buffers: list[torch.Tensor] = []
+        for index, model in enumerate(self._models):
+            start = prefix(index, len(self._models)) or "model"
+            for path, module in model.named_modules():
+                modules.setdefault(id(module), (join(start, path), module))
+            for path, parameter in model.named_parameters():
+                parameters.setdefault(id(parameter), (join(start, path), parameter))
+            buffers.extend(model.buffers())
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameters.setdefault(id(parameter), (f"a parameter of optimizer {index}", parameter))
+        self._module_names = [name for name, _ in modules.values()]
+        self._modules = [module for _, module in modules.values()]
+        self._parameter_names = [name for name, _ in parameters.values()]
+        self._parameters = [parameter for _, parameter in parameters.values()]
+        self._state_numbers = {id(t): k for k, t in enumerate(dict.fromkeys((*self._parameters, *buffers)))}
+        tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
+        self._filled: list[dict[str, Any]] = [table for table in tables if table]
+        self._empty: list[dict[str, Any]] = [table for table in tables if not table]
+        self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
+        # Ids stay those of the same objects only as long as these live.
+        self._held.append((list(self._modules), list(self._parameters), buffers))
+        self._current = self._ids()
+        self._number = self._structures.setdefault(self._current, len(self._structures))
+
+    def _ids(self) -> tuple[int, ...]:
+        values = chain.from_iterable([table.values() for table in self._filled])
+        return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call of the step with these arguments, now."""
+        if any(self._empty) or self._ids() != self._current or self._regrouped():
+            self._walk()
+        leaves, spec = tree_flatten((args, kwargs))
+        parameters = self._parameters
+        return Signature(
+            tuple([self._leaf(leaf) for leaf in leaves]),
+            spec if _is_hashable(spec) else repr(spec),
+            self._number,
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(_REQUIRES_GRAD, parameters)),
+            tuple(map(is_, map(_GRAD, parameters), repeat(None))),
+            tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
+            _surroundings(),
+            (*[_variable(variable) for variable in self._variables], *_plain_items(self._owner)),
+        )
+
+    def _regrouped(self) -> bool:
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        return len(groups) != len(self._groups) or any(
+            one is not other for one, other in zip(groups, self._groups, strict=True)
+        )
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return (
+                leaf.shape,
+                leaf.stride(),
+                leaf.dtype,
+                leaf.device,
+                leaf.requires_grad,
+                self._state_numbers.get(id(leaf), -1),
+            )
+        if is_plain_leaf(leaf):
+            return leaf.__class__, leaf if leaf == leaf else "nan"  # noqa: PLR0124 - only nan differs from itself
+        return leaf.__class__
+
+    def describe_change(
+        self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> str:
+        """What differs between two signatures, in words for a log: the first few differences, comma by comma.
+
+        ``args`` and ``kwargs`` are those of the new call; they give the arguments their names.
+        """
+        changes: list[str] = []
+        if old.spec != new.spec or len(old.leaves) != len(new.leaves):
+            changes.append("the arguments are nested otherwise")
+        else:
+            names = leaf_names(args, kwargs or {})
+            for index, (before, after) in enumerate(zip(old.leaves, new.leaves, strict=True)):
+                if before != after:
+                    name = names[index] if index < len(names) else str(index)
+                    changes.append(f"argument {name} {_leaf_change(before, after)}")
+        if old.structure != new.structure:
+            changes.append("modules, parameters or buffers have been added, removed or replaced")
+        else:
+            changes += _flag_changes(self._module_names, old.training, new.training, "switched to", ("eval", "train"))
+            changes += _flag_changes(
+                self._parameter_names, old.requires_grad, new.requires_grad, "is now", ("frozen", "trained")
+            )
+            changes += _flag_changes(
+                self._parameter_names, old.without_grad, new.without_grad, "now", ("has a .grad", "has no .grad")
+            )
+        if old.settings != new.settings:
+            changes.append("the settings of an optimizer changed")
+        for name, before, after in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
+            if before != after:
+                changes.append(f"{name} changed from {before} to {after}")
+        if old.variables != new.variables:
+            changes += _variable_changes(old.variables, new.variables)
+        if len(changes) > 4:
+            changes = [*changes[:4], f"and {len(changes) - 4} more"]
+        return ", ".join(changes) or "nothing"
+
+
+_SURROUNDINGS = (
+    "gradients enabled",
+    "inference mode",
+    "autocast on the CPU",
+    "autocast on CUDA",
+    "the autocast dtype on the CPU",
+    "the autocast dtype on CUDA",
+    "the default dtype",
+    "deterministic algorithms",
+    "the attention kernels allowed",
+)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        sdp_backends_enabled(),
+    )
+
+
+def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    flags = [(k, v) for k, v in group.items() if v is None or v.__class__ is bool or v.__class__ is str]
+    return (*flags, *[bool(group[name]) for name in _STATE_MAKING if name in group])
+
+
+def _variable(variable: Variable) -> tuple[str, Any]:
+    value = variable.read()
+    return variable.label, (value.__class__, value) if value.__class__ in _PLAIN else value.__class__
+
+
+def _plain_items(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"self.{k}", (v.__class__, v)) for k, v in attributes.items() if v.__class__ in _PLAIN]
+
+
+def _is_hashable(item: Any) -> bool:
+    try:
+        hash(item)
+    except TypeError:
+        return False
+    return True
+
+
+def _leaf_change(before: Any, after: Any) -> str:
+    if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 6):
+        return f"changed from {_constant(before)} to {_constant(after)}"
+    what = ("shape", "strides", "dtype", "device", "requires_grad", "identity")
+    for name, one, other in zip(what, before, after, strict=True):
+        if one != other:
+            if name == "identity":
+                return "became another parameter or buffer of the model"
+            show = tuple if name in {"shape", "strides"} else str
+            return f"changed {name} {show(one)} -> {show(other)}"
+    return "is the same"
+
+
+def _constant(leaf: Any) -> str:
+    if isinstance(leaf, tuple) and len(leaf) == 2:
+        return repr(leaf[1])
+    return "a tensor" if isinstance(leaf, tuple) else leaf.__name__
+
+
+def _flag_changes(
+    names: list[str], old: tuple[bool, ...], new: tuple[bool, ...], verb: str, words: tuple[str, str]
+) -> list[str]:
+    changed = [k for k, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    if not changed:
+        return []
+    first = f"{names[changed[0]]} {verb} {words[new[changed[0]]]}"
+    return [first if len(changed) == 1 else f"{first} (and {len(changed) - 1} more)"]
+
+
+def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    before, after = dict(old), dict(new)
+    return [
+        f"the variable {name} changed from {_constant(before.get(name, type(None)))} "
+        f"to {_constant(after.get(name, type(None)))}"
+        for name in dict.fromkeys((*before, *after))
+        if before.get(name) != after.get(name)
+    ]
+
+
+def signature_of(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Signature:
+    """The signature of one call; a ``Signer`` does the same at far less cost for many calls of one step."""
+    return Signer(step, models, optimizers)(args, kwargs)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outofcore.cli.app import app
+from outofcore.errors import InputError, UnitError
+
+# Needs 19 MiB in core and 3 MiB at the least, and trains in no time.
+TINY = ["gpt", "--layers", "2", "--width", "128", "--heads", "2", "--context", "128", "--batch", "4"]
+HALF = "10MiB"
+
+
+def outofcore(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"^step \d+/\d+  loss (\S+)", output, re.MULTILINE)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from outofcore.cli import main\n"
+        "sys.argv = ['outofcore', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "except SystemExit as left: assert left.code in (0, 2), left\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["plan", "--help"], ["train", "gpt", "--budget", "much"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_program_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "outofcore.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_train_wants_a_budget() -> None:
+    assert outofcore("train", *TINY).exit_code == 2
+    assert outofcore("train", *TINY, "--eager", "--budget", "1GiB").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "gpt", "--budget", "much"], "cannot read 'much' as a byte count"),
+        (["train", "gpt", "--budget", "1GiB", "--depth", "3"], "gpt has no option 'depth'"),
+        (["train", "lenet", "--budget", "1GiB"], "the zoo has no 'lenet'"),
+        (["train", "resnet18", "--depth", "50", "--eager"], "resnet18 has 18 layers, and --depth says 50"),
+        (["train", *TINY, "--budget", "1GiB", "--home", "/no/such/folder"], "/no/such/folder"),
+        (["train", *TINY, "--budget", "1GiB", "--policy", "guess"], "there is no policy 'guess'"),
+        (["train", *TINY, "--budget", "200KiB"], "The smallest budget that would do is"),
+        (["plan", "gpt", "--budget", "much"], "cannot read 'much' as a byte count"),
+        (["doctor", "--home", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_an_error_is_one_message(arguments: list[str], message: str) -> None:
+    result = outofcore(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    assert isinstance(outofcore("train", "gpt", "--budget", "much", "--debug").exception, UnitError)
+    assert isinstance(outofcore("train", "lenet", "--eager", "--debug").exception, InputError)
+
+
+def test_eager_training_prints_a_line_a_step() -> None:
+    result = outofcore("train", *TINY, "--eager", "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert len(losses(result.stdout)) == 3
+    assert "median step" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("home", ["disk", "host", "folder"])
+def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> None:
+    where = str(tmp_path) if home == "folder" else home
+    picture = tmp_path / "picture.html"
+    eager = outofcore("train", *TINY, "--eager", "--steps", "3")
+    more = ["--steps", "3", "--home", where, "--picture", str(picture)]
+    result = outofcore("train", *TINY, "--budget", HALF, *more)
+    assert result.exit_code == 0, result.output
+    assert losses(result.stdout) == losses(eager.stdout)
+    steps = re.findall(r"^step .*resident (\S+ \S+)  out (\S+ \S+), in (\S+ \S+)$", result.stdout, re.MULTILINE)
+    assert len(steps) == 3
+    assert steps[-1][1] != "0 B"
+    assert "predicted" in result.stdout
+    page = picture.read_text(encoding="utf-8")
+    assert "measured" in page
+    assert "budget 10.0 MiB" in page
+
+
+def plan(*arguments: str) -> dict[str, object]:
+    result = outofcore("plan", *TINY, "--json", *arguments)
+    assert result.exit_code in (0, 1), result.output
+    return {**json.loads(result.stdout), "exit_code": result.exit_code}
+
+
+def test_plan_tells_what_a_model_needs() -> None:
+    need = plan()
+    smallest, in_core = need["smallest_budget"], need["in_core_budget"]
+    assert isinstance(smallest, int)
+    assert isinstance(in_core, int)
+    assert 0 < smallest < in_core
+    assert need["fits"] is None
+
+    whole = plan("--budget", str(in_core))
+    assert (whole["fits"], whole["exit_code"]) == (True, 0)
+    predicted = whole["predicted"]
+    assert isinstance(predicted, dict)
+    assert predicted["moved"] == []
+    assert predicted["arena_bytes"] <= in_core
+
+    less = plan("--budget", str((smallest + in_core) // 2))
+    assert (less["fits"], less["exit_code"]) == (True, 0)
+    predicted = less["predicted"]
+    assert isinstance(predicted, dict)
+    assert predicted["moved"]
+
+    none = plan("--budget", str(smallest // 2))
+    assert (none["fits"], none["exit_code"]) == (False, 1)
+
+
+def test_plan_in_words(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.html"
+    result = outofcore("plan", *TINY, "--budget", HALF, "--picture", str(picture))
+    assert result.exit_code == 0, result.output
+    for words in ("in core", "smallest budget", "fits, with copies", "bytes out", "activation"):
+        assert words in result.stdout
+    assert "predicted" in picture.read_text(encoding="utf-8")
+
+    refused = outofcore("plan", *TINY, "--budget", "200KiB")
+    assert refused.exit_code == 1
+    assert "does not fit" in refused.stdout
+    assert "The smallest budget that would do is" in refused.stdout
+
+
+def test_doctor_prints_what_it_sees() -> None:
+    result = outofcore("doctor")
+    assert result.exit_code == 0, result.output
+    for name in ("PyTorch", "CPU", "memory speed", "native arena", "disk speed", "direct I/O", "host speed", "CUDA"):
+        assert re.search(rf"^[ !] {name} +\S", result.stdout, re.MULTILINE), name
