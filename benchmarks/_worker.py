@@ -20,7 +20,6 @@ from typing import Any, TextIO
 import torch
 
 import outofcore
-from outofcore.api import Step
 from outofcore.cli.common import find_workload
 from outofcore.cli.plan import survey
 from outofcore.errors import OutOfCoreError
@@ -39,7 +38,7 @@ class _Training:
         model = work.build()
         optimizer = work.optimizer(model)
         self._run: Callable[..., torch.Tensor] = work.make_step(model, optimizer)
-        self._step: Step | None = None
+        self._step: outofcore.Step | None = None
         if spec["mode"] == "outofcore":
             self._step = outofcore.compile(
                 self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]

@@ -7,6 +7,7 @@ Checked with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "BACKWARD_ENTRY_POINTS",
+    "FAKE_LOGGER",
     "FOREACH_TENSOR_TYPES",
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -79,6 +81,10 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
 
 # The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
 FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types
+
+
+# Where fake tensors report an operator that refused its arguments.
+FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -55,6 +55,7 @@ class Guard:
             [_Kept(name, m.__dict__[name], dict(m.__dict__[name])) for name in _OWN_TABLES] for m in self._modules
         ]
         self._optimizers = list(optimizers)
+        self._optimizer_attributes = [dict(vars(optimizer)) for optimizer in optimizers]
         self._optimizer_state = [
             [(parameter, dict(entries)) for parameter, entries in optimizer.state.items() if isinstance(entries, dict)]
             for optimizer in optimizers
@@ -98,6 +99,10 @@ class Guard:
         self._restore_optimizers()
 
     def _restore_optimizers(self) -> None:
+        for optimizer, attributes in zip(self._optimizers, self._optimizer_attributes, strict=True):
+            if _differs(vars(optimizer), attributes):
+                vars(optimizer).clear()
+                vars(optimizer).update(attributes)
         for optimizer, states, groups in zip(self._optimizers, self._optimizer_state, self._groups, strict=True):
             del optimizer.param_groups[len(groups) :]
             for group, before in zip(optimizer.param_groups, groups, strict=True):

@@ -19,6 +19,7 @@ from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import refusal, translated, undeclared
 from outofcore.capture.repairs import faithful, repaired
+from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
@@ -47,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self._tables = tables
         self._provenance = provenance
         self._device = device
-        self.calling = calling
+        self._user = user
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,7 +86,7 @@ class Recorder(TorchDispatchMode):
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         except Exception as error:
-            known = translated(error, self.calling() or str(func))
+            known = translated(error, self._user.calling() or str(func))
             if known is None:
                 raise
             raise known from error
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):
         tables.append(
             TracedOp(
                 name=name,
-                call=Call(faithful(func), call_args, call_kwargs, tuple(results)),
+                call=Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
                 reads=self._read(func, before, written),
                 mutates=_unique(tables.values[value].storage for value in mutates),
                 creates=tuple(creates),

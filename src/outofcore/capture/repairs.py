@@ -8,6 +8,7 @@ with torch 2.13; where a later release mends a fake, the repair changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,21 +35,43 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     return type(result)(repair(given, list(result)))
 
 
-def faithful(func: OpOverload) -> Callable[..., Any]:
-    """The operator as it has to be called outside of autograd to do what it does inside.
+def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
+    """The operator as it has to be called below autograd and autocast to do what it does above them.
 
-    A few kernels ask whether gradients are enabled; as no tensor of a replay requires one, enabling
-    them makes no graph.
+    Args:
+        autocast: device type and dtype, if the user's code has autocast on where it calls this.
     """
+    # Some kernels ask whether gradients are enabled, others call operators that autocast changes. As no
+    # tensor of a replay requires a gradient, enabling them makes no graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
-        return with_gradients_enabled
+        return WithGradients(func)
+    if func._schema.name == "aten::_trilinear" and autocast is not None:
+        return WithAutocast(func, *autocast)
     return func
 
 
-def with_gradients_enabled(*args: Any, **kwargs: Any) -> Any:
-    """An LSTM layer that keeps the workspace that its backward needs."""
-    with torch.enable_grad():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+@dataclass(frozen=True)
+class WithGradients:
+    """An operator called with gradients enabled."""
+
+    func: OpOverload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self.func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WithAutocast:
+    """An operator called with autocast on."""
+
+    func: OpOverload
+    device_type: str
+    dtype: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype):
+            return self.func(*args, **kwargs)
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import FakeTensorMode
+from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode
 from outofcore.capture.assembly import Ending, assemble
 from outofcore.capture.captured import Captured
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror
+from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.randomness import recorded_generators
 from outofcore.capture.recorder import Recorder
@@ -67,9 +68,12 @@ def capture_step(
         names = {id(state.fake): state.name for state in mirror.states}
         provenance = Provenance(models, names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals())
-        recorder = Recorder(tables, provenance, _device_of(mirror), substitute.calling)
+        device = _device_of(mirror)
+        substitute = Substitute(mirror.fakes, mirror.reals(), device.type)
+        recorder = Recorder(tables, provenance, device, substitute)
         with (
+            # A mistake in the step is raised all the same; the fakes would print it besides.
+            patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
             steps.standing_in(),

@@ -17,7 +17,7 @@ from outofcore.capture.tables import map_tensors
 from outofcore.errors import CaptureError
 
 # Reads of a tensor's value that fake tensors would answer with nonsense instead of an error.
-_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr"})
+_READS = frozenset({"numpy", "__array__", "__repr__", "__format__", "data_ptr"})
 # What may be asked of a tensor without looking at its bytes.
 _METADATA = frozenset(
     (
@@ -40,17 +40,25 @@ class Substitute(TorchFunctionMode):
         first_refusal: the first refusal raised, kept in case the user's code swallows it.
     """
 
-    def __init__(self, fakes: dict[int, torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
+    def __init__(self, fakes: dict[int, torch.Tensor], reals: Iterable[torch.Tensor], device_type: str) -> None:
         """``fakes`` by the id of the real tensor; ``reals`` are those tensors, held so that the ids stay theirs."""
         super().__init__()
         self._fakes = fakes
         self._reals = list(reals)
-        self._functions: list[str] = []
+        self._device_type = device_type
+        self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
         self.first_refusal: CaptureError | None = None
 
     def calling(self) -> str:
         """The name of the PyTorch function that the user's code is in; empty if it is in none."""
-        return self._functions[-1] if self._functions else ""
+        return self._functions[-1][0] if self._functions else ""
+
+    def autocast(self) -> tuple[str, torch.dtype] | None:
+        """Device type and dtype of autocast where the user's code called that function; None if it is off.
+
+        Where an operator is dispatched, PyTorch has already taken autocast away.
+        """
+        return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
         """``tree`` with fakes for real tensors.
@@ -83,27 +91,29 @@ class Substitute(TorchFunctionMode):
                 if name not in _METADATA:
                     raise
                 new_args, new_kwargs = args, kwargs or {}
-            self._functions.append(name)
+            self._functions.append((name, _autocast_now(self._device_type)))
             try:
                 return func(*new_args, **new_kwargs)
             finally:
                 self._functions.pop()
         except CaptureError as error:
-            self.first_refusal = self.first_refusal or error
-            raise
+            raise self._refused(error) from error.__cause__
         except Exception as error:
             known = translated(error, name)
             if known is None:
                 raise
-            self.first_refusal = self.first_refusal or known
-            raise known from error
+            raise self._refused(known) from error
+
+    def _refused(self, error: CaptureError) -> CaptureError:
+        self.first_refusal = self.first_refusal or error
+        return error
 
     @contextlib.contextmanager
     def everywhere(self, provenance: Provenance) -> Iterator[None]:
         """Reach the ways into PyTorch as well that a function mode does not see.
 
         The autograd engine runs hooks, custom backwards and recomputed forwards while the mode is
-        set aside; ``Function.apply`` and ``from_numpy`` are not overridable.
+        set aside; ``Function.apply``, ``from_numpy`` and ``tolist`` are not overridable.
         """
         engine = getattr(*BACKWARD_ENTRY_POINTS[0])
 
@@ -117,13 +127,16 @@ class Substitute(TorchFunctionMode):
             return apply.__func__(cls, *self.swap(args), **self.swap(kwargs))
 
         def from_numpy(array: Any) -> Any:
-            raise _array_refusal()
+            raise self._refused(_array_refusal())
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            raise self._refused(value_read("tolist"))
 
         scale = torch.amp.GradScaler.scale
 
         def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             if scaler.is_enabled():
-                raise grad_scaler()
+                raise self._refused(grad_scaler())
             return scale(scaler, outputs)
 
         with contextlib.ExitStack() as stack:
@@ -131,11 +144,19 @@ class Substitute(TorchFunctionMode):
                 stack.enter_context(patched(owner, name, run_backward))
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
             stack.enter_context(patched(torch, "from_numpy", from_numpy))
+            for kind in (torch.Tensor, FakeTensor):
+                stack.enter_context(patched(kind, "tolist", tolist))
             stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
             # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
             yield
+
+
+def _autocast_now(device_type: str) -> tuple[str, torch.dtype] | None:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return device_type, torch.get_autocast_dtype(device_type)
 
 
 def _refuse_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,13 +13,18 @@ from outofcore.lowering import lower, wire
 from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.priced import priced
 from outofcore.planning.window import window
-from outofcore.program import Program, Timeline
+from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 _ATTEMPTS = 16
+# How often the priced policy is asked again, with times from the simulation.
+_REFINEMENTS = 4
+# What share of the seconds of copies that are hidden behind compute the compute is longer.
+_INTERFERENCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,57 @@ def _windows(graph: StepGraph, costs: Costs, budget: int, reaches: Sequence[floa
     return [p for p in planned if p is not None]
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "window")
+def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[float]) -> list[Planned]:
+    """Plans by ``priced``, each made again with the times at which ops really start, while that helps."""
+    if not costs.homes:
+        return []
+    found: list[Planned] = []
+    for transit in transits:
+        times: Sequence[float] | None = None
+        best: Planned | None = None
+        for _ in range(_REFINEMENTS):
+
+            def policy(room: int, transit: float = transit, times: Sequence[float] | None = times) -> Plan:
+                return priced(graph, costs, room, transit=transit, times=times)
+
+            planned = fit(graph, costs, budget, policy)
+            if planned is None:
+                break
+            if best is not None and worth(costs, planned) >= worth(costs, best):
+                break
+            best = planned
+            times = op_times(planned)
+            if planned.timeline.step_seconds <= costs.compute_seconds * 1.005:
+                break
+        found += [best] if best else []
+    return found
+
+
+def op_times(planned: Planned) -> tuple[float, ...]:
+    """When each op starts in a simulated step, and when the step ends."""
+    starts = [
+        start
+        for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
+        if isinstance(instruction, Run)
+    ]
+    return (*starts, planned.timeline.step_seconds)
+
+
+def worth(costs: Costs, planned: Planned) -> float:
+    """What plans are compared by: step time, and a little for every second of copying.
+
+    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time.
+    """
+    home = costs.homes[0] if costs.homes else None
+    copying = 0.0
+    for instruction in planned.program.instructions:
+        if home is not None and not isinstance(instruction, Run):
+            count = planned.program.blocks[instruction.block].bytes
+            copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
+    return planned.timeline.step_seconds + _INTERFERENCE * copying
+
+
+POLICIES = ("auto", "keep-all", "offload-all", "priced", "window")
 
 
 def plan_step(
@@ -164,7 +219,9 @@ def plan_step(
         if in_core is not None:
             return in_core
     if policy in ("auto", "window"):
-        found += _windows(graph, costs, budget, (0.5, 0.75, 1.0, 1.5) if policy == "auto" else (1.5,))
+        found += _windows(graph, costs, budget, (0.5, 1.0, 1.5) if policy == "auto" else (1.5,))
+    if policy in ("auto", "priced"):
+        found += _priced(graph, costs, budget, (0.0, 1.0, 2.0, 4.0) if policy == "auto" else (1.0,))
     if policy == "offload-all" or (policy == "auto" and not found):
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []
@@ -174,7 +231,7 @@ def plan_step(
             "enough; raise the budget a little, or take policy='auto', which falls back to others",
             smallest_budget(graph, costs),
         )
-    return min(found, key=lambda p: p.timeline.step_seconds)
+    return min(found, key=lambda p: worth(costs, p))
 
 
 def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
