@@ -193,7 +193,8 @@ class Step:
             f"{costs.compute_seconds:.3f} s",
         )
         requests = tuple(profile.requests for profile in profiles)
-        return _Entry(captured, costs, planned, Runner(captured, planned.program, requests, self._keeper))
+        first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
+        return _Entry(captured, costs, planned, Runner(captured, planned.program, requests, first, self._keeper))
 
     def _check_spill(self, captured: Captured, planned: Planned) -> None:
         blocks = planned.program.blocks

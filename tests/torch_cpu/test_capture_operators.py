@@ -17,6 +17,30 @@ Shape = tuple[int, ...]
 IMAGE = (2, 8, 9, 9)
 WORDS = (2, 5, 16)
 
+
+class First(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class Twice(First):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x, x)[0]
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "conv": (lambda: nn.Conv2d(8, 6, 3), IMAGE),
     "conv_depthwise": (lambda: nn.Conv2d(8, 8, 3, groups=8, padding=1), IMAGE),
@@ -86,29 +110,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "out": lambda x: torch.mul(x.detach(), 2, out=torch.empty(4, 5)) * x,
     "foreach": lambda x: sum(torch._foreach_add(list(x.unbind()), [1.0, 2.0, 3.0, 4.0])),
 }
-
-
-class First(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
-
-
-class Twice(First):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, x)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, x, x)[0]
 
 
 class Weighted(nn.Module):

@@ -36,9 +36,7 @@ def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]
         writes = set(op.mutates) | set(op.creates)
         key = (op.id, 0)
         if op.id in may_move:
-            after = max(
-                ((touched if s in writes else written).get(s, start) for s in op.touched), default=start
-            )
+            after = max(((touched if s in writes else written).get(s, start) for s in op.touched), default=start)
             key = (after[0], op.id)
         keys.append(key)
         for storage in op.touched:

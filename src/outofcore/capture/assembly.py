@@ -162,12 +162,11 @@ def _renumber_tree(tree: Any, values: _Renumbered) -> Any:
 
 
 def _renumber_call(call: Call, values: _Renumbered) -> Call:
-    return Call(
-        call.func,
-        _renumber_tree(call.args, values),
-        _renumber_tree(call.kwargs, values),
-        tuple(None if result is None else values[result] for result in call.results),
-        call.rehearse,
+    return replace(
+        call,
+        args=_renumber_tree(call.args, values),
+        kwargs=_renumber_tree(call.kwargs, values),
+        results=tuple(None if result is None else values[result] for result in call.results),
     )
 
 

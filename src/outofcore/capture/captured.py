@@ -41,6 +41,7 @@ class Call:
             value if this op creates its storage, else None (it aliases an argument).
         rehearse: called in place of ``func``, with the same arguments, when the op is only measured
             on scratch tensors. None: ``func`` itself has no effect beyond its arguments.
+        rehearse_first: likewise, if its first run asks for other memory than later ones; else None.
     """
 
     func: Callable[..., Any]
@@ -48,6 +49,7 @@ class Call:
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     rehearse: Callable[..., Any] | None = None
+    rehearse_first: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

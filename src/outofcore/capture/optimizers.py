@@ -231,31 +231,32 @@ class OptimizerUpdate:
 class Rehearsal:
     """Performs an update on scratch tensors, leaving the user's optimizer alone: the ``rehearse`` of a ``Call``.
 
-    A call runs the first update, which makes the state, if that is still to come, and then a later one,
-    so that its peak of memory covers both; ``steady`` runs a later one alone, to be timed after a call.
+    A call rehearses an update of state that exists, as nearly all are; ``first`` one that makes its state,
+    which asks for other memory.
+
+    Attributes:
+        makes_state: whether the next real update is one that makes state.
     """
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
-        self._first = update.is_first()
+        self.makes_state = update.is_first()
         self._left: list[dict[str, Any]] | None = None
 
-    def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Rehearse on tensors whose contents do not matter."""
+    def first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Rehearse the update that makes the state."""
         members = self._update.members
-        if self._first:
-            absent = [[False] * len(member.names) for member in members]
-            _, self._left = self._update._run(params, grads, states, absent, [{} for _ in members])
-        else:
-            # Counts that happen to be garbage could overflow in the optimizer's arithmetic.
-            for tensor in (tensor for given in states for tensor in given):
-                tensor.fill_(1 if tensor.ndim == 0 else 0)
-            self._left = None
-        self.steady(params, grads, states)
+        absent = [[False] * len(member.names) for member in members]
+        _, self._left = self._update._run(params, grads, states, absent, [{} for _ in members])
 
-    def steady(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Rehearse an update of state that exists; to be used after a call with the same tensors."""
+    def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Rehearse an update of state that exists."""
         members = self._update.members
+        if self._left is None and self.makes_state:
+            self.first(params, grads, states)
+        # Counts that happen to be garbage could overflow in the optimizer's arithmetic.
+        for tensor in (tensor for given in states for tensor in given if tensor.ndim == 0):
+            tensor.fill_(1)
         left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
         self._update._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])

@@ -35,15 +35,10 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 
 
 class Recorder(TorchDispatchMode):
-    """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages.
+    """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages."""
 
-    Attributes:
-        calling: gives the name of the PyTorch function that the user's code is in.
-    """
-
-    def __init__(
-        self, tables: Tables, provenance: Provenance, device: torch.device, calling: Callable[[], str]
-    ) -> None:
+    def __init__(self, tables: Tables, provenance: Provenance, device: torch.device, user: Substitute) -> None:
+        """``user`` knows which PyTorch function the user's code is in."""
         super().__init__()
         self._tables = tables
         self._provenance = provenance

@@ -229,7 +229,7 @@ class StepRecorder:
             # Nothing is known of the class: it may well add weight decay to the gradient in place.
             written = read
         op = pending.op
-        op.call = Call(update, args, {}, (), rehearsal)
+        op.call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
         op.reads = tuple(dict.fromkeys(values[value].storage for value in read))
         op.mutates = tuple(dict.fromkeys(values[value].storage for value in written))
         texts = ",".join(

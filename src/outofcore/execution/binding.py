@@ -56,7 +56,6 @@ class Bound:
     runs: tuple[BoundRun, ...]
     copies_out: tuple[BoundCopy, ...]
     copies_in: tuple[BoundCopy, ...]
-    scopes: list[list[tuple[int, int]]]  # for each run the requests it will make: bytes, offset in the arena
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
@@ -98,21 +97,19 @@ def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((QUEUES.index(wait.queue), wait.count) for wait in waits)
 
 
-def bind(captured: Captured, program: Program, arena: Arena, requests: Sequence[Requests]) -> Bound:
+def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
     """Bind a placed and wired program to an arena.
 
     Args:
         captured: the step.
         program: a program of ``captured.graph``, with offsets within the arena.
         arena: at least ``program.arena_bytes`` large.
-        requests: for each op the requests for memory that it makes, in order, as measured.
     """
     binder = _Binder(captured, program, arena)
     awaited = {(wait.queue, wait.count) for i in program.instructions for wait in i.waits}
     counts = dict.fromkeys(QUEUES, 0)
     runs: list[BoundRun] = []
     copies: dict[Queue, list[BoundCopy]] = {Queue.COPY_OUT: [], Queue.COPY_IN: []}
-    scopes: list[list[tuple[int, int]]] = []
     for index, instruction in enumerate(program.instructions):
         queue = queue_of(instruction)
         counts[queue] += 1
@@ -128,7 +125,6 @@ def bind(captured: Captured, program: Program, arena: Arena, requests: Sequence[
                 target = binder.tensor(value_index, blocks[value.storage])
                 if target.numel():
                     results.append((leaf, target.data_ptr(), target))
-            scopes.append(_scope(requests[instruction.op], captured, blocks, program, instruction))
             runs.append(
                 BoundRun(
                     index,
@@ -152,31 +148,41 @@ def bind(captured: Captured, program: Program, arena: Arena, requests: Sequence[
                     index, block.storage, block.offset, block.bytes, _pairs(instruction.waits), number, is_awaited
                 )
             )
-    return Bound(tuple(runs), tuple(copies[Queue.COPY_OUT]), tuple(copies[Queue.COPY_IN]), scopes)
+    return Bound(tuple(runs), tuple(copies[Queue.COPY_OUT]), tuple(copies[Queue.COPY_IN]))
 
 
-def _scope(
-    requests: Requests, captured: Captured, blocks: dict[int, Block], program: Program, run: Run
-) -> list[tuple[int, int]]:
-    """The planned address of each request of an op: its results' blocks, and offsets within its workspace."""
-    scratch = program.blocks[run.workspace].offset if run.workspace is not None else STOCK
-    results = captured.calls[run.op].results
-    scope: list[tuple[int, int]] = []
-    for request in requests.requests:
-        offset = STOCK
-        match request.placement:
-            case Result(leaf):
-                value_index = results[leaf]
-                block = None if value_index is None else blocks[captured.values[value_index].storage]
-                if block is not None and request.bytes <= block.bytes:
-                    offset = block.offset
-            case Scratch(within) if scratch != STOCK:
-                offset = scratch + within
-            case _:
-                pass
-        if request.bytes:
-            scope.append((request.bytes, offset))
-    return scope
+def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -> list[list[tuple[int, int]]]:
+    """For each op that a placed program runs, in order, the bytes and the offset in the arena of its requests.
+
+    Args:
+        captured: the step.
+        program: placed.
+        requests: for each op the requests for memory that it makes, in order, as measured.
+    """
+    found: list[list[tuple[int, int]]] = []
+    for run in program.instructions:
+        if not isinstance(run, Run):
+            continue
+        blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
+        scratch = program.blocks[run.workspace].offset if run.workspace is not None else STOCK
+        results = captured.calls[run.op].results
+        scope: list[tuple[int, int]] = []
+        for request in requests[run.op].requests:
+            offset = STOCK
+            match request.placement:
+                case Result(leaf):
+                    value_index = results[leaf]
+                    block = None if value_index is None else blocks[captured.values[value_index].storage]
+                    if block is not None and request.bytes <= block.bytes:
+                        offset = block.offset
+                case Scratch(within) if scratch != STOCK:
+                    offset = scratch + within
+                case _:
+                    pass
+            if request.bytes:
+                scope.append((request.bytes, offset))
+        found.append(scope)
+    return found
 
 
-__all__ = ["QUEUES", "Bound", "BoundCopy", "BoundRun", "bind", "tensor_on"]
+__all__ = ["QUEUES", "Bound", "BoundCopy", "BoundRun", "bind", "scopes", "tensor_on"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, StateOwner, mark_stepped
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena, ScopeTable
-from outofcore.execution.binding import Bound, bind, tensor_on
+from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.slots import Slots
 from outofcore.execution.state import StateKeeper
@@ -31,6 +31,7 @@ class _Placed:
     arena: Arena
     bound: Bound
     table: ScopeTable
+    first_table: ScopeTable | None  # while an update has yet to make its state
     slots: dict[int, int]
 
 
@@ -41,13 +42,22 @@ class Runner:
         captured: the step.
         program: placed and wired.
         requests: for each op what it asks of the allocator.
+        first_requests: the same for the first run of ops that then ask for other memory.
         keeper: the states of all captures of this step.
     """
 
-    def __init__(self, captured: Captured, program: Program, requests: Sequence[Requests], keeper: StateKeeper) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        requests: Sequence[Requests],
+        first_requests: dict[int, Requests],
+        keeper: StateKeeper,
+    ) -> None:
         self.captured = captured
         self.program = program
         self._requests = requests
+        self._first_requests = first_requests
         self._keeper = keeper
         self._states = keeper.adopt(captured)
         self._placed: _Placed | None = None
@@ -56,8 +66,8 @@ class Runner:
             for i in program.instructions
             if isinstance(i, CopyOut | CopyIn) and (storage := program.blocks[i.block].storage) is not None
         }
-        updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
-        self._optimizers = list({id(u.optimizer): u.optimizer for u in updates}.values())
+        self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
+        self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
         self._gradients = {
             left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
             for left in captured.gradients_left
@@ -89,11 +99,16 @@ class Runner:
         for index, (_, state) in self._gradients.items():
             if is_large(state.bytes):
                 slots[self.captured.values[index].storage] = self._keeper.slot(state)
-        bound = bind(self.captured, self.program, arena, self._requests)
+        bound = bind(self.captured, self.program, arena)
+        table = ScopeTable(arena, scopes(self.captured, self.program, self._requests))
+        first_table = None
+        if self._first_requests:
+            first = [self._first_requests.get(i, r) for i, r in enumerate(self._requests)]
+            first_table = ScopeTable(arena, scopes(self.captured, self.program, first))
         for storage, value in self.captured.constants.items():
             self._load_constant(storage, value, arena)
         self._keeper.enter(self._states, self.program, arena)
-        self._placed = _Placed(arena, bound, ScopeTable(arena, bound.scopes), slots)
+        self._placed = _Placed(arena, bound, table, first_table, slots)
 
     def _load_constant(self, storage: int, constant: torch.Tensor, arena: Arena) -> None:
         for block in self.program.blocks:
@@ -123,7 +138,14 @@ class Runner:
         for binding, state in self._accumulated:
             self._keeper.rebind(state, binding, live_gradient(captured, binding))
         ports, results = self._ports(leaves)
-        timeline = engine.run(self.program, placed.bound, placed.arena, placed.table, placed.slots, ports)
+        table = placed.table
+        if placed.first_table is not None:
+            if any(update.is_first() for update in self._updates):
+                table = placed.first_table
+            else:
+                self._placed = placed = replace(placed, first_table=None)
+                self._first_requests = {}
+        timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
         self._show_gradients(results)
         self._publish()
         for optimizer in self._optimizers:

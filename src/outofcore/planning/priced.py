@@ -18,8 +18,15 @@ from outofcore.planning.model import Model
 from outofcore.planning.relaxation import relax
 from outofcore.planning.timing import schedule
 
+
 def priced(
-    graph: StepGraph, costs: Costs, budget: int, *, transit: float = 1.0, slack: float = 0.0, times: Sequence[float] | None = None
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    *,
+    transit: float = 1.0,
+    slack: float = 0.0,
+    times: Sequence[float] | None = None,
 ) -> Plan:
     """Plan by the relaxation and just-in-time copies.
 

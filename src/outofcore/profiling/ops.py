@@ -24,7 +24,7 @@ from outofcore.analysis.requests import Requests, workspace_layout
 from outofcore.capture.captured import Captured
 from outofcore.costs import OpCost
 from outofcore.execution.arena import Arena, Recorder, ScopeTable
-from outofcore.execution.binding import BoundRun, bind
+from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.graph import Op
 from outofcore.program import Block, Program, Run
 from outofcore.units import MIB
@@ -44,6 +44,7 @@ class OpProfile:
 
     cost: OpCost
     requests: Requests
+    first_requests: Requests | None = None  # of its first run, where they differ
 
 
 def profile_ops(
@@ -110,7 +111,8 @@ class _Bench:
         if not op.touched or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
         try:
-            requests = self._record(op)
+            first = self._record(op, call.rehearse_first) if call.rehearse_first is not None else None
+            requests = self._record(op, call.rehearse or call.func)
             seconds = self._time(op, requests) if measure_time else 0.0
         except (RuntimeError, ValueError, IndexError) as error:
             # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
@@ -123,7 +125,8 @@ class _Bench:
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
             )
             return OpProfile(OpCost(count / _ASSUMED_BYTES_PER_S), Requests((), 0))
-        return OpProfile(OpCost(seconds, requests.workspace_bytes), requests)
+        workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
+        return OpProfile(OpCost(seconds, workspace), requests, first)
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """A program of this op alone; where its arguments end, and where everything ends."""
@@ -156,12 +159,11 @@ class _Bench:
     def _bound(self, op: Op, requests: Requests) -> tuple[BoundRun, Arena, list[list[tuple[int, int]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
-        every = _Everywhere(requests)
-        bound = bind(self._captured, program, arena, every)
+        bound = bind(self._captured, program, arena)
         for storage, block in ((b.storage, b) for b in program.blocks):
             if storage is not None and storage not in op.creates:
                 self._fill(storage, arena, block)
-        return bound.runs[0], arena, bound.scopes, arguments_end
+        return bound.runs[0], arena, scopes(self._captured, program, _Everywhere(requests)), arguments_end
 
     def _fill(self, storage: int, arena: Arena, block: Block) -> None:
         captured = self._captured
@@ -178,10 +180,9 @@ class _Bench:
         if dtype.is_floating_point or dtype.is_complex:
             target[: count // dtype.itemsize * dtype.itemsize].view(dtype).fill_(0.5)
 
-    def _record(self, op: Op) -> Requests:
+    def _record(self, op: Op, func: Callable[..., object]) -> Requests:
         run, arena, _, arguments_end = self._bound(op, Requests((), 0))
         arena.discard(arguments_end, arena.bytes - arguments_end)
-        func = self._captured.calls[op.id].rehearse or run.func
         with internals.below_autograd():
             with self._recorder as recorder:
                 out = func(*run.args, **run.kwargs)
@@ -194,9 +195,9 @@ class _Bench:
             return workspace_layout(recorder.events, pointers)
 
     def _time(self, op: Op, requests: Requests) -> float:
-        run, arena, scopes, _ = self._bound(op, requests)
+        run, arena, planned, _ = self._bound(op, requests)
         func = self._captured.calls[op.id].rehearse or run.func
-        table = ScopeTable(arena, scopes)
+        table = ScopeTable(arena, planned)
         seconds: list[float] = []
         with internals.below_autograd():
             while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
