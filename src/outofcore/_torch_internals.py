@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
+from torch._C._autograd import _get_sequence_nr
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -25,7 +26,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
@@ -94,7 +99,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def autograd_sequence_number() -> int:
     """One more than the number of the autograd node made last in this thread."""
-    return torch.autograd._get_sequence_nr()
+    return _get_sequence_nr()
 
 
 def current_autograd_node() -> Any | None:
@@ -117,9 +122,7 @@ def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any
 
 def global_optimizer_hooks() -> bool:
     """Whether hooks are registered that run around the step of every optimizer."""
-    from torch.optim import optimizer  # noqa: PLC0415 - the module, which its package shadows by a name
-
-    return bool(optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

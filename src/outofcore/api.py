@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning
+from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
-from outofcore.capture import Captured, Signer, capture_step
+from outofcore.capture import Captured, capture_step
 from outofcore.capture.reorder import reorder
+from outofcore.capture.signature import Signature, Signer
 from outofcore.costs import Costs, Home
 from outofcore.errors import InputError, OutOfCoreError, StateError
 from outofcore.execution.arena import Arena
@@ -94,9 +96,9 @@ class Step:
         self._keeper = StateKeeper(self._slots)
         self._engine = CpuEngine(home)
         self._signer = Signer(step, self._models, self._optimizers)
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Signature, _Entry] = {}
         self._active: _Entry | None = None
-        self._signature: Hashable | None = None
+        self._signature: Signature | None = None
         self._arena: Arena | None = None
         self._link: Home | None = None
         self._torn = ""
@@ -127,7 +129,8 @@ class Step:
             self._running.release()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature, leaves = self._signer.sign(args, kwargs)
+        signature = self._signer(args, kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
         entry = self._entries.get(signature)
         if entry is None:
             if self._signature is not None:
@@ -419,6 +422,7 @@ def minimum_budget(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     inputs: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
     device: str | torch.device | None = None,
 ) -> int:
     """The smallest budget in bytes with which ``compile`` can run the step on these inputs.
@@ -430,6 +434,7 @@ def minimum_budget(
         model: as for ``compile``.
         optimizer: as for ``compile``.
         inputs: the positional arguments of the step.
+        kwargs: its keyword arguments.
         device: as for ``compile``.
 
     Raises:
@@ -439,7 +444,7 @@ def minimum_budget(
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     _check_devices(models, device)
-    captured = reorder(capture_step(step, models, optimizers, inputs, {}))
+    captured = reorder(capture_step(step, models, optimizers, inputs, kwargs or {}))
     profiles = profile_ops(captured, measure_time=False)
     return planning.smallest_budget(captured.graph, _costs(profiles))
 

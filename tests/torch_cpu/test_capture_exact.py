@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import capture_cases as cases
+import capture_more_cases as more
 import pytest
 import torch
 from capture_cases import Case
@@ -39,6 +40,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "inference": cases.inference,
     "custom_function": cases.custom_function,
     "mutated_input": cases.mutated_input,
+    "by_hand": more.by_hand,
+    "two_passes": more.two_passes,
+    "as_vector": more.as_vector,
+    "functional": more.functional,
+    "hooked_weights": more.hooked_weights,
+    "shared_memory": more.shared_memory,
+    "observed": more.observed,
     "llama": functools.partial(cases.hugging_face, "llama"),
     "bert": functools.partial(cases.hugging_face, "bert"),
 }

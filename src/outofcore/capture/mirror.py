@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from outofcore._torch_internals import (
     FakeTensorMode,
@@ -85,31 +86,23 @@ class Mirror:
         self.inputs: list[MirroredInput] = []
         self.fakes: dict[int, torch.Tensor] = {}
 
-    def add_models(self, models: Sequence[nn.Module]) -> None:
-        """Mirror every parameter and buffer, each once however often it is tied."""
-        for index, model in enumerate(models):
-            start = prefix(index, len(models))
-            for path, parameter in model.named_parameters():
-                self._add_state(join(start or "model", path), join(start, path), StorageKind.PARAMETER, parameter)
-        for index, model in enumerate(models):
-            start = prefix(index, len(models))
-            for path, buffer in model.named_buffers():
-                self._add_state(join(start or "model", path), join(start, path), StorageKind.BUFFER, buffer)
+    def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Mirror every parameter and buffer, each once however often it is tied.
 
-    def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Mirror the parameters that an optimizer updates but no model holds."""
-        for index, optimizer in enumerate(optimizers):
-            for number, group in enumerate(optimizer.param_groups):
-                for place, parameter in enumerate(group["params"]):
-                    key = f"optimizer{index}.group{number}.{place}"
-                    self._add_state(key, key, StorageKind.PARAMETER, parameter)
+        Parameters that an optimizer updates but no model holds are mirrored as well.
+        """
+        found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
+        for entry in _states_of(models, optimizers):
+            found.setdefault(id(entry[3]), entry)
+        for _, name, _, real in found.values():
+            _check_kind(name, real)
+            self.fakes[id(real)] = self._mode.from_tensor(real, static_shapes=True)
+        # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
+        for key, name, kind, real in found.values():
+            self._add_state(key, name, kind, real)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
-        if id(real) in self.fakes:
-            return
-        _check_kind(name, real)
-        fake = self._mode.from_tensor(real, static_shapes=True)
-        self.fakes[id(real)] = fake
+        fake = self.fakes[id(real)]
         self.states.append(self._mirrored(key, name, kind, real, fake))
         _copy_hooks(real, fake)
         if real.is_leaf and real.grad is not None and fake.grad is not None:
@@ -174,6 +167,24 @@ class Mirror:
             for entry in self.inputs
             if owners[storage_key(entry.real)] > 1 and entry.real.numel() > 0
         }
+
+
+def _states_of(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
+    """Key, name, kind and tensor of every parameter and buffer; tied ones more than once."""
+    starts = [prefix(index, len(models)) for index in range(len(models))]
+    for start, model in zip(starts, models, strict=True):
+        for path, parameter in model.named_parameters():
+            yield join(start or "model", path), join(start, path), StorageKind.PARAMETER, parameter
+    for start, model in zip(starts, models, strict=True):
+        for path, buffer in model.named_buffers():
+            yield join(start or "model", path), join(start, path), StorageKind.BUFFER, buffer
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                key = f"optimizer{index}.group{number}.{place}"
+                yield key, key, StorageKind.PARAMETER, parameter
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

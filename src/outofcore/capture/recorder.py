@@ -15,7 +15,7 @@ from outofcore._torch_internals import (
     TorchDispatchMode,
 )
 from outofcore.capture import schema
-from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.captured import Call, Ref
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import refusal, translated, undeclared
 from outofcore.capture.repairs import faithful, repaired
@@ -242,10 +242,6 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
         )
-
-    def whole(self, tensor: torch.Tensor) -> Value:
-        """The value that a fake tensor is."""
-        return self._tables.values[self._tables.value_of(tensor)]
 
 
 def _unique(items: Any) -> tuple[int, ...]:

@@ -102,9 +102,11 @@ class StateLayouts:
                 leaves.append((group, as_leaf(fake, grad.empty(parameter.device) if grad else None)))
             state = [{name: _faked(value, mode) for name, value in own.items()} for own in entries]
             try:
-                for _ in range(2):
-                    shadow = run_shadow(optimizer, leaves, state)
-                    state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                # State may be made at the first step or, by some, at the second.
+                shadow = run_shadow(optimizer, leaves, state)
+                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                shadow = run_shadow(optimizer, leaves, state)
+                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
             except OutOfCoreError:
                 raise
             except Exception as error:

@@ -62,8 +62,7 @@ def capture_step(
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables)
-        mirror.add_models(models)
-        mirror.add_optimizers(optimizers)
+        mirror.add_states(models, optimizers)
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
         names = {id(state.fake): state.name for state in mirror.states}
         provenance = Provenance(models, names)

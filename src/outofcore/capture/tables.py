@@ -122,7 +122,7 @@ class Tables:
 
 def describe(tensor: torch.Tensor, storage: int) -> Value:
     """A tensor as a window onto a storage."""
-    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def covers(value: Value, count: int) -> bool:

@@ -10,6 +10,7 @@ import typer
 
 import outofcore
 from outofcore.cli.flags import ZOO_FLAGS, command
+from outofcore.planning import POLICIES
 from outofcore.units import parse_bytes
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ Model = Annotated[
 Budget = Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")]
 Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
 Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
-Policy = Annotated[str, typer.Option(help="How to plan: auto, window, offload-all or keep-all.")]
+Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
 Picture = Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")]
 
 

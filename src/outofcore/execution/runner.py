@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
@@ -162,7 +161,7 @@ class Runner:
                     returned.append(leaves[leaf.index])
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
-        return pytree.tree_unflatten(returned, captured.output_spec), timeline
+        return internals.tree_unflatten(returned, captured.output_spec), timeline
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, tuple[int, int]], dict[int, torch.Tensor]]:
         """The caller's memory: where inputs come from, and fresh memory where outputs go."""

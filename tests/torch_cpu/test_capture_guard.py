@@ -1,0 +1,295 @@
+"""A step that leaves something behind, or that no plan could hold, is refused; the user's things stay as they were."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_world import World, assert_same_picture, picture
+from torch import nn
+
+from outofcore.capture import capture_step
+from outofcore.errors import CaptureError
+
+Refused = Callable[[World], Callable[..., Any]]
+
+
+def left_in_attribute(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        w.model.hidden = w.model(x)
+        return w.learn(x)
+
+    return step
+
+
+def left_in_list(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        w.model.kept.append(w.learn(x))
+
+    return step
+
+
+def left_in_closure(w: World) -> Any:
+    total: Any = 0.0
+
+    def step(x: torch.Tensor) -> None:
+        nonlocal total
+        total = total + w.learn(x)
+
+    return step
+
+
+def left_in_history(w: World) -> Any:
+    history: list[Any] = []
+
+    def step(x: torch.Tensor) -> None:
+        history.append(w.learn(x))
+
+    return step
+
+
+def counted(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        w.model.calls += 1
+        return w.learn(x)
+
+    return step
+
+
+def scheduled(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        for group in w.optimizer.param_groups:
+            group["lr"] *= 0.9
+        return w.learn(x)
+
+    return step
+
+
+def drawn(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        return w.learn(x * random.random())
+
+    return step
+
+
+def buffer_of_other_shape(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        w.model.mean = x.mean()
+        return w.learn(x)
+
+    return step
+
+
+def parameter_replaced(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        w.model.linear.weight = nn.Parameter(w.model.linear.weight * 2)
+        return w.learn(x)
+
+    return step
+
+
+def frozen_inside(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        loss = w.learn(x)
+        w.model.linear.bias.requires_grad_(False)
+        return loss
+
+    return step
+
+
+def idle(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        return w.model(x)
+
+    return step
+
+
+class Box:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+def boxed(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        return Box(w.learn(x))
+
+    return step
+
+
+WITHOUT_LINE = [
+    (left_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
+    (left_in_list, r"Noisy\.kept.*return it"),
+    (left_in_closure, r"leaves something behind in total"),
+    (left_in_history, r"leaves something behind in history"),
+    (counted, r"Noisy\.calls from 0 to 1"),
+    (scheduled, r"settings of AdamW.*after the step"),
+    (drawn, r"random numbers from Python"),
+    (buffer_of_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
+    (parameter_replaced, r"replaces a parameter or a submodule of linear"),
+    (frozen_inside, r"requires_grad of linear.bias"),
+    (idle, r"neither updates a parameter nor leaves a gradient"),
+    (boxed, r"returns a Box with tensors inside"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WITHOUT_LINE, ids=lambda value: getattr(value, "__name__", None))
+def test_refused_at_the_end(make: Refused, message: str) -> None:
+    world = World()
+    step = make(world)
+    before = picture(world)
+    with pytest.raises(CaptureError, match=message):
+        world.capture(step)
+    assert_same_picture(before, picture(world))
+
+
+def test_the_history_of_the_user_is_as_long_as_before() -> None:
+    world = World()
+    history: list[Any] = [1]
+
+    def step(x: torch.Tensor) -> None:
+        history.append(world.learn(x))
+
+    with pytest.raises(CaptureError):
+        world.capture(step)
+    assert history == [1]
+
+
+def test_arguments_that_cannot_be_compared_are_refused_by_name() -> None:
+    world = World()
+    with pytest.raises(CaptureError, match=r"argument 1\['box'\]\[0\] holds a Box"):
+        world.capture(lambda x, more: world.learn(x), world.x, {"box": [Box(1)]})
+
+
+def test_an_argument_computed_with_gradients_is_refused() -> None:
+    world = World()
+    x = world.x.requires_grad_() * 2
+    with pytest.raises(CaptureError, match="argument 0 has been computed with gradients"):
+        world.capture(world.learn, x)
+
+
+def test_a_gradient_left_in_an_argument_is_refused() -> None:
+    world = World()
+    with pytest.raises(CaptureError, match="leaves a gradient in argument 0"):
+        world.capture(world.learn, world.x.requires_grad_())
+
+
+def test_writing_into_shared_arguments_is_refused() -> None:
+    world = World()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return world.learn(x + y)
+
+    with pytest.raises(CaptureError, match="writes into argument 0, whose memory another"):
+        world.capture(step, world.x, world.x)
+    world.capture(step, world.x, world.x.clone())
+
+
+class Stepping(torch.optim.SGD):
+    """Wraps another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.SGD(params, lr=0.1)
+
+
+class Hiding(torch.optim.Optimizer):
+    """Keeps a tensor where no plan can see it."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.place = place
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                made = torch.zeros_like(p)
+                if self.place == "list":
+                    self.state[p]["all"] = [made]
+                elif self.place == "attribute":
+                    self.made = made
+                elif self.place == "group":
+                    group["made"] = made
+                else:
+                    self.state["all"] = {"made": made}
+
+
+def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
+    world = World()
+    parameters = list(world.model.parameters())
+    hooked = torch.optim.SGD(parameters, lr=0.1)
+    hooked.register_step_post_hook(lambda *_: None)
+    replaced = torch.optim.SGD(parameters, lr=0.1)
+    replaced.step = lambda: None  # type: ignore[method-assign]
+    for optimizer, why in [
+        (torch.optim.LBFGS(parameters), "unknown number of times"),
+        (torch.optim.SparseAdam(parameters), "sparse gradients"),
+        (torch.optim.Adam(parameters, differentiable=True), "autograd graph"),
+        (hooked, "hooks"),
+        (replaced, "has been replaced"),
+        (Stepping(parameters), "wraps another"),
+        (Hiding(parameters, "list"), "inside a list"),
+        (Hiding(parameters, "attribute"), "in its attribute 'made'"),
+        (Hiding(parameters, "group"), "in its setting 'made'"),
+        (Hiding(parameters, "state"), "not of one of its parameters"),
+    ]:
+        world.optimizer = optimizer
+        before = set(vars(optimizer))
+        with pytest.raises(CaptureError, match=re.escape(why)):
+            world.capture(world.learn)
+        assert set(vars(optimizer)) == before
+        assert not any(isinstance(key, str) for key in optimizer.state)
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    with pytest.raises(CaptureError, match="weight has no shape yet"):
+        capture_step(lambda x: x, [nn.LazyLinear(3)], [], (torch.ones(1),), {})
+
+
+def test_the_users_own_error_comes_through_unchanged() -> None:
+    world = World()
+    mine = ValueError("mine")
+
+    def step(x: torch.Tensor) -> None:
+        world.model.calls += 1
+        world.model.hidden = world.model(x)
+        raise mine
+
+    before = picture(world)
+    with pytest.raises(ValueError, match="mine") as caught:
+        world.capture(step)
+    assert caught.value is mine
+    assert_same_picture(before, picture(world))
+    with pytest.raises(RuntimeError, match=r"reduction dim|mat1 and mat2"):
+        world.capture(world.learn, torch.ones(2, 7))
+    assert_same_picture(before, picture(world))
+
+
+def test_a_capture_leaves_everything_as_it_was() -> None:
+    world = World()
+    world.learn(world.x)
+    F.mse_loss(world.model(world.x), torch.ones(5, 3)).backward()
+    before = picture(world)
+    world.capture(world.learn)
+    assert_same_picture(before, picture(world))
+    world.learn(world.x)
+    world.scheduler.step()
+
+
+def test_constants_and_metadata_of_tensors_may_be_read() -> None:
+    world = World()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(2.0)
+        rows = x.shape[0] + world.outside.shape[0]
+        if scale.item() > 1 and bool(torch.tensor(True)):
+            x = x * scale * rows
+        return world.learn(x)
+
+    assert world.capture(step).constants
