@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
+
 from outofcore.report.machine import this_machine
 
 RESULTS = Path(__file__).with_name("results")
@@ -113,6 +115,10 @@ class Worker:
         """The median over all steps but the first ``skip``."""
         return statistics.median(step[key] for step in self.steps[skip:])
 
+    def columns(self) -> dict[str, list[Any]]:
+        """What all steps told, by name."""
+        return {key: [step[key] for step in self.steps] for key in self.steps[0]}
+
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
@@ -140,6 +146,11 @@ def take_turns(workers: Sequence[Worker], rounds: int) -> None:
             worker.step()
         told = ", ".join(f"{worker.name} {worker.steps[-1]['seconds']:.3f} s" for worker in workers)
         print(f"round {number + 1}/{rounds}: {told}", file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """Standard output; wide enough for our tables where it is not a terminal and has no width of its own."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import contextlib
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, WorkerError, parse_options, survey, take_turns, write_result
-from rich.console import Console
+from _common import Spec, Worker, WorkerError, console, parse_options, survey, take_turns, write_result
 from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
@@ -30,7 +29,7 @@ def _row(worker: Worker, report: dict[str, Any], eager_s: float, in_core_s: floa
         "to_in_core": seconds / in_core_s,
         "peak_rss": report["peak_rss"],
         "faults": worker.median("faults", _WARM_UP),
-        "steps": worker.steps,
+        "steps": worker.columns(),
     }
     if "plan" in report:
         row["plan"] = report["plan"]
@@ -103,7 +102,7 @@ def main(
     if "in core" not in seconds:
         raise typer.Exit(1)
     rows = [_row(w, r, seconds["eager"], seconds["in core"]) for w, r in zip(workers, reports, strict=True)]
-    Console().print(_table(f"{model}, batch {batch}, policy {policy}, home {home}", rows))
+    console().print(_table(f"{model}, batch {batch}, policy {policy}, home {home}", rows))
     content = {**need, "policy": policy, "home": home, "rounds": rounds, "rows": rows, "refused": refused}
     print(f"written to {write_result(name, content, date)}")
 

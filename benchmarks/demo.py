@@ -49,7 +49,8 @@ def main(
 ) -> None:
     """Exit status 1: one of the three claims at the end does not hold."""
     limit = parse_bytes(budget)
-    options = {"batch": batch, "layers": layers, "width": width, "context": context, **parse_options(option or [])}
+    options = {"batch": batch, "layers": layers, "width": width, "context": context, "lr": 1e-4}
+    options |= parse_options(option or [])
     picture = picture.resolve()
     ours: dict[str, Any] = {"mode": "outofcore", "budget": limit, "home": home, "policy": policy}
     _, tiny_eager = _train("a tiny model, plain PyTorch", Spec("gpt", _TINY), 1)

@@ -10,8 +10,7 @@ import contextlib
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, find_tcmalloc, parse_options, survey, take_turns, write_result
-from rich.console import Console
+from _common import Spec, Worker, console, find_tcmalloc, parse_options, survey, take_turns, write_result
 from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
@@ -43,7 +42,7 @@ def _measure(model: str, options: dict[str, Any], rounds: int, policy: str) -> d
             "seconds": worker.median("seconds", _WARM_UP),
             "ours_over_it": ours_s / worker.median("seconds", _WARM_UP),
             "faults": worker.median("faults", _WARM_UP),
-            "steps": worker.steps,
+            "steps": worker.columns(),
         }
         for worker in workers
     ]
@@ -70,7 +69,7 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(
             row["name"], format_seconds(row["seconds"]), f"{row['ours_over_it']:.3f}", f"{row['faults']:,.0f}"
         )
-    Console().print(table)
+    console().print(table)
     print(
         f"budget {format_bytes(found['budget'])}; bytes copied in a step after the first, at most: "
         f"{found['bytes_copied_per_step_after_the_first']}; requests off the plan: {found['off_plan']}; "

@@ -23,6 +23,9 @@ from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
 
+_NOTHING: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class _Placed:
     """What a runner needs while its program is the one in the arena."""
@@ -78,7 +81,7 @@ class Runner:
             if binding.kind is StorageKind.GRADIENT
             for state in (self._states[captured.values[binding.value].storage],)
         ]
-        self._published = False
+        self._owned = [(b, b.owner) for b in captured.states if isinstance(b.owner, StateOwner)]
 
     def enter(self, arena: Arena, slots_of: Slots) -> None:
         """Make this runner's program the one in the arena; no other may be.
@@ -134,8 +137,7 @@ class Runner:
         placed, captured = self._placed, self.captured
         if placed is None:
             raise StateError("the step was run before its program was in the arena")
-        for binding, state in self._accumulated:
-            self._keeper.rebind(state, binding, live_gradient(captured, binding))
+        self._take_over()
         ports, results = self._ports(leaves)
         table = placed.table
         if placed.first_table is not None:
@@ -191,15 +193,27 @@ class Runner:
                 self._keeper.forget(state)
 
     def _publish(self) -> None:
-        """Let the user see optimizer state that the first update brought into being."""
-        if self._published:
-            return
-        for binding in self.captured.states:
-            if isinstance(binding.owner, StateOwner):
-                binding.owner.optimizer.state[binding.owner.parameter][binding.owner.name] = self._keeper.tensor(
-                    binding
-                )
-        self._published = True
+        """Let the user see optimizer state that an update brought into being."""
+        for binding, owner in self._owned:
+            entries = owner.optimizer.state[owner.parameter]
+            tensor = self._keeper.tensor(binding)
+            if entries.get(owner.name) is not tensor:
+                entries[owner.name] = tensor
+
+    def _take_over(self) -> None:
+        """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
+        for binding, state in self._accumulated:
+            self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
+        cleared = False
+        for binding, owner in self._owned:
+            live = owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name)
+            if live is None:
+                cleared = True
+            elif live is not self._keeper.tensor(binding):
+                self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, live)
+        if cleared:
+            for update in self._updates:
+                update.forget()
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:

@@ -32,8 +32,8 @@ from outofcore.units import MIB
 _log = logging.getLogger("outofcore.profiling")
 
 # An op is repeated until its measurements add up to this, or number _REPEATS.
-_ENOUGH_SECONDS = 0.1
-_REPEATS = 7
+_ENOUGH_SECONDS = 0.03
+_REPEATS = 5
 # Bytes per second assumed for an op that cannot run on scratch tensors.
 _ASSUMED_BYTES_PER_S = 4e9
 

@@ -115,16 +115,17 @@ class _Panel:
         middle = self.top - (self.top - self.bottom) * _MEMORY_SHARE
         upper, lower = self._upper, self._lower
         # One scale for all panels, so that they can be compared by eye.
-        times = {"range": [0, longest * 1.01], "zeroline": False}
+        times: _Object = {"range": [0, longest * 1.01], "zeroline": False}
+        follows: _Object = {**times, "matches": "x"}  # zooming into one zooms into all
         return {
-            f"xaxis{upper}": {**times, "anchor": f"y{upper}", "matches": "x", "showticklabels": False},
+            f"xaxis{upper}": {**(follows if upper else times), "anchor": f"y{upper}", "showticklabels": False},
             f"yaxis{upper}": {
                 "domain": [middle + 0.01, self.top],
                 "anchor": f"x{upper}",
                 "range": [0, highest],
                 "title": {"text": "MiB on the device"},
             },
-            f"xaxis{lower}": {**times, "anchor": f"y{lower}", "matches": "x", "title": {"text": "seconds"}},
+            f"xaxis{lower}": {**follows, "anchor": f"y{lower}", "title": {"text": "seconds"}},
             f"yaxis{lower}": {
                 "domain": [self.bottom, middle - 0.01],
                 "anchor": f"x{lower}",

@@ -1,0 +1,237 @@
+"""Between steps the user sees, changes, saves and restores everything as in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outofcore
+from outofcore.errors import StateError
+
+
+def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(32, 256, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.fixture(params=["smallest", "halfway", "all"])
+def pair(request: pytest.FixtureRequest) -> Any:
+    """(model, optimizer, step) in plain PyTorch, and the same under a budget."""
+    model, optimizer, step = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(batch(0),))
+    budget = {"smallest": smallest, "halfway": 2 * smallest, "all": 1 << 30}[request.param]
+    with outofcore.compile(step, model, optimizer, budget=budget) as compiled:
+        yield make(), (model, optimizer, compiled)
+
+
+def both(pair: Any, act: Callable[..., Any]) -> tuple[Any, Any]:
+    results = []
+    for side in pair:
+        torch.manual_seed(99)
+        results.append(act(*side))
+    return results[0], results[1]
+
+
+def assert_alike(pair: Any) -> None:
+    (plain, plain_optimizer, _), (model, optimizer, _) = pair
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+    theirs, ours = plain_optimizer.state_dict()["state"], optimizer.state_dict()["state"]
+    assert theirs.keys() == ours.keys()
+    for number, entries in theirs.items():
+        for name, tensor in entries.items():
+            assert torch.equal(ours[number][name], tensor), (number, name)
+
+
+def train(pair: Any, steps: range) -> None:
+    def act(model: nn.Module, optimizer: Any, step: Any) -> list[float]:
+        return [float(step(batch(k))) for k in steps]
+
+    ours, theirs = both(pair, act)
+    assert ours == theirs
+
+
+def test_state_is_up_to_date_after_every_step(pair: Any) -> None:
+    for k in range(4):
+        train(pair, range(k, k + 1))
+        assert_alike(pair)
+
+
+def test_evaluation_between_steps(pair: Any) -> None:
+    train(pair, range(2))
+
+    def evaluate(model: nn.Module, optimizer: Any, step: Any) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            result = model(batch(7))
+        model.train()
+        return result
+
+    ours, theirs = both(pair, evaluate)
+    assert torch.equal(ours, theirs)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_changes_in_place_are_seen(pair: Any) -> None:
+    train(pair, range(2))
+
+    def change(model: Any, optimizer: Any, step: Any) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+            model[4].weight.data.add_(0.25)
+            model[1].running_mean.zero_()
+            optimizer.state[model[0].weight]["exp_avg"].zero_()
+
+    both(pair, change)
+    assert_alike(pair)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_data_put_in_place_is_taken_over(pair: Any) -> None:
+    train(pair, range(2))
+
+    def change(model: Any, optimizer: Any, step: Any) -> None:
+        model[0].weight.data = torch.full_like(model[0].weight, 0.01)
+
+    both(pair, change)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_aliases_stay_right_between_steps(pair: Any) -> None:
+    train(pair, range(1))
+    aliases = [side[0][0].weight.detach() for side in pair]
+    train(pair, range(1, 4))
+    assert torch.equal(aliases[0], aliases[1])
+
+
+def test_state_dicts_are_saved_and_loaded(pair: Any) -> None:
+    train(pair, range(2))
+
+    def save(model: Any, optimizer: Any, step: Any) -> bytes:
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        return file.getvalue()
+
+    saved = both(pair, save)
+    train(pair, range(2, 4))
+    for side, data in zip(pair, saved, strict=True):
+        checkpoint = torch.load(io.BytesIO(data))
+        side[0].load_state_dict(checkpoint["model"])
+        side[1].load_state_dict(checkpoint["optimizer"])
+    assert_alike(pair)
+    train(pair, range(2, 5))
+    assert_alike(pair)
+
+
+def test_a_model_can_be_copied(pair: Any) -> None:
+    train(pair, range(2))
+    ours, theirs = both(pair, lambda model, optimizer, step: copy.deepcopy(model))
+    train(pair, range(2, 3))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_learning_rate_takes_effect_without_capturing_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(side[1], T_max=6) for side in pair]
+    caplog.set_level("INFO", logger="outofcore")
+    for k in range(4):
+        train(pair, range(k, k + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_alike(pair)
+    assert not [r for r in caplog.records if "captur" in r.message]
+
+
+def test_eval_and_train_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="outofcore")
+    train(pair, range(2))
+    for side in pair:
+        side[0][1].eval()
+    train(pair, range(2, 4))
+    for side in pair:
+        side[0][1].train()
+    train(pair, range(4, 6))
+    assert_alike(pair)
+    captures = [r.message for r in caplog.records if r.message.startswith("capturing again")]
+    assert len(captures) == 1
+    assert "eval" in captures[0]
+
+
+def test_a_frozen_parameter_is_noticed(pair: Any) -> None:
+    train(pair, range(2))
+    for side in pair:
+        side[0][0].weight.requires_grad_(False)
+    train(pair, range(2, 4))
+    for side in pair:
+        side[0][0].weight.requires_grad_(True)
+    train(pair, range(4, 6))
+    assert_alike(pair)
+
+
+def test_a_last_smaller_batch_is_noticed(pair: Any) -> None:
+    train(pair, range(2))
+    ours, theirs = both(pair, lambda model, optimizer, step: step(batch(5)[:7]))
+    assert torch.equal(ours, theirs)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_results_stay_right_however_long_they_are_kept(pair: Any) -> None:
+    kept = both(pair, lambda model, optimizer, step: step(batch(0)))
+    values = [float(x) for x in kept]
+    train(pair, range(1, 4))
+    assert [float(x) for x in kept] == values
+
+
+def test_after_closing_everything_is_plain_again(pair: Any) -> None:
+    train(pair, range(2))
+    (_, _, _), (model, optimizer, step) = pair
+    step.close()
+    assert_alike(pair)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+    with pytest.raises(StateError, match="closed"):
+        step(batch(0))
+    plain_again = make()[2]
+    assert callable(plain_again)
+
+
+def test_a_step_that_failed_half_way_refuses_to_go_on() -> None:
+    model, optimizer, step = make()
+    compiled = outofcore.compile(step, model, optimizer, budget="1GiB")
+    compiled(batch(0))
+
+    class Broken(torch.optim.AdamW):
+        pass
+
+    group = optimizer.param_groups[0]
+    group["betas"] = ("not a number", 0.9)
+    with pytest.raises(TypeError):
+        compiled(batch(1))
+    group["betas"] = (0.9, 0.999)
+    with pytest.raises(StateError, match="half way"):
+        compiled(batch(1))
