@@ -14,7 +14,7 @@ __all__ = ["Step", "StepStats", "compile", "minimum_budget"]
 def __getattr__(name: str) -> Any:
     # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
     if name in __all__:
-        from outofcore import api
+        from outofcore import api  # noqa: PLC0415 - see above
 
         return getattr(api, name)
     raise AttributeError(f"module 'outofcore' has no attribute {name!r}")

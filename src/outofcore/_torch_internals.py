@@ -64,6 +64,7 @@ __all__ = [
     "global_optimizer_hooks",
     "keystr",
     "mark_optimizer_called",
+    "memory_of",
     "node_sequence_number",
     "plain_optimizer_step",
     "real_tensors",
@@ -166,3 +167,9 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage of a tensor, as a uint8 tensor on that storage."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 tensor in host memory, writable."""
+    array: Any = tensor.numpy()
+    return memoryview(array)

@@ -33,7 +33,7 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: object) -> int:
     """Read a byte count such as ``6GiB``, ``"512 MB"`` or ``4096``.
 
     ``KiB``, ``MiB``, ``GiB`` and ``TiB`` are powers of 1024, and so are the bare letters;

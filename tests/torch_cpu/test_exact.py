@@ -1,4 +1,4 @@
-"""Steps under a budget compute the very bits of plain PyTorch: at the smallest budget, halfway, and with all resident."""
+"""Steps under a budget compute the very bits of plain PyTorch: smallest budget, halfway, and all resident."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STEPS = 5
 
 ZOO: dict[str, dict[str, Any]] = {
     "resnet": {"depth": 18, "size": 64, "batch": 2},
-    "vgg16": {"size": 64, "batch": 2},
-    "densenet121": {"size": 64, "batch": 2},
+    "vgg16": {"size": 32, "batch": 1, "optimizer": "sgd"},
+    "densenet121": {"size": 64, "batch": 2, "optimizer": "momentum"},
     "unet3d": {"size": 16, "base": 8, "batch": 1},
     "gpt": {"layers": 2, "width": 128, "heads": 4, "context": 128, "batch": 4, "dropout": 0.1},
 }
@@ -110,8 +110,11 @@ def run(make: Callable[[], Case], budget: int | None, home: str = "disk") -> tup
     seen: list[Any] = []
     for _ in range(STEPS):
         batch = case.batch()
-        results.append(pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x,
-                                       step(*batch, **case.kwargs)))
+        results.append(
+            pytree.tree_map(
+                lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, step(*batch, **case.kwargs)
+            )
+        )
         seen.append(batch)
         if budget is not None:
             planned = step.planned
@@ -127,7 +130,11 @@ def budgets_of(make: Callable[[], Case]) -> tuple[int, int]:
     case = make()
     batch = case.batch()
     smallest = outofcore.minimum_budget(
-        case.step, list(case.models), list(case.optimizers), inputs=batch, **({"kwargs": case.kwargs} if case.kwargs else {})
+        case.step,
+        list(case.models),
+        list(case.optimizers),
+        inputs=batch,
+        **({"kwargs": case.kwargs} if case.kwargs else {}),
     )
     with outofcore.compile(case.step, list(case.models), list(case.optimizers), budget="64GiB") as step:
         step(*batch, **case.kwargs)

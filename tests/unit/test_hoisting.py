@@ -6,15 +6,14 @@ from hypothesis import given, settings
 from strategies import graphs
 
 from outofcore.analysis.hoisting import hoisted_order
-from outofcore.graph import Op, Storage, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
 
 W1, W2, G1, G2 = range(4)
 
 
 def two_layers() -> StepGraph:
     storages = tuple(
-        Storage(i, 8, kind)
-        for i, kind in enumerate([StorageKind.PARAMETER] * 2 + [StorageKind.GRADIENT] * 2)
+        Storage(i, 8, kind) for i, kind in enumerate([StorageKind.PARAMETER] * 2 + [StorageKind.GRADIENT] * 2)
     )
     ops = (
         Op(0, "backward2", (W2,), (), (G2,)),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import outofcore
 from outofcore.cli.common import find_workload
@@ -67,10 +67,9 @@ class _Live:
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=10),  # last: a narrow terminal cuts it off first
             refresh_per_second=4,  # drawing takes time from the training
         )
         self._stage_task = self._progress.add_task("", total=1, told="", visible=False)

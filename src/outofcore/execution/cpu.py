@@ -227,8 +227,7 @@ class CpuEngine:
         progress = self._progress
         done = progress.done
         enter = table.begin
-        scope = 0
-        for run in bound.runs:
+        for scope, run in enumerate(bound.runs):
             if run.waits:
                 try:
                     progress.wait(run.waits)
@@ -236,7 +235,6 @@ class CpuEngine:
                     raise _explained(progress.failure or error) from error
             starts[run.index] = perf_counter()
             enter(scope)
-            scope += 1
             try:
                 out = run.func(*run.args, **run.kwargs)
             except RuntimeError as error:

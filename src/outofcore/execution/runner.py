@@ -22,7 +22,6 @@ from outofcore.execution.state import StateKeeper
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
-
 _NOTHING: dict[str, Any] = {}
 
 

@@ -229,7 +229,7 @@ class StateKeeper:
         if state.place is Place.ARENA:
             self._home.write(slot, arena.memory(self._offset(state, arena), placed_bytes(state.bytes)))
         elif state.place is Place.OWN:
-            self._home.write(slot, memoryview(state.bytes_now().numpy()))
+            self._home.write(slot, internals.memory_of(state.bytes_now()))
         state.show(self._home.face(slot, state.bytes), Place.HOME)
 
     def _to_arena(self, state: State, block: Block, arena: Arena) -> None:

@@ -47,7 +47,8 @@ class _Rectangles:
         b, d = self.born[index], self.dies[index]
         if self.wraps[index]:  # held over [0, d) and [b, end)
             return wraps | (born < d) | (dies > b)
-        return np.where(wraps, (b < dies) | (d > born), (born < d) & (b < dies))
+        shared: NDArray[np.bool_] = np.where(wraps, (b < dies) | (d > born), (born < d) & (b < dies))
+        return shared
 
 
 def _first_fit(rectangles: _Rectangles, order: Iterable[int], limit: int | None) -> tuple[_Ints, int]:
@@ -57,9 +58,8 @@ def _first_fit(rectangles: _Rectangles, order: Iterable[int], limit: int | None)
     placed = np.empty(count, dtype=np.int64)  # indices, in order of offset
     tops = np.empty(count, dtype=np.int64)
     starts = np.empty(count, dtype=np.int64)
-    filled = 0
     height = 0
-    for index in order:
+    for filled, index in enumerate(order):
         size = int(rectangles.sizes[index])
         mask = rectangles.share_time(index, placed[:filled])
         lows, highs = starts[:filled][mask], tops[:filled][mask]
@@ -80,7 +80,6 @@ def _first_fit(rectangles: _Rectangles, order: Iterable[int], limit: int | None)
         for array, value in ((placed, index), (starts, at), (tops, at + size)):
             array[where + 1 : filled + 1] = array[where:filled]
             array[where] = value
-        filled += 1
         height = max(height, at + size)
         if limit is not None and height > limit:
             return offsets, height

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from outofcore.planning.model import GapInfo, Model
 
-
 _WHOLE = 1 - 1e-6
 
 

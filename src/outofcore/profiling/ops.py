@@ -156,13 +156,15 @@ class _Bench:
         run = Run(op.id, tuple(places[s] for s in op.touched), scratch)
         return Program((run,), tuple(blocks), offset), arguments_end, offset
 
-    def _bound(self, op: Op, requests: Requests) -> tuple[BoundRun, Arena, list[list[tuple[int, int]]], int]:
+    def _bound(
+        self, op: Op, requests: Requests, *, fill: bool
+    ) -> tuple[BoundRun, Arena, list[list[tuple[int, int]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
-        for storage, block in ((b.storage, b) for b in program.blocks):
-            if storage is not None and storage not in op.creates:
-                self._fill(storage, arena, block)
+        for block in program.blocks if fill else ():
+            if block.storage is not None and block.storage not in op.creates:
+                self._fill(block.storage, arena, block)
         return bound.runs[0], arena, scopes(self._captured, program, _Everywhere(requests)), arguments_end
 
     def _fill(self, storage: int, arena: Arena, block: Block) -> None:
@@ -175,13 +177,14 @@ class _Bench:
         if constant is not None:
             target.copy_(internals.storage_bytes(constant))
             return
-        target.zero_()
         dtype = self._dtypes[storage]
         if dtype.is_floating_point or dtype.is_complex:
             target[: count // dtype.itemsize * dtype.itemsize].view(dtype).fill_(0.5)
+        else:
+            target.zero_()
 
     def _record(self, op: Op, func: Callable[..., object]) -> Requests:
-        run, arena, _, arguments_end = self._bound(op, Requests((), 0))
+        run, arena, _, arguments_end = self._bound(op, Requests((), 0), fill=True)
         arena.discard(arguments_end, arena.bytes - arguments_end)
         with internals.below_autograd():
             with self._recorder as recorder:
@@ -195,7 +198,9 @@ class _Bench:
             return workspace_layout(recorder.events, pointers)
 
     def _time(self, op: Op, requests: Requests) -> float:
-        run, arena, planned, _ = self._bound(op, requests)
+        # The arguments lie where the recording left them, unless a larger arena has to be made.
+        grown = self._arena is None or self._layout(op, requests.workspace_bytes)[2] > self._arena.bytes
+        run, arena, planned, _ = self._bound(op, requests, fill=grown)
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
         seconds: list[float] = []

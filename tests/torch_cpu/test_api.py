@@ -1,0 +1,171 @@
+"""What compile refuses, in words that say what to do; and that refusing changes nothing."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outofcore
+from outofcore.errors import BudgetError, CaptureError, InputError, SpillError, UnitError
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+X = torch.ones(64, 256)
+
+
+@pytest.mark.parametrize("budget", ["a lot", "-1GiB", -5, 0, "0", "12 parsecs", 1.5, True])
+def test_budgets_that_are_none(budget: Any) -> None:
+    model, optimizer, step = make()
+    with pytest.raises(UnitError):
+        outofcore.compile(step, model, optimizer, budget=budget)
+
+
+def test_a_budget_too_small_names_the_op_and_the_smallest_that_would_do() -> None:
+    model, optimizer, step = make()
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(X,))
+    compiled = outofcore.compile(step, model, optimizer, budget=smallest - 1)
+    with pytest.raises(BudgetError) as caught:
+        compiled(X)
+    message = str(caught.value)
+    assert caught.value.smallest_budget == smallest
+    assert str(smallest) in message
+    assert "optimizer.AdamW in module" in message
+    assert re.search(r"512 KiB  [02]\.weight \((512, 256|256, 512)\) float32 \(parameter\)", message)
+    assert "test_api.py:" in message
+    for name, parameter in model.named_parameters():
+        assert (parameter.data_ptr(), True) == (before[name][0], torch.equal(parameter, before[name][1]))
+    assert not optimizer.state
+    compiled.close()
+    assert torch.isfinite(outofcore.compile(step, model, optimizer, budget=smallest)(X))
+
+
+def test_a_refused_capture_changes_nothing() -> None:
+    model, optimizer, _ = make()
+    before = [p.clone() for p in model.parameters()]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        if loss > 1:
+            loss = loss * 2
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(CaptureError) as caught:
+        outofcore.compile(step, model, optimizer, budget="1GiB")(X)
+    assert "test_api.py:" in caught.value.location
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_that_never_calls_backward_but_has_an_optimizer() -> None:
+    model, optimizer, _ = make()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), x)
+
+    with pytest.raises(CaptureError, match="backward"):
+        outofcore.compile(step, model, optimizer, budget="1GiB")(X)
+
+
+def test_things_that_are_no_model_or_optimizer() -> None:
+    model, optimizer, step = make()
+    with pytest.raises(InputError, match="model must be"):
+        outofcore.compile(step, "resnet50", budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="optimizer must be"):
+        outofcore.compile(step, model, [optimizer, 3], budget="1GiB")  # type: ignore[list-item]
+    with pytest.raises(InputError, match="function"):
+        outofcore.compile(3, model, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="policy"):
+        outofcore.compile(step, model, optimizer, budget="1GiB", policy="best")
+
+
+def test_a_model_on_another_device() -> None:
+    _, _, step = make()
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(InputError, match=r"weight is on meta .*model\.to"):
+        outofcore.compile(step, model, budget="1GiB")
+
+
+def test_a_device_that_this_version_has_not() -> None:
+    model, optimizer, step = make()
+    with pytest.raises(InputError, match="CPU only"):
+        outofcore.compile(step, model, optimizer, budget="1GiB", device="cuda")
+
+
+def test_spill_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    with pytest.raises(SpillError, match="does not exist"):
+        outofcore.compile(step, model, optimizer, budget="1GiB", home=tmp_path / "missing")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SpillError, match="not a directory"):
+        outofcore.compile(step, model, optimizer, budget="1GiB", home=file)
+
+
+def test_a_spill_directory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(X,))
+    before = [p.data_ptr() for p in model.parameters()]
+    compiled = outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path)
+    monkeypatch.setattr("outofcore.execution.spill.free_bytes", lambda directory: 1 << 16)
+    with pytest.raises(SpillError, match="free there"):
+        compiled(X)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def test_a_leaf_that_is_no_tensor_and_no_constant() -> None:
+    model, optimizer, step = make()
+    with pytest.raises(CaptureError):
+        outofcore.compile(step, model, optimizer, budget="1GiB")(object())
+
+
+def test_an_error_of_the_users_own_comes_through() -> None:
+    model, optimizer, _ = make()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        outofcore.compile(step, model, optimizer, budget="1GiB")(X)
+
+
+def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None:
+    model, optimizer, step = make()
+    with outofcore.compile(step, model, optimizer, budget="1GiB") as compiled:
+        for _ in range(3):
+            compiled(X)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            compiled(X)
+            assert (compiled.stats.bytes_out, compiled.stats.bytes_in, compiled.stats.off_plan) == (0, 0, 0)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10 * 300
+
+
+def test_public_names() -> None:
+    assert outofcore.__all__ == ["Step", "StepStats", "compile", "minimum_budget"]
+    for name in outofcore.__all__:
+        assert getattr(outofcore, name).__doc__
