@@ -47,8 +47,7 @@ class _Rectangles:
         b, d = self.born[index], self.dies[index]
         if self.wraps[index]:  # held over [0, d) and [b, end)
             return wraps | (born < d) | (dies > b)
-        shared: NDArray[np.bool_] = np.where(wraps, (b < dies) | (d > born), (born < d) & (b < dies))
-        return shared
+        return (wraps & ((b < dies) | (d > born))) | (~wraps & (born < d) & (b < dies))
 
 
 def _first_fit(rectangles: _Rectangles, order: Iterable[int], limit: int | None) -> tuple[_Ints, int]:
