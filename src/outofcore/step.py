@@ -29,7 +29,7 @@ from outofcore.planning import Planned
 from outofcore.profiling.links import measure_link
 from outofcore.profiling.ops import profile_ops
 from outofcore.program import CopyIn, CopyOut, Timeline
-from outofcore.units import format_bytes
+from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
@@ -177,7 +177,7 @@ class Step:
         profiles = profile_ops(captured, advance=lambda done, total: self._tell("profile", done, total))
         if self._link is None:
             self._tell("measure the home", 0, 1)
-            self._link = measure_link(self._home).home
+            self._link = measure_link(self._home, buffer_bytes=min(64 * MIB, max(self.budget // 8, MIB))).home
         self._tell("plan", 0, 1)
         costs = Costs(tuple(profile.cost for profile in profiles), (self._link,))
         planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, _describer(captured))

@@ -19,6 +19,8 @@ from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
+# How many storages an error message names.
+_NAMED = 8
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 _ATTEMPTS = 16
 # How often the priced policy is asked again, with times from the simulation.
@@ -80,12 +82,14 @@ def explain_too_small(
         where = f" in module {op.module}" if op.module else ""
         source = f" ({op.source})" if op.source else ""
         lines.append(f"The op that needs the most is {op.name}{where}{source}; while it runs it needs")
-        for storage in sorted(op.touched, key=lambda s: -graph.storages[s].bytes):
+        largest = sorted(op.touched, key=lambda s: -graph.storages[s].bytes)
+        for storage in largest[:_NAMED]:
             data = graph.storages[storage]
-            if not is_large(data.bytes) and len(op.touched) > 4:
-                continue
             text = describe(storage) if describe else data.name or f"storage {storage}"
             lines.append(f"  {format_bytes(data.bytes):>10}  {text} ({data.kind.value})")
+        if len(largest) > _NAMED:
+            rest = sum(graph.storages[s].bytes for s in largest[_NAMED:])
+            lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
         fixed = smallest - needs[worst]
