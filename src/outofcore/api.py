@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from outofcore import planning
 from outofcore.capture import capture_step
 from outofcore.capture.reorder import reorder
+from outofcore.capture.splitting import split
 from outofcore.costs import Costs
 from outofcore.errors import InputError
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
@@ -126,7 +127,7 @@ def minimum_budget(
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     _check_devices(models, device)
-    captured = reorder(capture_step(step, models, optimizers, inputs, kwargs or {}))
+    captured = reorder(split(capture_step(step, models, optimizers, inputs, kwargs or {})))
     profiles = profile_ops(captured, measure_time=False)
     return planning.smallest_budget(captured.graph, _costs(profiles))
 

@@ -17,6 +17,7 @@ from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.reorder import reorder
 from outofcore.capture.signature import Signature, Signer
+from outofcore.capture.splitting import split
 from outofcore.costs import Costs, Home
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena
@@ -167,7 +168,7 @@ class Step:
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        captured = reorder(capture_step(self._step, self._models, self._optimizers, args, kwargs))
+        captured = reorder(split(capture_step(self._step, self._models, self._optimizers, args, kwargs)))
         self._tell("capture", 1, 1)
         if self._active is not None:
             # The device is to be profiled on alone.
