@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from outofcore import planning
 from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
+from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.reorder import reorder
 from outofcore.capture.signature import Signature, Signer
@@ -29,11 +30,14 @@ from outofcore.execution.state import StateKeeper
 from outofcore.planning import Planned
 from outofcore.profiling.links import measure_link
 from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.refine import is_off, refined
 from outofcore.program import CopyIn, CopyOut, Timeline
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
+# How many steps are measured, after the first, before the prediction is judged.
+_MEASURED_STEPS = 3
 _RESERVE_SHARE = 64  # off-plan requests may take a 64th of the budget
 
 
@@ -58,7 +62,7 @@ class StepStats:
     predicted_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
     """A captured step, planned."""
 
@@ -66,6 +70,9 @@ class _Entry:
     costs: Costs
     planned: Planned
     runner: Runner
+    requests: tuple[Requests, ...]
+    refined: bool = False  # whether measured steps have had their say
+    measured: list[Timeline] = field(default_factory=list[Timeline])
 
 
 class Step:
@@ -150,7 +157,35 @@ class Step:
             raise
         self._timeline = timeline
         self._stats = None
+        self._refine(signature, entry, timeline)
         return result
+
+    def _refine(self, signature: Signature, entry: _Entry, timeline: Timeline) -> None:
+        """Plan again, once, with costs from measured steps, if the prediction was off by more than 10 %."""
+        if entry.refined:
+            return
+        # The first step of a program warms up, and may make optimizer state.
+        entry.measured.append(timeline)
+        if len(entry.measured) <= _MEASURED_STEPS:
+            return
+        entry.refined = True
+        measured = entry.measured[1:]
+        entry.measured = []
+        program = entry.planned.program
+        if not is_off(entry.planned.timeline.step_seconds, measured) or entry.planned.plan.policy == "keep-all":
+            return
+        costs = refined(entry.costs, program, measured, entry.runner.spilled)
+        planned = planning.plan_step(entry.captured.graph, costs, self.budget, self.policy)
+        _log.info(
+            "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
+            entry.planned.timeline.step_seconds,
+            measured[-1].step_seconds,
+            planned.timeline.step_seconds,
+            planned.plan.policy,
+        )
+        self._check_spill(entry.captured, planned)
+        runner = Runner(entry.captured, planned.program, entry.requests, {}, self._keeper)
+        self._entries[signature] = _Entry(entry.captured, costs, planned, runner, entry.requests, True)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -195,7 +230,8 @@ class Step:
         )
         requests = tuple(profile.requests for profile in profiles)
         first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
-        return _Entry(captured, costs, planned, Runner(captured, planned.program, requests, first, self._keeper))
+        runner = Runner(captured, planned.program, requests, first, self._keeper)
+        return _Entry(captured, costs, planned, runner, requests)
 
     def _check_spill(self, captured: Captured, planned: Planned) -> None:
         blocks = planned.program.blocks

@@ -117,6 +117,12 @@ class Runner:
                 count = self.captured.graph.storages[storage].bytes
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
+    @property
+    def spilled(self) -> frozenset[int]:
+        """The storages that the program moves between the arena and the home."""
+        ported = {self.captured.values[b.value].storage for b in self.captured.inputs}
+        return frozenset(self._moved - ported - set(self.captured.graph.outputs))
+
     def leave(self) -> None:
         """Take every state out of the arena."""
         if self._placed is not None:
