@@ -163,11 +163,11 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
 
 
 def op_times(planned: Planned) -> tuple[float, ...]:
-    """When each op starts in a simulated step, and when the step ends."""
+    """When each op first starts in a simulated step, and when the step ends."""
     starts = [
         start
         for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
-        if isinstance(instruction, Run)
+        if isinstance(instruction, Run) and not instruction.again
     ]
     return (*starts, planned.timeline.step_seconds)
 
