@@ -39,8 +39,9 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
         budget: bytes of device memory.
         costs: where given, workspaces are checked against them.
 
-    Limits: a block whose storage an op mutates in its first run must hold the former version even where the op
-    does not read it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The capacity of homes and the alignment of offsets are not checked.
+    Limits: a block that an op mutates in its first run must hold the former version even where the op does not read
+    it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The capacity of homes and the
+    alignment of offsets are not checked.
 
     Raises:
         ValidationError: a promise is broken; names the instruction, op, module and storage.
