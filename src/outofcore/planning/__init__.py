@@ -13,6 +13,7 @@ from outofcore.planning.fitting import (
     smallest_budget,
 )
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
 from outofcore.planning.window import window
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "place",
     "plan_step",
     "smallest_budget",
+    "sqrt_checkpoint",
     "window",
 ]

@@ -14,6 +14,7 @@ from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.priced import priced
+from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
 from outofcore.planning.window import window
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
@@ -186,7 +187,7 @@ def worth(costs: Costs, planned: Planned) -> float:
     return planned.timeline.step_seconds + _INTERFERENCE * copying
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "window")
+POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "window")
 
 
 def plan_step(
@@ -222,6 +223,9 @@ def plan_step(
         found += _windows(graph, costs, budget, (0.5, 1.0, 1.5) if policy == "auto" else (1.5,))
     if policy in ("auto", "priced"):
         found += _priced(graph, costs, budget, (0.0, 1.0, 2.0, 4.0) if policy == "auto" else (1.0,))
+    if policy == "sqrt-checkpoint":
+        plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
+        found += [p for p in (fit_once(graph, costs, budget, plan) for plan in plans) if p is not None]
     if policy == "offload-all" or (policy == "auto" and not found):
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []
