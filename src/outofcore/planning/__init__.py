@@ -14,6 +14,7 @@ from outofcore.planning.fitting import (
 )
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
+from outofcore.planning.superneurons import superneurons
 from outofcore.planning.window import window
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "plan_step",
     "smallest_budget",
     "sqrt_checkpoint",
+    "superneurons",
     "window",
 ]

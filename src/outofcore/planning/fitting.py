@@ -15,6 +15,7 @@ from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.superneurons import superneurons
 from outofcore.planning.window import window
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
@@ -187,7 +188,7 @@ def worth(costs: Costs, planned: Planned) -> float:
     return planned.timeline.step_seconds + _INTERFERENCE * copying
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "window")
+POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "superneurons", "window")
 
 
 def plan_step(
@@ -226,6 +227,10 @@ def plan_step(
     if policy == "sqrt-checkpoint":
         plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
         found += [p for p in (fit_once(graph, costs, budget, plan) for plan in plans) if p is not None]
+    if policy == "superneurons":
+        for recompute in (False, True):
+            planned = fit(graph, costs, budget, lambda room, r=recompute: superneurons(graph, costs, room, recompute=r))
+            found += [planned] if planned else []
     if policy == "offload-all" or (policy == "auto" and not found):
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isqrt
 
-from outofcore.analysis.gaps import gaps_of, is_large, placed_bytes
+from outofcore.analysis.gaps import placed_bytes
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.waiting import waiting_gaps
 
 # How far from an equal cut a border may lie, as a share of a segment.
 _REACH = 1 / 3
@@ -45,7 +46,7 @@ def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = Non
         budget: bytes, noted in the plan; this policy does the same whatever the budget.
         segments: how many; by default the root of the number of storages that wait over the turn.
     """
-    waiting = _waiting(graph)
+    waiting = waiting_gaps(graph)
     count = max(isqrt(len(waiting)), 1) if segments is None else segments
     decisions = sorted(_Checkpoints.of(graph, waiting, count).decisions(), key=lambda d: d.gap)
     return Plan("sqrt-checkpoint", budget, tuple(decisions))
@@ -53,28 +54,9 @@ def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = Non
 
 def segment_counts(graph: StepGraph) -> tuple[int, ...]:
     """Numbers of segments worth trying, the published one first (the paper's search over budgets, section 4.2)."""
-    root = max(isqrt(len(_waiting(graph))), 1)
+    root = max(isqrt(len(waiting_gaps(graph))), 1)
     tries = [root, *(round(root * 2**step) for step in (-0.5, 0.5, -1, 1, -2, 2))]
     return tuple(dict.fromkeys(max(count, 1) for count in tries))
-
-
-def _waiting(graph: StepGraph) -> tuple[Gap, ...]:
-    """Gaps over the turn, of large storages that the step creates."""
-    gaps = [
-        gap
-        for storage in graph.creator
-        if is_large(graph.storages[storage].bytes)
-        for gap in gaps_of(graph, storage)
-        if gap.end > gap.start + 1
-    ]
-    change = [0] * (len(graph.ops) + 1)
-    for gap in gaps:
-        count = placed_bytes(graph.storages[gap.storage].bytes)
-        change[gap.start + 1] += count
-        change[gap.end] -= count
-    held = list(accumulate(change))
-    turn = max(range(len(held)), key=held.__getitem__)
-    return tuple(sorted(gap for gap in gaps if gap.start < turn < gap.end))
 
 
 @dataclass(frozen=True)
