@@ -47,6 +47,10 @@ class Op:
 
     A storage written in place stands in ``mutates``, and in ``reads`` as well only if its former
     contents matter; a storage first written here stands in ``creates`` alone.
+
+    ``discards`` names those of ``mutates`` whose former contents influence nothing but their own new
+    ones, as with the running statistics of batch norm in training: where the op runs again, it may be
+    given any bytes for them, and what it leaves there is thrown away.
     """
 
     id: int  # its index in ``StepGraph.ops``
@@ -59,6 +63,7 @@ class Op:
     family: str = ""  # ops of one family cost the same; empty: a family of its own
     module: str = ""  # path of the module that asked for it, such as "encoder.3.attention"
     source: str = ""  # the user's "file:line"
+    discards: tuple[int, ...] = ()  # of ``mutates``, what a second run may have scratch memory for
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -104,7 +109,8 @@ class StepGraph:
 
         Raises:
             GraphError: an id is not its index, a storage is created twice, is used before it is
-                created, or has no bytes; or an op or output names a storage that is not there.
+                created, or has no bytes; an op discards what it does not mutate; or an op or output names a
+                storage that is not there.
         """
         for index, storage in enumerate(self.storages):
             if storage.id != index:
@@ -118,6 +124,9 @@ class StepGraph:
             for storage in op.reads + op.mutates:
                 if storage not in exists:
                     raise GraphError(f"op {index} ({op.name}) uses storage {storage} before any op creates it")
+            for storage in op.discards:
+                if storage not in op.mutates:
+                    raise GraphError(f"op {index} ({op.name}) discards storage {storage}, which it does not mutate")
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
                     raise GraphError(f"op {index} ({op.name}) creates storage {storage}, which exists already")

@@ -37,6 +37,13 @@ class Decision:
     ``start < release_by <= fetch_at <= end``. In a cyclic gap ``release_by <= n <= fetch_at``: what
     leaves the device around the end of a step is at home when the step ends, where the user sees it.
     For an input (``start`` = -1) only ``fetch_at`` matters.
+
+    For RECOMPUTE, the bytes are dropped when op ``start`` is done (``release_by`` is ``start + 1``), and
+    right before op ``fetch_at`` the ops that made them run again, and those that made their inputs where
+    these are neither on the device nor at home. What decisions with the same ``fetch_at`` need in common
+    runs once for all of them (the speed-centric mode of SuperNeurons, arXiv 1801.04380); with a
+    ``fetch_at`` of its own each runs its own chain and keeps nothing of it (the memory-centric mode).
+    Persistent storages cannot be recomputed.
     """
 
     gap: Gap

@@ -35,12 +35,18 @@ class Run:
 
     ``blocks`` has one block for each storage of ``op.touched``, in that order; ``workspace`` is the
     block for scratch memory, or None.
+
+    ``again``: the op has run before in this step, and runs once more to make what it made then. Its
+    blocks hold what they held the first time, whatever versions of the storages there are by now; in a
+    block of a storage that it writes but does not read, or that it ``discards``, lies anything. A random
+    op draws the same numbers as the first time, and its generator goes on as if it had not run.
     """
 
     op: int
     blocks: tuple[int, ...]
     workspace: int | None = None
     waits: tuple[Wait, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,8 @@ def queue_of(instruction: Instruction) -> Queue:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Device bytes held for one stay of a storage, or for the workspace of one op.
+
+    Several blocks may hold one storage at once, at different versions: what runs again works on copies.
 
     The bytes are held from instruction ``born`` up to, but not including, instruction ``dies``
     (indices into ``Program.instructions``). If ``wraps``, the block is held at the end of the step as

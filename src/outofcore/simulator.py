@@ -91,6 +91,11 @@ def _times(
     return Timeline(tuple(starts), tuple(ends), max(run_done[-1], out_done[-1], in_done[-1]))
 
 
+def recompute_seconds(costs: Costs, program: Program) -> float:
+    """Seconds of the step for which ops run that have run before in it."""
+    return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
+
+
 def _homeless(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
     what = "out of" if isinstance(instruction, CopyOut) else "into"
     if storage is None:

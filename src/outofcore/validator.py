@@ -26,8 +26,9 @@ from outofcore.program import Block, CopyOut, Program, Queue, Run, queue_of
 def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
     """Prove that a program computes one step of a graph, over and over, within a budget.
 
-    That is: every op runs, first runs in graph order, and only rerunnable ops run again; each run finds
-    its storages resident at the versions that plain execution would have; blocks in use at the same time
+    That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; each run finds
+    its storages resident at the versions that plain execution would have (one that runs again only what it reads,
+    less what it discards: of that it leaves garbage); blocks in use at the same time
     do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; and at the
     end of the step every result is at home and every block that wraps holds what the next step starts from.
 
@@ -38,8 +39,9 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
         budget: bytes of device memory.
         costs: where given, workspaces are checked against them.
 
-    Limits: a block whose storage an op mutates must hold the former version even where the op does not
-    read it. The capacity of homes and the alignment of offsets are not checked.
+    Limits: a block that an op mutates in its first run must hold the former version even where the op does not read
+    it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The capacity of homes and the
+    alignment of offsets are not checked.
 
     Raises:
         ValidationError: a promise is broken; names the instruction, op, module and storage.
@@ -166,10 +168,12 @@ def _check_coverage(step: _Step) -> None:
     for index, instruction in enumerate(step.program.instructions):
         if not isinstance(instruction, Run):
             continue
-        if instruction.op == upcoming:
+        if instruction.op == upcoming and not instruction.again:
             upcoming += 1
-        elif instruction.op > upcoming:
+        elif instruction.op >= upcoming:
             raise ValidationError(f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}")
+        elif not instruction.again:
+            raise ValidationError(f"{step.instruction(index)} is not the op's first run, and is not marked as another")
         elif not step.graph.ops[instruction.op].rerunnable:
             raise ValidationError(f"{step.instruction(index)} runs again, and the op must not")
     if upcoming < len(step.graph.ops):
@@ -322,9 +326,10 @@ class _Replay:
         op = self.graph.ops[run.op]
         cells = {s: self._cell(b, index) for s, b in zip(op.touched, run.blocks, strict=True)}
         for storage, version in self.before[op.id].items():
-            self._read(index, cells[storage], version)
+            if not run.again or (storage in op.reads and storage not in op.discards):
+                self._read(index, cells[storage], version)
         for storage, version in self.after[op.id].items():
-            self._write(index, cells[storage], version)
+            self._write(index, cells[storage], None if run.again and storage in op.discards else version)
         if run.workspace is not None:
             self._write(index, self._cell(run.workspace, index), None)
 

@@ -230,6 +230,35 @@ def shrink_block(graph: StepGraph, program: Program, random: Random | None = Non
             yield f"block {block.id} has {size} bytes", with_block(program, replace(block, bytes=size))
 
 
+def wrong_again(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A first run is marked as another, or another as the first."""
+    for index in _mixed(list(range(len(program.instructions))), random):
+        run = program.instructions[index]
+        if isinstance(run, Run):
+            broken = with_instruction(program, index, replace(run, again=not run.again))
+            yield f"instruction {index} says again={not run.again}", broken
+
+
+def rerun_elsewhere(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A run works on another block of a storage that is held then: an older copy, or the real thing for scratch."""
+    candidates: list[tuple[int, int, int]] = []
+    for index, run in enumerate(program.instructions):
+        if isinstance(run, Run):
+            candidates += [
+                (index, place, other.id)
+                for place, number in enumerate(run.blocks)
+                for other in program.blocks
+                if other.id != number and other.storage == program.blocks[number].storage
+            ]
+    for index, place, other in _mixed(candidates, random):
+        run = program.instructions[index]
+        assert isinstance(run, Run)
+        blocks = (*run.blocks[:place], other, *run.blocks[place + 1 :])
+        broken = with_instruction(program, index, replace(run, blocks=blocks))
+        if oracle.is_held(broken, index) and oracle.is_broken(graph, broken):
+            yield f"instruction {index} works on block {other}", broken
+
+
 MUTATIONS: dict[str, Mutation] = {
     "drop_wait": drop_wait,
     "weaken_wait": weaken_wait,
@@ -244,4 +273,6 @@ MUTATIONS: dict[str, Mutation] = {
     "wait_ahead": wait_ahead,
     "drop_result": drop_result,
     "shrink_block": shrink_block,
+    "wrong_again": wrong_again,
+    "rerun_elsewhere": rerun_elsewhere,
 }

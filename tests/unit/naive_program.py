@@ -40,7 +40,7 @@ class _Builder:
     def waits(self, **counts: int) -> tuple[Wait, ...]:
         return tuple(Wait(Queue[name.upper()], count) for name, count in counts.items() if count)
 
-    def group(self, op_id: int, copy_out: set[int]) -> None:
+    def group(self, op_id: int, copy_out: set[int], *, again: bool = False) -> None:
         """Copies-in, one run and copies-out, with blocks stacked in one half of the arena."""
         op = self.graph.ops[op_id]
         half = len(self.done) % self.halves
@@ -59,11 +59,12 @@ class _Builder:
             return number
 
         for storage in op.touched:
-            if storage in self.fixed:
+            scratch = again and storage in op.discards
+            if storage in self.fixed and not scratch:
                 numbers.append(self.fixed[storage])
                 continue
             numbers.append(take(storage, self.graph.storages[storage].bytes))
-            if storage not in op.creates:
+            if storage not in op.creates and not scratch:
                 home = self.home[storage]
                 assert home is not None
                 waits = self.waits(
@@ -75,7 +76,7 @@ class _Builder:
             workspace = take(None, self.costs.ops[op_id].workspace_bytes)
         copied = max([free[Queue.COPY_OUT], *(self.reading.get(s, 0) for s in op.mutates)])
         waits = self.waits(copy_in=self.issued[Queue.COPY_IN], copy_out=copied)
-        self.add(Run(op_id, tuple(numbers), workspace, waits))
+        self.add(Run(op_id, tuple(numbers), workspace, waits, again))
         for storage, number in zip(op.touched, numbers, strict=True):
             if storage in copy_out and storage not in self.fixed:
                 version = self.version[storage]
@@ -140,11 +141,11 @@ def naive_program(
         for storage, (creator, _) in list(dropped.items()):
             if storage in dropped and set(graph.ops[creator].touched) & set(op.mutates):
                 _bring_back(builder, dropped, storage)
-        read = [builder.version[s] for s in op.reads]
+        read = [builder.version[s] for s in op.reads if s not in op.discards]
         for storage in op.mutates + op.creates:
             builder.version[storage] += 1
         drop: set[int] = set()
-        if op.rerunnable and not op.mutates:
+        if op.rerunnable and set(op.mutates) <= set(op.discards):
             drop = {s for s in op.creates if s in recompute and len(graph.uses[s]) > 1}
         dropped.update(dict.fromkeys(drop, (op.id, read)))
         builder.group(op.id, set(op.mutates + op.creates) - drop)
@@ -168,11 +169,11 @@ def naive_program(
 def _bring_back(builder: _Builder, dropped: dict[int, tuple[int, list[int]]], storage: int) -> None:
     creator, read = dropped.pop(storage)
     op = builder.graph.ops[creator]
-    assert read == [builder.version[s] for s in op.reads]
+    assert read == [builder.version[s] for s in op.reads if s not in op.discards]
     for source in op.reads:
         if source in dropped:
             _bring_back(builder, dropped, source)
-    builder.group(creator, {storage})
+    builder.group(creator, {storage}, again=True)
 
 
 def _copy_out_fixed(builder: _Builder, storage: int) -> None:

@@ -132,6 +132,10 @@ class Machine:
         ]
         self.needs, self.final = plain_values(graph)
         self.faults: list[str] = []
+        self.first_runs: dict[int, int] = {}  # op -> its first instruction
+        for index, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Run):
+                self.first_runs.setdefault(instruction.op, index)
 
     def write(self, number: int, value: Value) -> None:
         mine = self.program.blocks[number]
@@ -168,13 +172,16 @@ class Machine:
         if isinstance(instruction, Run):
             op = self.graph.ops[instruction.op]
             needs = self.needs[op.id]
+            again = self.first_runs[op.id] != index
+            checked = set(op.reads) - set(op.discards) if again else set(needs)
             for storage, number, value in zip(op.touched, instruction.blocks, seen, strict=True):
                 steady = storage in op.mutates or self.device[number] == value
-                if storage in needs and not (steady and value == needs[storage]):
+                if storage in checked and not (steady and value == needs[storage]):
                     self.faults.append(f"instruction {index}, op {op.id}: wrong value in storage {storage}")
             for storage, number in zip(op.touched, instruction.blocks, strict=True):
                 if storage in op.mutates + op.creates:
-                    self.write(number, (op.id, storage, hash(tuple(needs.items()))))
+                    known = not (again and storage in op.discards)
+                    self.write(number, (op.id, storage, hash(tuple(needs.items()))) if known else GARBAGE)
             if instruction.workspace is not None:
                 self.write(instruction.workspace, GARBAGE)
             return
@@ -244,9 +251,13 @@ def is_held(program: Program, index: int) -> bool:
 
 def is_broken(graph: StepGraph, program: Program) -> bool:
     """Whether a program whose names make sense breaks a promise other than the budget."""
-    first_runs = list(dict.fromkeys(i.op for i in program.instructions if isinstance(i, Run)))
+    runs = [i for i in program.instructions if isinstance(i, Run)]
+    first_runs = list(dict.fromkeys(run.op for run in runs))
+    later_runs = [run.op in {former.op for former in runs[:place]} for place, run in enumerate(runs)]
     return (
         first_runs != list(range(len(graph.ops)))
+        or [run.again for run in runs] != later_runs
+        or not all(graph.ops[run.op].rerunnable for run in runs if run.again)
         or not all(is_held(program, index) for index in range(len(program.instructions)))
         or bool(faults_in_order(graph, program))
         or is_racy(graph, program)

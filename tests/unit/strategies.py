@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from naive_program import naive_program
 
+from outofcore.analysis import gaps_of
+from outofcore.analysis.recipes import History, can_recompute
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import Program
 
 # Below and above 64 KiB, from where on requests are planned; around a page; odd; and nothing at all.
@@ -40,7 +43,7 @@ class _Draft:
         reads: list[int],
         mutates: tuple[int, ...] = (),
         creates: tuple[int, ...] = (),
-        **how: bool | str,
+        **how: bool | str | tuple[int, ...],
     ) -> None:
         # As in a capture, what is written in place is read as well unless its former contents do not matter.
         once = tuple(dict.fromkeys(reads))
@@ -123,11 +126,12 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
             layer.saved.append(mask)
             out = dropped
         elif extra == "inplace":
-            draft.op("relu_", [out], mutates=(out,), rerunnable=False, module=module)
+            draft.op("relu_", [out], mutates=(out,), rerunnable=draft.chance(), module=module)
         elif extra == "norm":
             running = draft.storage(StorageKind.BUFFER, f"{module}.running_mean")
             normed = draft.like(out, StorageKind.ACTIVATION, f"{module}.normed")
-            draft.op("batch_norm", [out, running], (running,), (normed,), rerunnable=False, module=module)
+            discards = (running,) if draft.chance() else ()
+            draft.op("batch_norm", [out, running], (running,), (normed,), discards=discards, module=module)
             layer.saved.append(out)
             out = normed
         if draft.chance():
@@ -198,6 +202,30 @@ def budgets_for(graph: StepGraph, costs: Costs) -> st.SearchStrategy[int]:
         st.integers(neediest, min(2 * neediest, everything) + 1),
         st.just(everything),
     )
+
+
+@st.composite
+def plans_for(draw: st.DrawFn, graph: StepGraph) -> Plan:
+    """A plan that keeps, offloads or, where that is possible, recomputes each gap, at random times.
+
+    Recomputations often share their time, so that chains are run once for several storages.
+    """
+    history, n = History.of(graph), len(graph.ops)
+    meeting = draw(st.integers(0, n))
+    decisions: list[Decision] = []
+    for storage in graph.storages:
+        for gap in gaps_of(graph, storage.id):
+            choice = draw(st.sampled_from(Residency))
+            first = gap.start + 1
+            if gap.start >= 0 and gap.end < n and choice is Residency.RECOMPUTE:
+                fetch = draw(st.sampled_from([gap.end, min(max(meeting, first), gap.end), first]))
+                if can_recompute(history, storage.id, fetch):
+                    decisions.append(Decision(gap, choice, first, fetch))
+            elif choice is Residency.OFFLOAD:
+                release = draw(st.integers(first, min(gap.end, n)))
+                fetch = draw(st.integers(max(release, n if gap.end >= n else 0), gap.end))
+                decisions.append(Decision(gap, choice, 0 if gap.start < 0 else release, fetch))
+    return Plan("random", 0, tuple(draw(st.permutations(decisions))))
 
 
 @st.composite

@@ -78,6 +78,7 @@ def with_op(op: Op) -> StepGraph:
         (with_op(Op(2, "idle", (-1,), (), ())), r"op 2 \(idle\) uses storage -1"),
         (with_op(Op(2, "idle", (), (), (2,))), r"op 2 \(idle\) creates storage 2, which exists already"),
         (with_op(Op(2, "idle", (), (), (6,))), r"op 2 \(idle\) creates storage 6"),
+        (with_op(replace(GRAPH.ops[2], discards=(0,))), r"op 2 .* discards storage 0, which it does not mutate"),
         (replace(GRAPH, outputs=(6,)), "output 6 is not a storage of the step"),
     ],
 )

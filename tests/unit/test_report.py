@@ -46,7 +46,7 @@ PROGRAM = Program(
         CopyIn(0, 0),  # 1 to 5: the parameter
         Run(1, (2, 3), workspace=4),  # 3 to 4
         CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),  # 4 to 5: the output
-        Run(0, (1, 2)),  # 4 to 6: once more
+        Run(0, (1, 2), again=True),  # 4 to 6: once more
         Run(2, (0, 2), waits=(Wait(Queue.COPY_IN, 2),)),  # 6 to 9
         CopyOut(0, 1, (Wait(Queue.COMPUTE, 4),)),  # 9 to 12
     ),

@@ -252,14 +252,16 @@ def test_ops_run_once_in_order() -> None:
     swapped = with_instruction(with_instruction(PROGRAM, 2, second), 3, first)
     wide = replace(swapped, blocks=tuple(replace(b, born=0, dies=5, offset=-1) for b in PROGRAM.blocks))
     refuses(wide, r"comes before the first run of op 0, double", budget=1000)
-    twice = replace(PROGRAM, instructions=(*PROGRAM.instructions, PROGRAM.instructions[3]))
-    refuses(
-        replace(twice, blocks=tuple(replace(b, dies=6, offset=-1) for b in PROGRAM.blocks)), "the op must not", 1000
-    )
+    wide = replace(PROGRAM, blocks=tuple(replace(b, dies=6, offset=-1) for b in PROGRAM.blocks))
+    last = PROGRAM.instructions[3]
+    assert isinstance(last, Run)
+    refuses(replace(wide, instructions=(*PROGRAM.instructions, replace(last, again=True))), "the op must not", 1000)
+    refuses(replace(wide, instructions=(*PROGRAM.instructions, last)), "is not marked as another", 1000)
+    refuses(with_instruction(PROGRAM, 3, replace(last, again=True)), "comes before the first run of op 1, update")
 
 
 def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
-    instructions = (*PROGRAM.instructions[:3], Run(0, (1, 4)), *PROGRAM.instructions[3:])
+    instructions = (*PROGRAM.instructions[:3], Run(0, (1, 4), again=True), *PROGRAM.instructions[3:])
     instructions = (
         *instructions[:4],
         Run(1, (0, 4), 3, (Wait(Queue.COPY_IN, 2),)),
@@ -284,7 +286,7 @@ def test_a_rerun_must_find_the_versions_of_the_first_run() -> None:
         (Op(0, "double", (0,), (), (1,)), Op(1, "update", (0, 1), (0,), ()), Op(2, "look", (1,), (), ())),
     )
     blocks = (Block(0, 0, 8, 0, 0, True, 0), Block(1, 1, 8, 0, 2, offset=8), Block(2, 1, 8, 2, 4, offset=8))
-    program = Program((Run(0, (0, 1)), Run(1, (0, 1)), Run(0, (0, 2)), Run(2, (2,))), blocks, 16)
+    program = Program((Run(0, (0, 1)), Run(1, (0, 1)), Run(0, (0, 2), again=True), Run(2, (2,))), blocks, 16)
     with pytest.raises(ValidationError, match=r"instruction 2 .* needs version 0, but block 0 .* holds version 1"):
         validate(graph, program, 16)
 

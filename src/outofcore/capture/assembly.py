@@ -65,6 +65,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
             family=op.family,
             module=op.module,
             source=op.source,
+            discards=storages.all(op.discards),
         )
         for index, op in enumerate(tables.ops)
     )

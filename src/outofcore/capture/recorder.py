@@ -134,6 +134,7 @@ class Recorder(TorchDispatchMode):
                 family=schema.family_text(name, call_args, call_kwargs, tables.values),
                 module=module,
                 source=source,
+                discards=self._discarded(func, before, written),
             )
         )
         return result
@@ -147,6 +148,14 @@ class Recorder(TorchDispatchMode):
             if not (place in written and whole and schema.is_overwritten(func, place)):
                 reads.append(value.storage)
         return _unique(reads)
+
+    def _discarded(self, func: OpOverload, before: list[tuple[int, int]], written: frozenset[int]) -> tuple[int, ...]:
+        statistics = schema.traits(func).statistics & written
+        if not statistics:
+            return ()
+        places = [(place, self._tables.values[index].storage) for place, index in before]
+        looked_at = {storage for place, storage in places if place not in statistics}
+        return _unique(storage for place, storage in places if place in statistics and storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
         short = func._schema.name.partition("::")[2]

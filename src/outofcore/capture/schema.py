@@ -32,6 +32,14 @@ _HIDDEN_WRITES = {
     "aten::batch_norm_update_stats": (_STATISTICS, ""),
     "aten::mkldnn_rnn_layer_backward": (("workspace",), ""),
 }
+# Operators of which nothing but the statistics themselves depends on the statistics that they update.
+_UPDATES_STATISTICS = frozenset(
+    (
+        *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
+        *("aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats"),
+        *("aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"),
+    )
+)
 _SPLIT_TYPES = frozenset({"List[Tensor]", "List[number]", "List[float]"})
 
 
@@ -47,6 +55,7 @@ class Traits:
         hidden: places of arguments that it writes without saying so, if ``flag`` is set (or always, if the
             flag is -1).
         flag: the place of that flag.
+        statistics: places of arguments that, where they are written, matter to nothing else that it makes.
         random: whether it draws from a generator.
         reshapes: whether it changes the metadata of its first argument.
     """
@@ -57,6 +66,7 @@ class Traits:
     overwrites: bool
     hidden: tuple[int, ...]
     flag: int
+    statistics: frozenset[int]
     random: bool
     reshapes: bool
 
@@ -76,6 +86,7 @@ def traits(func: OpOverload) -> Traits:
         overwrites=name in _OVERWRITES,
         hidden=tuple(names.index(argument) for argument in hidden),
         flag=names.index(flag) if flag else -1,
+        statistics=frozenset(names.index(a) for a in _STATISTICS) if name in _UPDATES_STATISTICS else frozenset(),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
     )

@@ -47,6 +47,7 @@ class TracedOp:
     family: str = ""
     module: str = ""
     source: str = ""
+    discards: tuple[int, ...] = ()
 
 
 @dataclass

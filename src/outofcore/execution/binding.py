@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ from outofcore.execution.arena import STOCK, Arena
 from outofcore.program import Block, CopyOut, Program, Queue, Run, Wait, queue_of
 
 QUEUES = (Queue.COMPUTE, Queue.COPY_OUT, Queue.COPY_IN)
+
+
+class Draws(Enum):
+    """What has to be done about the random generator around an op."""
+
+    FREELY = "freely"  # nothing: it draws nothing, or is never run again
+    FIRST = "first"  # the generator's state is saved before, for the op runs again later in the step
+    AGAIN = "again"  # it draws from the saved state, and the generator goes on as if it had not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class BoundRun:
     waits: tuple[tuple[int, int], ...]  # queue index, count
     number: int  # place in its queue, from 1
     awaited: bool  # whether an instruction of another queue waits for this one
+    draws: Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,9 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
     """
     binder = _Binder(captured, program, arena)
     awaited = {(wait.queue, wait.count) for i in program.instructions for wait in i.waits}
+    random_again = {
+        i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
+    }
     counts = dict.fromkeys(QUEUES, 0)
     runs: list[BoundRun] = []
     copies: dict[Queue, list[BoundCopy]] = {Queue.COPY_OUT: [], Queue.COPY_IN: []}
@@ -125,6 +138,9 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
                 target = binder.tensor(value_index, blocks[value.storage])
                 if target.numel():
                     results.append((leaf, target.data_ptr(), target))
+            draws = Draws.FREELY
+            if op.id in random_again:
+                draws = Draws.AGAIN if instruction.again else Draws.FIRST
             runs.append(
                 BoundRun(
                     index,
@@ -136,6 +152,7 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
                     _pairs(instruction.waits),
                     number,
                     is_awaited,
+                    draws,
                 )
             )
         else:
@@ -185,4 +202,4 @@ def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -
     return found
 
 
-__all__ = ["QUEUES", "Bound", "BoundCopy", "BoundRun", "bind", "scopes", "tensor_on"]
+__all__ = ["QUEUES", "Bound", "BoundCopy", "BoundRun", "Draws", "bind", "scopes", "tensor_on"]

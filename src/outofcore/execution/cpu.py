@@ -12,7 +12,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound, BoundCopy
+from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.homes import HomeStore
 from outofcore.program import Program, Timeline
 
@@ -227,6 +227,7 @@ class CpuEngine:
         progress = self._progress
         done = progress.done
         enter = table.begin
+        generators = _Generators()
         for scope, run in enumerate(bound.runs):
             if run.waits:
                 try:
@@ -234,11 +235,16 @@ class CpuEngine:
                 except StateError as error:
                     raise _explained(progress.failure or error) from error
             starts[run.index] = perf_counter()
+            if run.draws is not Draws.FREELY:
+                generators.before(run)
             enter(scope)
             try:
                 out = run.func(*run.args, **run.kwargs)
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
+            finally:
+                if run.draws is Draws.AGAIN:
+                    generators.after()
             if run.results:
                 leaves = (out,) if isinstance(out, torch.Tensor) else internals.tensor_leaves(out)
                 for leaf, address, target in run.results:
@@ -252,6 +258,33 @@ class CpuEngine:
                 progress.publish(_COMPUTE, run.number)
             else:
                 done[_COMPUTE] = run.number
+
+
+class _Generators:
+    """The states of the default generator that one step needs to draw the same numbers again.
+
+    A state takes 5 KB of ordinary memory. Whoever else draws from the default generator while an op runs
+    again, from another thread, draws the numbers of that op.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator
+        self._saved: dict[int, torch.Tensor] = {}  # by op
+        self._current: torch.Tensor | None = None
+
+    def before(self, run: BoundRun) -> None:
+        """Save the state before an op's first run, or set it for another."""
+        state = self._generator.get_state()
+        if run.draws is Draws.FIRST:
+            self._saved[run.op] = state
+        else:
+            self._current = state
+            self._generator.set_state(self._saved[run.op])
+
+    def after(self) -> None:
+        """Let the generator go on from where it was before the op ran again."""
+        if self._current is not None:
+            self._generator.set_state(self._current)
 
 
 def _explained(failure: BaseException) -> BaseException:

@@ -13,6 +13,8 @@ from outofcore.planning.fitting import (
     smallest_budget,
 )
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
+from outofcore.planning.superneurons import superneurons
 from outofcore.planning.window import window
 
 __all__ = [
@@ -27,5 +29,7 @@ __all__ = [
     "place",
     "plan_step",
     "smallest_budget",
+    "sqrt_checkpoint",
+    "superneurons",
     "window",
 ]

@@ -14,6 +14,8 @@ from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.priced import priced
+from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.superneurons import superneurons
 from outofcore.planning.window import window
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
@@ -167,11 +169,11 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
 
 
 def op_times(planned: Planned) -> tuple[float, ...]:
-    """When each op starts in a simulated step, and when the step ends."""
+    """When each op first starts in a simulated step, and when the step ends."""
     starts = [
         start
         for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
-        if isinstance(instruction, Run)
+        if isinstance(instruction, Run) and not instruction.again
     ]
     return (*starts, planned.timeline.step_seconds)
 
@@ -190,7 +192,7 @@ def worth(costs: Costs, planned: Planned) -> float:
     return planned.timeline.step_seconds + _INTERFERENCE * copying
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "window")
+POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "superneurons", "window")
 
 
 def plan_step(
@@ -226,6 +228,13 @@ def plan_step(
         found += _windows(graph, costs, budget, (0.5, 1.0, 1.5) if policy == "auto" else (1.5,))
     if policy in ("auto", "priced"):
         found += _priced(graph, costs, budget, (0.0, 1.0, 2.0, 4.0) if policy == "auto" else (1.0,))
+    if policy == "sqrt-checkpoint":
+        plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
+        found += [p for p in (fit_once(graph, costs, budget, plan) for plan in plans) if p is not None]
+    if policy == "superneurons":
+        for recompute in (False, True):
+            planned = fit(graph, costs, budget, lambda room, r=recompute: superneurons(graph, costs, room, recompute=r))
+            found += [planned] if planned else []
     if policy == "offload-all" or (policy == "auto" and not found):
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -77,11 +76,11 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
         budget: bytes of the device that the user named; a plan's own may be less.
     """
     compute = 0.0
-    runs = Counter[int]()
+    recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run):
             compute += end - start
-            runs[instruction.op] += 1
+            recomputed += instruction.again
     return StepReport(
         policy=plan.policy,
         budget=budget,
@@ -89,7 +88,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
         peak_bytes=max(held for _, held in resident_bytes(program, timeline)),
         seconds=timeline.step_seconds,
         compute_seconds=compute,
-        recomputed=runs.total() - len(runs),
+        recomputed=recomputed,
         moved=_moved(graph, program),
     )
 

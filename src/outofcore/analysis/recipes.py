@@ -1,0 +1,130 @@
+"""How a storage can be computed again: which version was written by which op, from which versions.
+
+A *content* is a storage at a version, as ``(storage, version)``. The recipe of a content is the op that
+wrote it; that op's other inputs are contents as well, at the versions that they had when it first ran.
+Contents that are at hand end the recursion; since every op reads only what earlier ops wrote, it ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outofcore.errors import GraphError
+from outofcore.graph import Op, StepGraph, StorageKind
+
+Content = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class History:
+    """The versions in plain execution.
+
+    Attributes:
+        graph: the step.
+        before: for each op the version at which it finds each storage that it reads or mutates.
+        writes: for each storage the ops that write it, in order: the v-th of them makes version v.
+    """
+
+    graph: StepGraph
+    before: tuple[dict[int, int], ...]
+    writes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(graph: StepGraph) -> History:
+        """The history of a step."""
+        writes: list[list[int]] = [[] for _ in graph.storages]
+        before: list[dict[int, int]] = []
+        for op in graph.ops:
+            before.append({s: len(writes[s]) for s in op.reads + op.mutates})
+            for storage in dict.fromkeys(op.mutates + op.creates):
+                writes[storage].append(op.id)
+        return History(graph, tuple(before), tuple(tuple(ops) for ops in writes))
+
+    def version_at(self, storage: int, op: int) -> int:
+        """The version of a storage right before an op."""
+        return bisect_left(self.writes[storage], op)
+
+    def needs(self, op: Op) -> tuple[Content, ...]:
+        """What an op has to find when it runs again: what it reads, less what it discards."""
+        found = self.before[op.id]
+        return tuple((s, found[s]) for s in op.reads if s not in op.discards)
+
+    def makes(self, op: Op) -> tuple[Content, ...]:
+        """What an op leaves when it runs again."""
+        found = self.before[op.id]
+        return tuple((s, found.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
+
+    def always_held(self, op: int) -> Callable[[Content], bool]:
+        """Which contents are on the device or at home right before an op whatever the plan.
+
+        That is what exists before the step, at the version of that time. (A plan that recomputes an input that the
+        step has changed breaks this.)
+        """
+        lasting = (StorageKind.INPUT, StorageKind.CONSTANT)
+
+        def held(content: Content) -> bool:
+            storage, version = content
+            if storage not in self.graph.persistent and self.graph.storages[storage].kind not in lasting:
+                return False
+            return version == self.version_at(storage, op)
+
+        return held
+
+
+def replay(history: History, targets: Iterable[Content], is_held: Callable[[Content], bool]) -> tuple[int, ...]:
+    """The ops that have to run again to make the targets, in order, each once.
+
+    Args:
+        history: of the step.
+        targets: made even if they are held.
+        is_held: whether a content need not be made, being on the device or at home.
+
+    Raises:
+        GraphError: a target, or something that it is made from, cannot be made again; names it.
+    """
+    wanted = dict.fromkeys(targets)
+    pending = list(wanted)
+    seen = set(pending)
+    runs: set[int] = set()
+    while pending:
+        content = pending.pop()
+        op = _maker(history, content)
+        runs.add(op.id)
+        for need in history.needs(op):
+            if need not in seen and not is_held(need):
+                seen.add(need)
+                pending.append(need)
+    return tuple(sorted(runs))
+
+
+def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
+    """Whether a storage can be computed again right before an op, whatever else leaves the device."""
+    if storage in history.graph.persistent or history.graph.storages[storage].kind is StorageKind.INPUT:
+        return False
+    try:
+        replay(history, [(storage, history.version_at(storage, fetch_at))], history.always_held(fetch_at))
+    except GraphError:
+        return False
+    return True
+
+
+def _maker(history: History, content: Content) -> Op:
+    storage, version = content
+    graph = history.graph
+    data = graph.storages[storage]
+    name = f"version {version} of storage {storage} ({data.name or data.kind.value})"
+    if version < 1:
+        raise GraphError(
+            f"{name} cannot be computed again: no op makes it, and neither device nor home holds it any more; "
+            "keep or offload what is made from it"
+        )
+    op = graph.ops[history.writes[storage][version - 1]]
+    if not op.rerunnable or storage in op.discards:
+        why = "may run once only" if not op.rerunnable else "does not make it from what is given to it again"
+        raise GraphError(
+            f"{name} cannot be computed again: op {op.id} ({op.name}), which writes it, {why}; "
+            "keep or offload what is made from it"
+        )
+    return op

@@ -1,0 +1,254 @@
+"""From a plan to instructions on blocks that have no addresses yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from outofcore.analysis.gaps import gaps_of, placed_bytes
+from outofcore.analysis.recipes import Content, History, replay
+from outofcore.costs import Costs
+from outofcore.errors import GraphError
+from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Run
+
+
+@dataclass
+class _Stay:
+    """A block while its lifetime is still being found out."""
+
+    storage: int | None
+    bytes: int
+    born: int
+    dies: int = -1
+    wraps: bool = False
+
+
+@dataclass
+class _Lowering:
+    graph: StepGraph
+    costs: Costs
+    plan: Plan
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    stays: list[_Stay] = field(default_factory=list[_Stay])
+    block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its block now
+    wrapping: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its wrapping block
+
+    def __post_init__(self) -> None:
+        self.version = [0] * len(self.graph.storages)
+        self.home: list[int | None] = [None] * len(self.graph.storages)  # the version at home
+        recomputes = any(d.residency is Residency.RECOMPUTE for d in self.plan.decisions)
+        self.history = History.of(self.graph) if recomputes else None
+
+    def run(self) -> Program:
+        graph, n = self.graph, len(self.graph.ops)
+        version, home = self.version, self.home
+        releases: dict[int, list[Decision]] = defaultdict(list)
+        fetches: dict[int, list[Decision]] = defaultdict(list)
+        leaving: dict[int, list[Decision]] = defaultdict(list)
+        replays: dict[int, list[Decision]] = defaultdict(list)
+        last_fetch: dict[int, Decision] = {}  # the last stay of a storage starts with this one
+        cyclic: set[int] = set()  # at home when the step ends
+        for decision in self._decisions():
+            gap = decision.gap
+            if decision.residency is Residency.RECOMPUTE:
+                leaving[gap.start].append(decision)
+                replays[decision.fetch_at].append(decision)
+                continue
+            if gap.start >= 0:
+                releases[decision.release_by].append(decision)
+                leaving[gap.start].append(decision)
+            fetches[decision.fetch_at - n if gap.end >= n else decision.fetch_at].append(decision)
+            if gap.end >= n:
+                cyclic.add(gap.storage)
+            elif gap.storage not in last_fetch or gap > last_fetch[gap.storage].gap:
+                last_fetch[gap.storage] = decision
+        dying_stays: dict[Gap, int] = {}  # blocks whose copy-out may still be under way
+        for storage in graph.storages:
+            if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
+                continue
+            if storage.kind is StorageKind.INPUT or storage.id in cyclic:
+                home[storage.id] = 0
+            elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
+                self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
+
+        outputs = set(graph.outputs)
+        last_use = {storage.id: uses[-1] for storage, uses in zip(graph.storages, graph.uses, strict=True) if uses}
+        for op in graph.ops:
+            for decision in releases.pop(op.id, ()):
+                if decision.gap in dying_stays:
+                    self._end(dying_stays.pop(decision.gap))
+            for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end, d.gap.storage)):
+                storage = decision.gap.storage
+                if storage in self.wrapping and decision is last_fetch.get(storage):
+                    block = self.wrapping[storage]
+                    self.stays[block].born = len(self.instructions)
+                else:
+                    block = self._new_stay(storage)
+                self.block_of[storage] = block
+                held = home[storage]
+                if held is None:
+                    raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
+                self.instructions.append(CopyIn(block, held))
+            if op.id in replays:
+                self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
+            self._run_op(op)
+            for storage in op.mutates + op.creates:
+                version[storage] += 1
+            for storage in op.touched:
+                if last_use[storage] != op.id or storage in graph.persistent:
+                    continue
+                if graph.storages[storage].kind is StorageKind.CONSTANT:
+                    continue
+                changed_input = graph.storages[storage].kind is StorageKind.INPUT and version[storage] > 0
+                if (storage in outputs or changed_input) and home[storage] != version[storage]:
+                    self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
+                    home[storage] = version[storage]
+                self._end(self.block_of.pop(storage))
+            for decision in leaving.pop(op.id, ()):
+                storage = decision.gap.storage
+                block = self.block_of.pop(storage)
+                if decision.residency is Residency.RECOMPUTE or home[storage] == version[storage]:
+                    self._end(block)
+                    continue
+                self.instructions.append(CopyOut(block, version[storage]))
+                home[storage] = version[storage]
+                dying_stays[decision.gap] = block
+        for storage in graph.outputs:
+            if home[storage] != version[storage] and storage in self.block_of:
+                self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
+        for block in dying_stays.values():
+            self._end(block)
+        return self._program()
+
+    def _decisions(self) -> list[Decision]:
+        """What does not keep, checked, and the arrival of every input added where it is not named."""
+        n = len(self.graph.ops)
+        found: list[Decision] = []
+        arriving: set[int] = set()
+        for decision in self.plan.decisions:
+            gap = decision.gap
+            if decision.residency is Residency.KEEP:
+                continue
+            if gap not in gaps_of(self.graph, gap.storage):
+                raise GraphError(f"the plan decides about a gap that the graph has not: {gap}")
+            latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
+            if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (
+                gap.end >= n > decision.fetch_at
+            ):
+                raise GraphError(f"the times of a decision are out of order: {decision}")
+            if decision.residency is Residency.RECOMPUTE:
+                self._check_recompute(decision)
+            if gap.start < 0:
+                arriving.add(gap.storage)
+            found.append(decision)
+        for storage in self.graph.storages:
+            uses = self.graph.uses[storage.id]
+            if storage.kind is StorageKind.INPUT and storage.id not in arriving and uses:
+                found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
+        return found
+
+    def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
+        if storage is not None:
+            count = placed_bytes(self.graph.storages[storage].bytes)
+        self.stays.append(_Stay(storage, count, 0 if wraps else len(self.instructions), wraps=wraps))
+        return len(self.stays) - 1
+
+    def _end(self, block: int) -> None:
+        self.stays[block].dies = len(self.instructions)
+
+    def _check_recompute(self, decision: Decision) -> None:
+        gap = decision.gap
+        data = self.graph.storages[gap.storage]
+        name = f"storage {gap.storage} ({data.name or data.kind.value})"
+        if gap.start < 0 or gap.storage in self.graph.persistent:
+            raise GraphError(f"{name} cannot be computed again: it exists before the step; keep or offload it")
+        if decision.release_by != gap.start + 1:
+            raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
+
+    def _materialise(self, storages: list[int]) -> None:
+        """Run again what makes these storages, at the versions they have now, and give each its block.
+
+        What that takes and is neither on the device nor a target gets blocks of its own, which hold it
+        from the run or copy-in that brings it to the last run that reads it. What is on the device is
+        read in place: it is at the version of now, so no op that runs again writes it.
+        """
+        graph, history, version, home = self.graph, self.history, self.version, self.home
+        if history is None:
+            return
+        targets = {(storage, version[storage]) for storage in storages}
+
+        def on_device(content: Content) -> bool:
+            return content[0] in self.block_of and version[content[0]] == content[1]
+
+        runs = replay(history, targets, lambda content: on_device(content) or home[content[0]] == content[1])
+        last_need = {content: op for op in runs for content in history.needs(graph.ops[op])}
+        blocks: dict[Content, int] = {}
+        for index in runs:
+            op = graph.ops[index]
+            needs = dict(history.needs(op))
+            for storage, needed in needs.items():
+                if (storage, needed) not in blocks and not on_device((storage, needed)):
+                    blocks[storage, needed] = self._new_stay(storage)
+                    self.instructions.append(CopyIn(blocks[storage, needed], needed))
+            makes = dict(history.makes(op))
+            used: dict[int, int] = {}
+            for storage in op.touched:
+                content = (storage, needs.get(storage, -1))
+                if storage in needs and storage in makes:
+                    used[storage] = blocks.pop(content)  # written in place: the former contents are gone
+                elif storage in needs:
+                    used[storage] = blocks[content] if content in blocks else self.block_of[storage]
+                else:
+                    used[storage] = self._new_stay(storage)
+            self._append_run(op, used, again=True)
+            blocks.update({content: used[content[0]] for content in makes.items()})
+            for storage in op.discards:
+                self._end(used[storage])
+            for content in set(blocks) - targets:
+                if last_need.get(content, -1) <= index or on_device(content):
+                    self._end(blocks.pop(content))
+        for storage in storages:
+            self.block_of[storage] = blocks[storage, version[storage]]
+
+    def _run_op(self, op: Op) -> None:
+        for storage in op.creates:
+            self.block_of[storage] = self._new_stay(storage)
+        self._append_run(op, self.block_of)
+
+    def _append_run(self, op: Op, blocks: dict[int, int], *, again: bool = False) -> None:
+        scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
+        workspace = self._new_stay(None, scratch) if scratch else None
+        self.instructions.append(Run(op.id, tuple(blocks[s] for s in op.touched), workspace, again=again))
+        if workspace is not None:
+            self._end(workspace)
+
+    def _program(self) -> Program:
+        graph, version = self.graph, self.version
+        blocks: list[Block] = []
+        for index, stay in enumerate(self.stays):
+            dies = stay.dies
+            if stay.wraps and dies < 0:  # never left: over the whole step
+                blocks.append(Block(index, stay.storage, stay.bytes, 0, 0, True))
+            else:
+                blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
+        changed = {s.id for s in graph.storages if s.kind is StorageKind.INPUT and version[s.id] > 0}
+        results = sorted(set(graph.outputs) | (graph.persistent - set(self.wrapping)) | changed)
+        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results))
+
+
+def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
+    """Turn a plan into instructions on blocks that have no addresses yet.
+
+    Before each op come the copies-in that the plan fetches there, after it the copies-out of what
+    leaves. A storage whose home copy is up to date leaves without a copy; one that is used no more
+    is dropped. Before the op at which a plan wants a storage computed again, and after the copies-in of
+    that op, come the runs that make it. A persistent storage that is resident when the step ends counts
+    as changed when the next one starts, since the user may have written to it in between.
+
+    Raises:
+        GraphError: a decision's times are out of order, it names a gap that the graph has not, or it
+            recomputes what cannot be computed again.
+    """
+    return _Lowering(graph, costs, plan).run()

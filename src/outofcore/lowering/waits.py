@@ -1,0 +1,146 @@
+"""What each instruction of a placed program has to wait for.
+
+The waits depend on the addresses: a block may be written as soon as whatever last held its bytes
+is done with them, and need not wait for anything else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from dataclasses import replace
+
+from outofcore.errors import GraphError
+from outofcore.graph import StepGraph
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, queue_of
+
+_QUEUES = (Queue.COMPUTE, Queue.COPY_OUT, Queue.COPY_IN)
+_Clock = tuple[int, int, int]  # how many instructions of each queue are surely done
+
+
+def _later(a: _Clock, b: _Clock) -> _Clock:
+    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]))
+
+
+class _Ground:
+    """Who last touched each byte of the arena, as disjoint intervals in order of address."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
+
+    def take(self, start: int, end: int) -> _Clock:
+        """When all of [start, end) is free."""
+        needed: _Clock = (0, 0, 0)
+        at = max(bisect_right(self._starts, start) - 1, 0)
+        while at < len(self._starts) and self._starts[at] < end:
+            piece_end, clock = self._pieces[at]
+            if piece_end > start:
+                needed = _later(needed, clock)
+            at += 1
+        return needed
+
+    def give(self, start: int, end: int, clock: _Clock) -> None:
+        """Record that [start, end) is free once ``clock`` is reached."""
+        first = bisect_left(self._starts, start)
+        if first and self._pieces[first - 1][0] > start:
+            first -= 1
+        last = first
+        new_starts: list[int] = []
+        new_pieces: list[tuple[int, _Clock]] = []
+        while last < len(self._starts) and self._starts[last] < end:
+            old_start, (old_end, old_clock) = self._starts[last], self._pieces[last]
+            if old_start < start:
+                new_starts.append(old_start)
+                new_pieces.append((start, old_clock))
+            if old_end > end:
+                new_starts.append(end)
+                new_pieces.append((old_end, old_clock))
+            last += 1
+        at = 1 if new_starts and new_starts[0] < start else 0
+        new_starts.insert(at, start)
+        new_pieces.insert(at, (end, clock))
+        self._starts[first:last] = new_starts
+        self._pieces[first:last] = new_pieces
+
+
+def wire(graph: StepGraph, program: Program) -> Program:
+    """Give each instruction of a placed program the waits that it needs, and no more.
+
+    An instruction waits for whoever wrote what it reads, for whoever still reads what it overwrites
+    (in a block, in a home slot, or in the bytes of a block that was there before), unless its own
+    queue or another wait implies it.
+    """
+    ground = _Ground()
+    counts = [0, 0, 0]
+    clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
+    written: dict[int, _Clock] = {}  # block -> when its contents are there
+    touched: dict[int, _Clock] = {}  # block -> when everybody is done with it
+    slot_written: dict[int, _Clock] = {}  # storage -> when its home holds what was last copied out
+    slot_read: dict[int, _Clock] = {}
+    nothing: _Clock = (0, 0, 0)
+    deaths: dict[int, list[Block]] = defaultdict(list)
+    for block in program.blocks:
+        if not (block.wraps and block.born == block.dies == 0):
+            deaths[block.dies].append(block)
+    pending = sorted(deaths)
+    next_death = 0
+    instructions: list[Instruction] = []
+    for index, instruction in enumerate(program.instructions):
+        while next_death < len(pending) and pending[next_death] <= index:
+            for block in deaths[pending[next_death]]:
+                if block.bytes:
+                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, nothing))
+                # A wrapping block that comes back later in the step starts afresh.
+                written.pop(block.id, None)
+                touched.pop(block.id, None)
+            next_death += 1
+        queue = _QUEUES.index(queue_of(instruction))
+        needed = nothing
+        if isinstance(instruction, Run):
+            op = graph.ops[instruction.op]
+            writes = set(op.mutates) | set(op.creates)
+            accesses = [(b, s in writes) for b, s in zip(instruction.blocks, op.touched, strict=True)]
+            if instruction.workspace is not None:
+                accesses.append((instruction.workspace, True))
+        else:
+            accesses = [(instruction.block, isinstance(instruction, CopyIn))]
+            storage = program.blocks[instruction.block].storage
+            if storage is None:
+                raise GraphError(f"instruction {index} copies a workspace")
+            needed = slot_written.get(storage, nothing)
+            if isinstance(instruction, CopyOut):
+                needed = _later(needed, slot_read.get(storage, nothing))
+        for block_id, writes_it in accesses:
+            block = program.blocks[block_id]
+            if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
+                needed = _later(needed, ground.take(block.offset, block.offset + block.bytes))
+            needed = _later(needed, (touched if writes_it else written).get(block_id, nothing))
+        counts[queue] += 1
+        known = clocks.get((queue, counts[queue] - 1), nothing)
+        waits: list[Wait] = []
+        # The queue whose news imply most comes first, so that the other wait may be found superfluous.
+        missing = [q for q in range(3) if q != queue and needed[q] > known[q]]
+        merged = {q: clocks[q, needed[q]] for q in missing}
+        for q in sorted(missing, key=lambda q: -sum(merged[q][p] >= needed[p] for p in missing)):
+            if needed[q] > known[q]:
+                waits.append(Wait(_QUEUES[q], needed[q]))
+                known = _later(known, merged[q])
+        done = list(known)
+        done[queue] = counts[queue]
+        clock: _Clock = (done[0], done[1], done[2])
+        clocks[queue, counts[queue]] = clock
+        own: list[int] = [0, 0, 0]
+        own[queue] = counts[queue]
+        mine: _Clock = (own[0], own[1], own[2])
+        for block_id, writes_it in accesses:
+            touched[block_id] = _later(touched.get(block_id, nothing), mine)
+            if writes_it:
+                written[block_id] = mine
+        if isinstance(instruction, CopyOut | CopyIn):
+            storage = program.blocks[instruction.block].storage
+            if storage is not None:
+                target = slot_written if isinstance(instruction, CopyOut) else slot_read
+                target[storage] = _later(target.get(storage, nothing), mine)
+        instructions.append(replace(instruction, waits=tuple(waits)))
+    return replace(program, instructions=tuple(instructions))

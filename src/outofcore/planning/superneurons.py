@@ -1,0 +1,188 @@
+"""What is dear to compute is offloaded, what is cheap is computed again: SuperNeurons.
+
+Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018,
+arXiv 1801.04380). Three rules, adapted from layers to ops:
+
+- Liveness: what has no further use is dropped. Every program does that.
+- Unified tensor pool: *checkpoints* go home, and come back one checkpoint ahead in the backward pass. A
+  cache on the device keeps as many of them as there is room for; the least recently used leave first.
+- Cost-aware recomputation: what lies between two checkpoints, a *segment*, is dropped and computed again.
+  Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
+  each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
+
+    forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
+    home       C1 ------>   C2 -->               copied out while the next ones are computed
+    backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: computed again, from the checkpoint
+
+Checkpoints are the results of heavy ops (the paper's convolutions and fully connected layers; here those
+that take more than twice as long per byte as the median op, since a graph need not say what its ops
+are), of joins (ops that read two storages of the step, random numbers not counted), and forks (storages
+that several ops of the forward pass read).
+
+Different from the paper: all this is decided before the step, and whoever plans may ask for it without
+recomputation as well and take what the simulator finds faster. Left out: the choice of convolution algorithms by
+free workspace (PyTorch chooses) and the preallocated heap (addresses are planned). As in the
+paper parameters, gradients and optimizer states stay, and inputs are there from the start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from outofcore.analysis.gaps import gaps_of, is_large, large_needs, placed_bytes
+from outofcore.analysis.recipes import History, can_recompute
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.model import Ints
+from outofcore.planning.waiting import waiting_gaps
+
+# An op is heavy if a byte takes it so many times as long as it takes the median op.
+_HEAVY = 2.0
+
+
+def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
+    """Plan a step by checkpoints that are offloaded and segments that are computed again.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed. Without homes checkpoints stay.
+        budget: bytes of large blocks that may be resident.
+        recompute: False leaves the segments where they are.
+
+    Raises:
+        BudgetError: it does not fit even with every checkpoint away.
+    """
+    parts = _Parts.of(graph, costs)
+    most = len(parts.checkpoints) if costs.homes else 0
+    for ahead in (True, False):
+
+        def fits(away: int, ahead: bool = ahead) -> bool:
+            return parts.peak(parts.decisions(away, recompute, ahead)) <= budget
+
+        away = bisect_left(range(most + 1), True, key=fits)
+        if away <= most:
+            return Plan("superneurons", budget, parts.decisions(away, recompute, ahead))
+    raise BudgetError(f"with every checkpoint away more than {budget} bytes are needed")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    graph: StepGraph
+    checkpoints: tuple[Gap, ...]  # the least recently used first
+    makers: tuple[int, ...]  # the ops that make them, in order
+    segments: tuple[tuple[Gap, ...], ...]  # those between the first maker and the second, and so on
+    neediest: int  # bytes that the neediest op takes by itself
+    always: Ints  # for each op the bytes that it takes, and that all else but the gaps above takes meanwhile
+
+    @staticmethod
+    def of(graph: StepGraph, costs: Costs) -> _Parts:
+        waiting = waiting_gaps(graph)
+        history = History.of(graph)
+        branching = _branching(graph, costs, waiting)
+        checkpoints = [
+            gap for gap in waiting if gap.storage in branching or not can_recompute(history, gap.storage, gap.end)
+        ]
+        makers = sorted({graph.creator[gap.storage] for gap in checkpoints})
+        segments: dict[int, list[Gap]] = {}
+        for gap in sorted(set(waiting) - set(checkpoints)):
+            segments.setdefault(bisect_right(makers, graph.creator[gap.storage]), []).append(gap)
+        needs = large_needs(graph, costs)
+        return _Parts(
+            graph,
+            tuple(sorted(checkpoints, key=lambda gap: (gap.start, gap.storage))),
+            tuple(makers),
+            tuple(tuple(segments.get(index, ())) for index in range(len(makers) + 1)),
+            max(needs, default=0),
+            _held_always(graph, needs, set(waiting)),
+        )
+
+    def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
+        """The gaps of the first ``away`` checkpoints and, if asked for, of all segments.
+
+        ``ahead``: copies have time, as the paper gives them; otherwise room is taken as late and given
+        back as early as can be.
+        """
+        found: list[Decision] = []
+        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
+        for index, gaps in enumerate(self.segments if recompute else ()):
+            together = sum(map(self._bytes, gaps)) <= self.neediest
+            first = min((gap.end for gap in gaps), default=0)
+            for gap in gaps:
+                fetch = max(first, gap.start + 1) if together else gap.end
+                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
+            for gap, at in due.items():
+                if gaps and index and self.graph.creator[gap.storage] == self.makers[index - 1]:
+                    due[gap] = max(min(at, first), gap.start + 1)
+        times = sorted(set(due.values()))
+        for gap, at in due.items():
+            release, fetch = gap.start + 1, at
+            if ahead:
+                earlier = bisect_left(times, at)
+                fetch = max(times[earlier - 1] if earlier else at, release)
+                following = bisect_right(self.makers, gap.start)
+                release = min(self.makers[following] if following < len(self.makers) else release, fetch)
+            found.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
+        return tuple(sorted(found, key=lambda d: d.gap))
+
+    def peak(self, decisions: tuple[Decision, ...]) -> int:
+        """The most bytes that are held, but for what exists only while a segment is computed again."""
+        change = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
+        gone = {decision.gap: decision for decision in decisions}
+        for gap in (*self.checkpoints, *(gap for gaps in self.segments for gap in gaps)):
+            release, fetch = gap.end, gap.end
+            if gap in gone:
+                release, fetch = gone[gap].release_by, gone[gap].fetch_at
+            for first, last in ((gap.start + 1, release), (fetch, gap.end)):
+                change[first] += self._bytes(gap)
+                change[last] -= self._bytes(gap)
+        return int((self.always + np.cumsum(change)[:-1]).max(initial=0))
+
+    def _bytes(self, gap: Gap) -> int:
+        return placed_bytes(self.graph.storages[gap.storage].bytes)
+
+
+def _branching(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
+    """Storages made by heavy ops or joins, and forks."""
+    turn = min((gap.end for gap in waiting), default=0)
+    drawn = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
+    forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
+    usual = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
+    readers: dict[int, int] = {}
+    found: set[int] = set()
+    for op in graph.ops[:turn]:
+        read = {s for s in op.reads if _is_made(graph, s) and s not in drawn}
+        for storage in read - set(op.mutates):
+            readers[storage] = readers.get(storage, 0) + 1
+        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * usual:
+            found.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in drawn)
+    return found | {storage for storage, count in readers.items() if count > 1}
+
+
+def _is_made(graph: StepGraph, storage: int) -> bool:
+    return storage in graph.creator and is_large(graph.storages[storage].bytes)
+
+
+def _intensity(graph: StepGraph, costs: Costs, op: Op) -> float:
+    return costs.ops[op.id].seconds / max(sum(graph.storages[s].bytes for s in op.touched), 1)
+
+
+def _held_always(graph: StepGraph, needs: list[int], apart: set[Gap]) -> Ints:
+    n = len(graph.ops)
+    change = np.zeros(n + 1, dtype=np.int64)
+    for storage in graph.storages:
+        if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
+            continue
+        for gap in gaps_of(graph, storage.id):
+            spans = [(gap.start + 1, min(gap.end, n))]
+            if gap.end >= n:
+                spans.append((0, gap.end - n))
+            for first, last in spans if gap not in apart else ():
+                change[first] += placed_bytes(storage.bytes)
+                change[last] -= placed_bytes(storage.bytes)
+    return np.array(needs, dtype=np.int64) + np.cumsum(change)[:-1]

@@ -1,0 +1,31 @@
+"""What the forward pass of a step leaves for the backward pass, found from the graph alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from outofcore.analysis.gaps import gaps_of, is_large, placed_bytes
+from outofcore.graph import StepGraph
+from outofcore.plan import Gap
+
+
+def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
+    """Gaps over the *turn*, of large storages that the step creates, in order of storages.
+
+    The turn is the op over which most bytes wait for later uses: in a training step, where the forward pass ends.
+    """
+    gaps = [
+        gap
+        for storage in graph.creator
+        if is_large(graph.storages[storage].bytes)
+        for gap in gaps_of(graph, storage)
+        if gap.end > gap.start + 1
+    ]
+    change = [0] * (len(graph.ops) + 1)
+    for gap in gaps:
+        count = placed_bytes(graph.storages[gap.storage].bytes)
+        change[gap.start + 1] += count
+        change[gap.end] -= count
+    held = list(accumulate(change))
+    turn = max(range(len(held)), key=held.__getitem__)
+    return tuple(sorted(gap for gap in gaps if gap.start < turn < gap.end))
