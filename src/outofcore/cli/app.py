@@ -1,4 +1,4 @@
-"""The commands with their flags. What they do lies in a module each, which imports PyTorch; this one does not."""
+"""The commands with their flags. What they do lies in a module each, which may import PyTorch; this one does not."""
 
 from __future__ import annotations
 
@@ -94,6 +94,32 @@ def plan(
         model, {**zoo, "batch": batch}, budget=limit, home=home, policy=policy, picture=picture, as_json=as_json
     )
     if not fits:
+        raise typer.Exit(1)
+
+
+@command(app)
+def pack(
+    file: Annotated[Path, typer.Argument(help="Rectangles as CSV: id,lower,upper,size.", show_default=False)],
+    *,
+    capacity: Annotated[str, typer.Option(help="Bytes that they must fit, such as 1048576 or 1MiB.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Write the file with offsets here, and not to the screen.")
+    ] = None,
+    effort: Annotated[float, typer.Option(min=0, help="How hard to search; 1 takes a second or two.")] = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop the search after so many, whatever is left.")
+    ] = None,
+) -> None:
+    """Give rectangles (bytes by lifetime) addresses within a capacity.
+
+    Reads and writes the CSV format of MiniMalloc. The same file gives the same addresses, unless --seconds runs out.
+    Exit status 1: no placement was found.
+    """
+    limit = parse_bytes(capacity)
+    placed = import_module("outofcore.cli.pack").run(
+        file, capacity=limit, output=output, effort=effort, seconds=seconds
+    )
+    if not placed:
         raise typer.Exit(1)
 
 

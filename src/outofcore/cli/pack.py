@@ -1,0 +1,163 @@
+"""``outofcore pack``: addresses for the rectangles of a file, in the CSV format of MiniMalloc."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outofcore.errors import InputError
+from outofcore.planning.packing import EFFORT, Packing, Rectangle, pack, peak
+from outofcore.units import format_bytes
+from outofcore.validator import Placed, check_packing
+
+# Other names that MiniMalloc reads. "end" is the last moment at which the bytes are held, "upper" the one after.
+_ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
+_NEEDED = ("id", "lower", "upper", "size")
+# How many rectangles a message lists.
+_LISTED = 12
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of rectangles as it was read.
+
+    Attributes:
+        header: the names of its columns.
+        rows: its fields, one row for each rectangle.
+        rectangles: what they say.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    rectangles: tuple[Rectangle, ...]
+
+    def text(self, offsets: tuple[int, ...]) -> str:
+        """The file with offsets: in a column of that name, which is added where there is none."""
+        named = [name.strip() for name in self.header]
+        at = named.index("offset") if "offset" in named else len(named)
+        lines = [self.header, *self.rows]
+        fields = ["offset", *map(str, offsets)]
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(
+            [*line[:at], field, *line[at + 1 :]] for line, field in zip(lines, fields, strict=True)
+        )
+        return out.getvalue()
+
+
+def read_table(text: str) -> Table:
+    """Read rectangles: the columns ``id``, ``lower``, ``upper`` and ``size``, in any order.
+
+    ``alignment`` and ``gaps`` (at most one for each rectangle, such as ``3-7``) are understood as well;
+    other columns are kept as they are.
+
+    Raises:
+        InputError: a column is missing, or a line cannot be read; names the line.
+    """
+    lines = [(number, tuple(fields)) for number, fields in enumerate(csv.reader(io.StringIO(text)), 1) if any(fields)]
+    if not lines:
+        raise InputError("the file is empty; its first line must name the columns id,lower,upper,size")
+    (_, header), *body = lines
+    given = [name.strip() for name in header]
+    names = [_ALIASES.get(name, name) for name in given]
+    missing = [name for name in _NEEDED if name not in names]
+    if missing or len(set(names)) < len(names):
+        what = f"lacks {', '.join(missing)}" if missing else "names a column twice"
+        raise InputError(f"the first line ({','.join(header)}) {what}; it must name the columns id,lower,upper,size")
+    last = 1 if "end" in given else 0
+    rectangles: list[Rectangle] = []
+    for number, fields in body:
+        if len(fields) != len(names):
+            raise InputError(f"line {number} has {len(fields)} fields, and the first line names {len(names)} columns")
+        rectangles.append(_rectangle(number, dict(zip(names, fields, strict=True)), last))
+    return Table(header, tuple(fields for _, fields in body), tuple(rectangles))
+
+
+def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
+    def whole(name: str) -> int:
+        try:
+            return int(fields[name])
+        except ValueError:
+            raise InputError(f"line {number}: {name} must be a whole number, not {fields[name]!r}") from None
+
+    alignment = whole("alignment") if "alignment" in fields else 1
+    gap = None
+    found = fields.get("gaps", "").split()
+    if len(found) > 1 or "@" in fields.get("gaps", ""):
+        raise InputError(
+            f"line {number}: only one gap in a lifetime, without a window, can be used: {fields['gaps']!r}"
+        )
+    if found:
+        try:
+            begin, end = (int(part) for part in found[0].split("-"))
+        except ValueError:
+            raise InputError(f"line {number}: a gap is written as 3-7, not {found[0]!r}") from None
+        gap = (begin, end + last)
+    one = Rectangle(fields["id"].strip(), whole("lower"), whole("upper") + last, whole("size"), alignment, gap)
+    try:
+        one.check()
+    except InputError as error:
+        raise InputError(f"line {number}: {error}") from None
+    return one
+
+
+def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
+    """Why nothing was placed within the capacity."""
+    most = peak(rectangles)
+    if most.bytes > capacity:
+        live = set(most.ids)
+        largest = sorted((r for r in rectangles if r.id in live), key=lambda r: -r.size)
+        lines = [
+            f"no placement can stay within {capacity} bytes: at time {most.time}, {len(largest)} rectangles hold "
+            f"{most.bytes} bytes ({format_bytes(most.bytes)}), {most.bytes - capacity} too many:"
+        ]
+        lines += [f"  {r.size:>14}  {r.id}, held over [{r.lower}, {r.upper})" for r in largest[:_LISTED]]
+        if len(largest) > _LISTED:
+            rest = largest[_LISTED:]
+            lines.append(f"  {sum(r.size for r in rest):>14}  {len(rest)} others")
+        return "\n".join(lines)
+    alone = next((r for r in rectangles if r.size > capacity), None)
+    if alone is not None:  # held at no time at all, so that it is not live above
+        return f"no placement can stay within {capacity} bytes: rectangle {alone.id} alone has {alone.size}"
+    return (
+        f"no placement within {capacity} bytes was found: the lowest takes {packing.height} "
+        f"({format_bytes(packing.height)}), {packing.height - capacity} too many. No more than {packing.lower_bound} "
+        "are live at once, so there may be one: search longer with a larger --effort, or raise the capacity"
+    )
+
+
+def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
+    """Place what a file says and write it with offsets; False if nothing within the capacity was found.
+
+    Raises:
+        InputError: the file cannot be read or written.
+        ValidationError: the placement is wrong, which is a fault of this library.
+    """
+    try:
+        table = read_table(file.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"cannot read {file}: {error}") from error
+    found = pack(table.rectangles, capacity=capacity, effort=int(effort * EFFORT), seconds=seconds)
+    if found.height > capacity:
+        sys.stderr.write(explain(table.rectangles, found, capacity) + "\n")
+        return False
+    check_packing(
+        (
+            Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
+            for r, offset in zip(table.rectangles, found.offsets, strict=True)
+        ),
+        capacity,
+    )
+    text = table.text(found.offsets)
+    sys.stderr.write(f"placed {len(table.rows)} rectangles in {found.height} bytes; {found.lower_bound} live at once\n")
+    if output is None:
+        sys.stdout.write(text)
+        return True
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error}") from error
+    return True

@@ -1,0 +1,165 @@
+"""``outofcore pack``: MiniMalloc's CSV in and out, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outofcore.cli.app import app
+from outofcore.cli.pack import read_table
+from outofcore.errors import InputError
+from outofcore.planning.packing import Rectangle
+from outofcore.validator import Placed, check_packing
+
+# The example of MiniMalloc's description: 12 bytes are live at once, and do.
+EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
+
+
+def outofcore_pack(path: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["pack", str(path), *arguments])
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    path = tmp_path / "input.12.csv"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def proven(text: str, capacity: int) -> int:
+    """The height of a file with offsets, by the independent checker."""
+    table = read_table(text)
+    at = table.header.index("offset")
+    return check_packing(
+        (
+            Placed(r.id, r.lower, r.upper, r.size, int(row[at]), r.alignment, r.gap)
+            for r, row in zip(table.rectangles, table.rows, strict=True)
+        ),
+        capacity,
+    )
+
+
+def test_offsets_are_added(example: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output.csv"
+    result = outofcore_pack(example, "--capacity", "12", "--output", str(output))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    assert result.stderr == "placed 5 rectangles in 12 bytes; 12 live at once\n"
+    written = output.read_text()
+    assert [line.rpartition(",")[0] for line in written.splitlines()] == EXAMPLE.splitlines()
+    assert written.splitlines()[0] == "id,lower,upper,size,offset"
+    assert proven(written, 12) == 12
+
+
+def test_without_an_output_it_goes_to_the_screen(example: Path) -> None:
+    result = outofcore_pack(example, "--capacity", "1KiB")
+    assert result.exit_code == 0, result.output
+    assert proven(result.stdout, 1024) >= 12
+
+
+def test_columns_stay_where_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "odd.csv"
+    path.write_text('size,name,upper,offset,lower,alignment,id\n4,"a,b",3,-1,0,1,x\n4,c,9,-1,2,8,y\n\n')
+    result = outofcore_pack(path, "--capacity", "12")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "size,name,upper,offset,lower,alignment,id"
+    assert lines[1].startswith('4,"a,b",3,')
+    assert proven(result.stdout, 12) in (8, 12)
+
+
+def test_other_names_and_gaps_are_read() -> None:
+    table = read_table("buffer_id,start,end,size,gaps\nb,0,9,4,3-5\nc,2,2,1,\n")
+    # "end" is the last moment: one more, half-open.
+    assert table.rectangles == (Rectangle("b", 0, 10, 4, gap=(3, 6)), Rectangle("c", 2, 3, 1))
+    assert read_table("id,lower,upper,size,gaps\nb,0,9,4,3-5\n").rectangles[0].gap == (3, 5)
+
+
+def test_too_small_a_capacity_names_the_time_and_who_is_live(example: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output.csv"
+    result = outofcore_pack(example, "--capacity", "11", "--output", str(output))
+    assert result.exit_code == 1
+    assert not output.exists()
+    assert "no placement can stay within 11 bytes: at time 0, 3 rectangles hold 12 bytes" in result.stderr
+    assert "1 too many" in result.stderr
+    for name in ("b1, held over [0, 3)", "b3, held over [0, 9)", "b5, held over [0, 21)"):
+        assert name in result.stderr
+    assert "b2" not in result.stderr
+
+
+def test_many_are_not_all_listed(tmp_path: Path) -> None:
+    path = tmp_path / "many.csv"
+    path.write_text("id,lower,upper,size\n" + "".join(f"r{i},0,1,{100 + i}\n" for i in range(30)))
+    result = outofcore_pack(path, "--capacity", "100")
+    assert result.exit_code == 1
+    assert "129  r29" in result.stderr
+    assert f"{sum(range(100, 118))}  18 others" in result.stderr
+
+
+def test_where_the_search_finds_none_it_says_how_far_it_came(tmp_path: Path) -> None:
+    path = tmp_path / "circle.csv"
+    # Arcs of a circle that meet in pairs: two are live at most, and three bytes are needed.
+    path.write_text("id,lower,upper,size,gaps\na,0,4,1,\nb,2,6,1,\nc,0,6,1,2-4\n")
+    result = outofcore_pack(path, "--capacity", "2")
+    assert result.exit_code == 1
+    assert "no placement within 2 bytes was found: the lowest takes 3" in result.stderr
+    assert "No more than 2 are live at once" in result.stderr
+
+
+def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    rows = [(i, i * 7 % 50, i * 7 % 50 + 1 + i * 13 % 40, 1 + i * 29 % 97) for i in range(120)]
+    path.write_text("id,lower,upper,size\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows))
+    first, second = (outofcore_pack(path, "--capacity", "1MiB", "--effort", "0.02") for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert first.stdout == second.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("id,lower,size\n", "lacks upper"),
+        ("id,lower,upper,size,end\n", "names a column twice"),
+        ("id,lower,upper,size\na,0,1\n", "line 2 has 3 fields"),
+        ("id,lower,upper,size\na,0,1,4\nb,0,x,4\n", "line 3: upper must be a whole number, not 'x'"),
+        ("id,lower,upper,size\na,3,1,4\n", "line 2: rectangle a ends at 1"),
+        ("id,lower,upper,size,gaps\na,0,9,4,1-2 4-5\n", "line 2: only one gap"),
+        ("id,lower,upper,size,gaps\na,0,9,4,1-2@0:2\n", "line 2: only one gap"),
+        ("id,lower,upper,size,gaps\na,0,9,4,1\n", "line 2: a gap is written as 3-7"),
+    ],
+)
+def test_what_cannot_be_read_names_the_line(text: str, message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        read_table(text)
+    assert message in str(raised.value)
+
+
+def test_an_error_is_one_message_with_exit_status_2(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text("id,lower,upper,size\na,0,1,4\na,2,3,4\n")
+    for result in (
+        outofcore_pack(path, "--capacity", "12"),
+        outofcore_pack(tmp_path / "none.csv", "--capacity", "12"),
+        outofcore_pack(path, "--capacity", "some"),
+    ):
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: ")
+
+
+def test_packing_does_not_import_torch(example: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None  # to import it is an error\n"
+        "from outofcore.cli import main\n"
+        "sys.argv = ['outofcore', 'pack', sys.argv[1], '--capacity', '12']\n"
+        "try: main()\n"
+        "except SystemExit as left: assert left.code in (None, 0), left\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert proven(done.stdout, 12) == 12
