@@ -1,4 +1,4 @@
-"""The command line: ``outofcore train``, ``plan`` and ``doctor``. Importing it does not import PyTorch."""
+"""The command line: ``outofcore train``, ``plan``, ``validate`` and ``doctor``. It is imported without PyTorch."""
 
 from outofcore.cli.app import main
 
