@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
-from outofcore.graph import StepGraph
+from outofcore.graph import StepGraph, StorageKind
 from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, Timeline, queue_of
 
 
@@ -33,6 +33,8 @@ def simulate(graph: StepGraph, costs: Costs, program: Program, home_of: Sequence
         costs: seconds of its ops and rates of its homes.
         program: placed or not; it need not be valid, but its op, block and storage ids must be.
         home_of: for each storage the index of its home in ``costs.homes``; None: the first for all.
+
+    Where the costs name no home, inputs arrive and outputs leave in no time: they are the caller's affair.
 
     Raises:
         ValidationError: the waits can never all be satisfied, or a copy has no home to go to.
@@ -57,6 +59,8 @@ def _times(
     compute, copy_out = Queue.COMPUTE, Queue.COPY_OUT
     starts = [0.0] * len(instructions)
     ends = [0.0] * len(instructions)
+    # Without homes, only what the caller hands in and gets back is copied, and that takes no time.
+    callers = frozenset[int]() if homes else _of_callers(graph)
     # Element k: when k instructions of the queue are done.
     run_done, out_done, in_done = [0.0], [0.0], [0.0]
     for index in order:
@@ -66,14 +70,14 @@ def _times(
             done = run_done
         else:
             storage = blocks[instruction.block].storage
-            if storage is None or not homes:
+            if storage is None or not (homes or storage in callers):
                 raise _homeless(index, instruction, storage)
-            home = homes[0 if home_of is None else home_of[storage]]
+            home = homes[0 if home_of is None else home_of[storage]] if homes else None
             if isinstance(instruction, CopyOut):
-                seconds = home.out_seconds(storages[storage].bytes)
+                seconds = home.out_seconds(storages[storage].bytes) if home else 0.0
                 done = out_done
             else:
-                seconds = home.in_seconds(storages[storage].bytes)
+                seconds = home.in_seconds(storages[storage].bytes) if home else 0.0
                 done = in_done
         start = done[-1]
         for wait in instruction.waits:
@@ -94,6 +98,10 @@ def _times(
 def recompute_seconds(costs: Costs, program: Program) -> float:
     """Seconds of the step for which ops run that have run before in it."""
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
+
+
+def _of_callers(graph: StepGraph) -> frozenset[int]:
+    return frozenset(graph.outputs) | {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
 
 
 def _homeless(index: int, instruction: Instruction, storage: int | None) -> ValidationError:

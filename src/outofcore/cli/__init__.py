@@ -1,4 +1,4 @@
-"""The command line: ``outofcore train``, ``plan``, ``pack`` and ``doctor``. Importing it does not import PyTorch."""
+"""The command line: ``train``, ``plan``, ``validate``, ``pack`` and ``doctor``. It is imported without PyTorch."""
 
 from outofcore.cli.app import main
 

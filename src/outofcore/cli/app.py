@@ -1,4 +1,4 @@
-"""The commands with their flags. What they do lies in a module each, which may import PyTorch; this one does not."""
+"""The commands with their flags. What they do lies in a module each; this one does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Annotated, Any
 import typer
 
 import outofcore
+from outofcore.cli import answer
 from outofcore.cli.flags import ZOO_FLAGS, command
+from outofcore.errors import ValidationError
+from outofcore.graphfile import write_graph
 from outofcore.planning import POLICIES
+from outofcore.presets import device, devices
 from outofcore.units import parse_bytes
 
 app = typer.Typer(
@@ -73,28 +77,92 @@ def train(
 
 @command(app, ZOO_FLAGS)
 def plan(
-    model: Model,
+    model: Annotated[str | None, typer.Argument(help="As for train; or give --graph.", show_default=False)] = None,
     *,
-    budget: Budget = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
+    ] = None,
     batch: Batch = 8,
     home: Home = "disk",
     policy: Policy = "auto",
-    picture: Picture = None,
+    graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"Simulate a device that is not here: {', '.join(d.key for d in devices())}.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="All policies side by side, at several budgets.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Step time against budget for all policies.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the memory of a step, or with --sweep the times, in this HTML file.")
+    ] = None,
+    save_graph: Annotated[Path | None, typer.Option(help="Write the step as a graph file (.json or .json.gz).")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan as a file that validate reads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **zoo: Any,
 ) -> None:
-    """Tell whether a model fits a budget, what would move, and how long a step would take.
+    """Tell whether a step fits a budget, what would move, and how long it would take.
 
     Exit status 1: it does not fit.
     """
-    if budget is None and picture is not None:
-        raise typer.BadParameter("a picture needs a budget to plan for", param_hint="--picture")
-    limit = None if budget is None else parse_bytes(budget)
-    fits = import_module("outofcore.cli.plan").plan(
-        model, {**zoo, "batch": batch}, budget=limit, home=home, policy=policy, picture=picture, as_json=as_json
-    )
+    _check_plan(model, graph, gpu, compare=compare, sweep=sweep)
+    budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
+    several = compare or sweep
+    if len(budgets) > 1 and not several:
+        raise typer.BadParameter("several budgets need --compare or --sweep", param_hint="--budget")
+    if not budgets and gpu is not None and not several:
+        budgets = (device(gpu).memory_bytes,)
+    if not budgets and (save_plan is not None or (picture is not None and not sweep)):
+        raise typer.BadParameter(
+            "it needs a budget to plan for", param_hint="--save-plan" if save_plan else "--picture"
+        )
+    if several and save_plan is not None:
+        raise typer.BadParameter("it takes a single plan: leave --compare and --sweep away", param_hint="--save-plan")
+    if compare and picture is not None:
+        raise typer.BadParameter("--compare draws nothing; --sweep does", param_hint="--picture")
+    if graph is not None:
+        subject = import_module("outofcore.cli.graph").subject_from(graph)
+    else:
+        options = {**zoo, "batch": batch}
+        subject = import_module("outofcore.cli.plan").subject_of(model, options, home=home, gpu=gpu, quiet=as_json)
+    if several:
+        if save_graph is not None:
+            write_graph(save_graph, subject.file)
+        fits = import_module("outofcore.cli.compare").side_by_side(
+            subject, budgets, swept=sweep, as_json=as_json, picture=picture
+        )
+    else:
+        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan)
+        fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)
+
+
+def _check_plan(model: str | None, graph: Path | None, gpu: str | None, *, compare: bool, sweep: bool) -> None:
+    if (model is None) == (graph is None):
+        raise typer.BadParameter("give either a model of the zoo or --graph with a graph file", param_hint="MODEL")
+    if graph is not None and gpu is not None:
+        raise typer.BadParameter("the costs of a graph file are in the file", param_hint="--gpu")
+    if compare and sweep:
+        raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
+
+
+@command(app)
+def validate(
+    *,
+    graph: Annotated[Path, typer.Option(help="The graph file that the plan is for.")],
+    plan: Annotated[Path, typer.Option(help="The plan, as plan --save-plan wrote it.")],
+    budget: Annotated[str | None, typer.Option(help="Bytes; by default what the plan was made for.")] = None,
+) -> None:
+    """Prove that a saved plan computes its step within the budget, by a checker that shares nothing with the planner.
+
+    Exit status 1: it does not, and why.
+    """
+    limit = None if budget is None else parse_bytes(budget)
+    try:
+        import_module("outofcore.cli.graph").check(graph, plan, limit)
+    except ValidationError as error:
+        typer.echo(f"not valid: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 @command(app)

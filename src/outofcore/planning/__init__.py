@@ -1,6 +1,7 @@
 """Policies that turn a graph, its costs and a budget into a plan."""
 
 from outofcore.planning.addresses import place
+from outofcore.planning.bounds import lower_bound_seconds
 from outofcore.planning.fitting import (
     POLICIES,
     Planned,
@@ -25,6 +26,7 @@ __all__ = [
     "fit_once",
     "in_core_budget",
     "keep_all",
+    "lower_bound_seconds",
     "offload_all",
     "place",
     "plan_step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,12 +201,27 @@ def write_picture(
     }
     for panel in panels:
         layout.update(panel.axes(longest, highest))
-    figure = {"data": [*(trace for panel in panels for trace in panel.traces()), named], "layout": layout}
+    figure: _Object = {"data": [*(trace for panel in panels for trace in panel.traces()), named], "layout": layout}
+    write_page(path, figure, title=title, height=140 + 400 * len(panels))
+
+
+def write_page(path: Path, figure: Mapping[str, object], *, title: str, height: int) -> None:
+    """Write a figure of plotly's as a page that holds everything it shows, the plotting library included.
+
+    Args:
+        path: the HTML file; its folder is created.
+        figure: its ``data`` and ``layout``.
+        title: of the page, as plain text.
+        height: in pixels.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         _PAGE.format(
             title=html.escape(title),
-            height=140 + 400 * len(panels),
+            height=height,
             library=get_plotlyjs(),
             # No text of ours may end the script early.
             figure=json.dumps(figure).replace("</", "<\\/"),

@@ -1,0 +1,201 @@
+"""A lower bound on the step time of every plan: what no policy can beat.
+
+The relaxation of ``relaxation`` with a third choice: besides being kept or offloaded, a share of a gap
+may be recomputed. That takes at least one run of the op that wrote the value, and one run serves at
+most one gap of each storage that the op writes:
+
+    minimise  T
+    where     T >= compute + sum of (seconds of the writer / storages that it writes) over recomputed shares
+              T >= sum of seconds out,  T >= sum of seconds in
+              sum of bytes_g * kept_g over the gaps g around op i  <=  free bytes at op i
+
+Every valid plan is a point of this polytope, so the least T is a bound. It says nothing about copies
+that come too late, about addresses, or about what recomputing an op takes beyond the op itself.
+With several homes each copy is taken to go at the best of their rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from outofcore.analysis.gaps import constant_bytes, is_large
+from outofcore.costs import Costs, Home
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.planning.fitting import small_region_bytes
+from outofcore.planning.model import GapInfo, Model
+
+# The solver's answer may lie above the true minimum by its tolerance.
+_TOLERANCE = 1e-6
+
+
+def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
+    """Seconds that a step takes at least under a budget, whatever is kept, offloaded and recomputed.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+
+    Returns:
+        None if no plan can hold the step within the budget.
+    """
+    limit = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    model = Model.of(graph, costs, limit)
+    if len(model.free) and int(model.free.min()) < 0:
+        return None
+    least = _Bound(model, _best(costs)).solve()
+    return None if least is None else max(costs.compute_seconds, least * (1 - _TOLERANCE))
+
+
+def _best(costs: Costs) -> Home | None:
+    """A home as good as the best of all in every respect."""
+    homes = costs.homes
+    if not homes:
+        return None
+    return Home(
+        "best",
+        None,
+        max(home.bytes_per_s_out for home in homes),
+        max(home.bytes_per_s_in for home in homes),
+        min(home.latency_s for home in homes),
+    )
+
+
+@dataclass
+class _Bound:
+    """The linear program while it is being put together. Column 0 is T."""
+
+    model: Model
+    home: Home | None
+    lower: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+    rows: list[tuple[float, float, dict[int, float]]] = field(
+        default_factory=list[tuple[float, float, dict[int, float]]]
+    )
+
+    def _column(self, low: float, high: float) -> int:
+        self.lower.append(low)
+        self.upper.append(high)
+        return len(self.lower) - 1
+
+    def solve(self) -> float | None:
+        """The least T; None if the program has no solution."""
+        model, home = self.model, self.home
+        self._column(model.costs.compute_seconds, highspy.kHighsInf)
+        stays: dict[int, int] = {}
+        again: dict[int, int] = {}
+        computing: dict[int, float] = {0: 1.0}
+        gaps = [g for g, info in enumerate(model.gaps) if not info.arriving]
+        writers = _writers(model.graph)
+        for g in gaps:
+            info = model.gaps[g]
+            stays[g] = self._column(0.0, 1.0)
+            seconds = _again_seconds(model, info, writers)
+            if seconds is not None:
+                again[g] = self._column(0.0, 1.0)
+                computing[again[g]] = -seconds
+        # What is neither kept nor computed again is away: 1 - stays - again.
+        shares = {g: {stays[g]: 1.0} | ({again[g]: 1.0} if g in again else {}) for g in gaps}
+        self.rows.append((model.costs.compute_seconds, highspy.kHighsInf, computing))
+        for g in gaps:
+            self.rows.append((0.0 if home else 1.0, 1.0, shares[g]))
+        if home is not None:
+            self._copies(home, gaps, shares)
+        self._memory(gaps, stays)
+        return self._least()
+
+    def _copies(self, home: Home, gaps: list[int], shares: dict[int, dict[int, float]]) -> None:
+        model = self.model
+        arriving: dict[int, float] = {0: 1.0}
+        leaving: dict[int, float] = {0: 1.0}
+        arrivals = 0.0
+        outs: dict[tuple[int, int], int] = {}
+        cyclic = {model.gaps[g].gap.storage: g for g in gaps if model.gaps[g].cyclic}
+        for g in gaps:
+            info = model.gaps[g]
+            storage = info.gap.storage
+            seconds = home.in_seconds(model.graph.storages[storage].bytes)
+            arrivals += seconds
+            for column in shares[g]:
+                arriving[column] = arriving.get(column, 0.0) + seconds
+            unchanged = info.cyclic and storage not in model.changed
+            if unchanged or model.graph.storages[storage].kind is StorageKind.INPUT:
+                continue  # its home is up to date, or may be
+            key = (storage, info.segment)
+            if key not in outs:
+                outs[key] = self._column(0.0, 1.0)
+                leaving[outs[key]] = -home.out_seconds(model.graph.storages[storage].bytes)
+            terms = {outs[key]: 1.0} | shares[g]
+            bound = 1.0
+            if info.segment == 0 and not info.cyclic and storage in cyclic:
+                # A copy is needed only if the storage was resident when the step began.
+                bound = 0.0
+                for column in shares[cyclic[storage]]:
+                    terms[column] = terms.get(column, 0.0) - 1.0
+            self.rows.append((bound, highspy.kHighsInf, terms))
+        self.rows.append((arrivals, highspy.kHighsInf, arriving))
+        self.rows.append((0.0, highspy.kHighsInf, leaving))
+
+    def _memory(self, gaps: list[int], stays: dict[int, int]) -> None:
+        model = self.model
+        around: list[dict[int, float]] = [{} for _ in model.graph.ops]
+        for g in gaps:
+            info = model.gaps[g]
+            for first, last in model.inside(info):
+                for index in range(first, last):
+                    around[index][stays[g]] = float(info.bytes)
+        previous: dict[int, float] = {}
+        for index, terms in enumerate(around):
+            free = float(model.free[index])
+            if sum(terms.values()) <= free:
+                continue
+            # Ops in a row with the same gaps around them differ only in what is free.
+            if terms == previous:
+                low, high, same = self.rows[-1]
+                self.rows[-1] = (low, min(high, free), same)
+            else:
+                self.rows.append((-highspy.kHighsInf, free, terms))
+            previous = terms
+
+    def _least(self) -> float | None:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.lower), len(self.rows)
+        lp.col_cost_ = np.array([1.0] + [0.0] * (len(self.lower) - 1))
+        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.array(self.upper)
+        lp.row_lower_ = np.array([row[0] for row in self.rows])
+        lp.row_upper_ = np.array([row[1] for row in self.rows])
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)])
+        lp.a_matrix_.index_ = np.array([c for row in self.rows for c in row[2]], dtype=np.int32)
+        lp.a_matrix_.value_ = np.array([v for row in self.rows for v in row[2].values()])
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return float(solver.getInfo().objective_function_value)
+
+
+def _writers(graph: StepGraph) -> dict[int, list[int]]:
+    """For each storage the ops that write it, in order."""
+    found: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for storage in dict.fromkeys(op.mutates + op.creates):
+            found.setdefault(storage, []).append(op.id)
+    return found
+
+
+def _again_seconds(model: Model, info: GapInfo, writers: dict[int, list[int]]) -> float | None:
+    """Seconds that computing a gap's value again takes at least; None if that is impossible."""
+    if info.segment == 0 or info.cyclic:
+        return None
+    writer = model.graph.ops[writers[info.gap.storage][info.segment - 1]]
+    if not writer.rerunnable:
+        return None
+    served = sum(is_large(model.graph.storages[s].bytes) for s in dict.fromkeys(writer.mutates + writer.creates))
+    return model.costs.ops[writer.id].seconds / max(served, 1)
