@@ -181,6 +181,11 @@ def test_what_was_copied_home_is_fetched_and_not_made() -> None:
     assert backward(program)[2:5] == (CopyIn(8, 2), Run(4, (8, 4, 9), again=True), Run(8, (9, 7)))
 
 
+def test_what_is_still_copied_home_is_read_in_place() -> None:
+    program = program_of(recompute(B, 5, 8, 8), offload(A, 4, 10, 9, 10))
+    assert Run(4, (3, 4, 8), again=True) in backward(program)
+
+
 def test_what_is_fetched_at_the_same_time_is_used() -> None:
     program = program_of(recompute(B, 5, 8, 8), offload(A, 4, 10, 5, 8))
     assert backward(program)[2:5] == (CopyIn(8, 2), Run(4, (8, 4, 9), again=True), Run(8, (9, 7)))

@@ -34,6 +34,7 @@ class _Lowering:
     stays: list[_Stay] = field(default_factory=list[_Stay])
     block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its block now
     wrapping: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its wrapping block
+    dying: dict[int, int] = field(default_factory=dict[int, int])  # storage -> block that is still copied out
 
     def __post_init__(self) -> None:
         self.version = [0] * len(self.graph.storages)
@@ -64,7 +65,6 @@ class _Lowering:
                 cyclic.add(gap.storage)
             elif gap.storage not in last_fetch or gap > last_fetch[gap.storage].gap:
                 last_fetch[gap.storage] = decision
-        dying_stays: dict[Gap, int] = {}  # blocks whose copy-out may still be under way
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
@@ -77,8 +77,8 @@ class _Lowering:
         last_use = {storage.id: uses[-1] for storage, uses in zip(graph.storages, graph.uses, strict=True) if uses}
         for op in graph.ops:
             for decision in releases.pop(op.id, ()):
-                if decision.gap in dying_stays:
-                    self._end(dying_stays.pop(decision.gap))
+                if decision.gap.storage in self.dying:
+                    self._end(self.dying.pop(decision.gap.storage))
             for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end, d.gap.storage)):
                 storage = decision.gap.storage
                 if storage in self.wrapping and decision is last_fetch.get(storage):
@@ -114,11 +114,11 @@ class _Lowering:
                     continue
                 self.instructions.append(CopyOut(block, version[storage]))
                 home[storage] = version[storage]
-                dying_stays[decision.gap] = block
+                self.dying[storage] = block
         for storage in graph.outputs:
             if home[storage] != version[storage] and storage in self.block_of:
                 self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
-        for block in dying_stays.values():
+        for block in self.dying.values():
             self._end(block)
         return self._program()
 
@@ -179,8 +179,10 @@ class _Lowering:
             return
         targets = {(storage, version[storage]) for storage in storages}
 
+        present = self.dying | self.block_of
+
         def on_device(content: Content) -> bool:
-            return content[0] in self.block_of and version[content[0]] == content[1]
+            return content[0] in present and version[content[0]] == content[1]
 
         runs = replay(history, targets, lambda content: on_device(content) or home[content[0]] == content[1])
         last_need = {content: op for op in runs for content in history.needs(graph.ops[op])}
@@ -199,7 +201,7 @@ class _Lowering:
                 if storage in needs and storage in makes:
                     used[storage] = blocks.pop(content)  # written in place: the former contents are gone
                 elif storage in needs:
-                    used[storage] = blocks[content] if content in blocks else self.block_of[storage]
+                    used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
                     used[storage] = self._new_stay(storage)
             self._append_run(op, used, again=True)
