@@ -95,7 +95,7 @@ def test_a_wait_for_more_than_there_is_deadlocks() -> None:
 
 
 def test_copies_need_a_home() -> None:
-    with pytest.raises(ValidationError, match="instruction 0 copies into a block of storage 1, but the costs name no"):
+    with pytest.raises(ValidationError, match="instruction 2 copies into a block of storage 0, but the costs name no"):
         simulate(GRAPH, replace(COSTS, homes=()), PROGRAM)
     workspace = replace(PROGRAM, blocks=(Block(0, None, 8, 0, 1),), instructions=(CopyOut(0, 0),))
     with pytest.raises(ValidationError, match="instruction 0 copies out of a workspace"):
