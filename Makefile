@@ -41,7 +41,7 @@ demo: setup  ## train a model that does not fit, and see what happened
 bench: setup  ## step times and peaks, beside eager PyTorch
 	$(BIN)/python benchmarks/bench.py
 
-bench-fit: setup  ## the largest batch and model that still fit
+bench-fit: setup  ## step time where everything fits
 	$(BIN)/python benchmarks/fit.py
 
 clean:  ## remove .venv, caches and build products

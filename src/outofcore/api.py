@@ -12,9 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning
-from outofcore.capture import capture_step
-from outofcore.capture.reorder import reorder
-from outofcore.capture.splitting import split
+from outofcore.capture.whole import capture_whole
 from outofcore.costs import Costs
 from outofcore.errors import InputError
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
@@ -127,7 +125,7 @@ def minimum_budget(
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     _check_devices(models, device)
-    captured = reorder(split(capture_step(step, models, optimizers, inputs, kwargs or {})))
+    captured = capture_whole(step, models, optimizers, inputs, kwargs or {})
     profiles = profile_ops(captured, measure_time=False)
     return planning.smallest_budget(captured.graph, _costs(profiles))
 

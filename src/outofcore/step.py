@@ -15,10 +15,9 @@ from outofcore import planning
 from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
 from outofcore.analysis.requests import Requests
-from outofcore.capture import Captured, capture_step
-from outofcore.capture.reorder import reorder
+from outofcore.capture import Captured
 from outofcore.capture.signature import Signature, Signer
-from outofcore.capture.splitting import split
+from outofcore.capture.whole import capture_whole
 from outofcore.costs import Costs, Home
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena
@@ -203,7 +202,7 @@ class Step:
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        captured = reorder(split(capture_step(self._step, self._models, self._optimizers, args, kwargs)))
+        captured = capture_whole(self._step, self._models, self._optimizers, args, kwargs)
         self._tell("capture", 1, 1)
         if self._active is not None:
             # The device is to be profiled on alone.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outofcore import planning
-from outofcore.capture import capture_step
+from outofcore.capture.whole import capture_whole
 from outofcore.cli.answer import Subject
 from outofcore.cli.common import find_workload, open_home
 from outofcore.costs import Costs
@@ -56,7 +56,7 @@ def survey(work: Workload, home: str, tell: Callable[[str, int, int], None]) -> 
         model = work.build()
         optimizer = work.optimizer(model)
         tell("capture", 0, 1)
-        captured = capture_step(work.make_step(model, optimizer), [model], [optimizer], next(work.batches()), {})
+        captured = capture_whole(work.make_step(model, optimizer), [model], [optimizer], next(work.batches()), {})
         profiles = profile_ops(captured, advance=lambda done, total: tell("profile", done, total))
         tell("measure the home", 0, 1)
         link = measure_link(store).home
@@ -75,7 +75,7 @@ def imagine(work: Workload, target: Device, tell: Callable[[str, int, int], None
     optimizer = work.optimizer(model)
     tell("capture", 0, 1)
     batch = blank_batch(next(work.batches(1)), work.options.batch)
-    captured = capture_step(work.make_step(model, optimizer), [model], [optimizer], batch, {})
+    captured = capture_whole(work.make_step(model, optimizer), [model], [optimizer], batch, {})
     tell("capture", 1, 1)
     return Survey(captured.graph, estimated_costs(captured, target))
 
