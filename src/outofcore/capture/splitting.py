@@ -42,8 +42,9 @@ def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
     parts: list[tuple[Op, Call]] = []
     for mask, results in halves:
         args = [*call.args[:_MASK], mask, *call.args[_MASK + 1 :]]
-        if mask[0] and isinstance(args[_INPUT], Ref) and _alike(captured, args[_INPUT].value, results[0]):
-            args[_INPUT] = Ref(results[0])
+        given, result = args[_INPUT], results[0]
+        if mask[0] and result is not None and isinstance(given, Ref) and _alike(captured, given.value, result):
+            args[_INPUT] = Ref(result)
         creates = dict.fromkeys(captured.values[v].storage for v in results if v is not None)
         used = {captured.values[a.value].storage for a in args if isinstance(a, Ref)}
         reads = tuple(s for s in op.reads if s in used)
@@ -52,9 +53,7 @@ def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
     return parts
 
 
-def _alike(captured: Captured, one: int, other: int | None) -> bool:
+def _alike(captured: Captured, one: int, other: int) -> bool:
     """Whether two values are the same but for where they lie."""
-    if other is None:
-        return False
     a, b = captured.values[one], captured.values[other]
     return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
