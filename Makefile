@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-fit clean
+.PHONY: help setup test check format demo bench bench-fit bench-pack clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ bench: setup  ## step times and peaks, beside eager PyTorch
 
 bench-fit: setup  ## step time where everything fits
 	$(BIN)/python benchmarks/fit.py
+
+bench-pack: setup  ## how low addresses are placed, and how fast
+	$(BIN)/python benchmarks/pack.py
 
 clean:  ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

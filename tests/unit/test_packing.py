@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outofcore.cli.pack import read_table
 from outofcore.errors import InputError, ValidationError
 from outofcore.planning.ejection import improve
 from outofcore.planning.first_fit import first_fit
@@ -18,6 +20,8 @@ from outofcore.planning.rectangles import Ints, Rectangles
 from outofcore.planning.skyline import best_fit
 from outofcore.planning.sweep import sweep
 from outofcore.validator import Placed, check_packing
+
+INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances" / "pack"
 
 
 def proven(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
@@ -193,6 +197,22 @@ def test_hard_instances_are_lower_than_first_fit() -> None:
         orders = [np.lexsort((-layout.sizes, layout.begin)), np.argsort(-layout.sizes), np.argsort(-layout.held)]
         plain = min(layout.height(first_fit(layout, order.tolist())) for order in orders)
         assert packed(found, effort=1_000_000).height < 0.95 * plain
+
+
+@pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.csv")), ids=lambda p: p.name)
+def test_instances_come_out_low(path: Path) -> None:
+    """Steps that are in core, or planned by price, within a hundredth of what is live; all no higher than first fit."""
+    found = read_table(path.read_text()).rectangles
+    layout = Rectangles.of(found, 0)
+    plain = layout.height(first_fit(layout, np.argsort(-layout.sizes, kind="stable").tolist()))
+    packing = packed(found, effort=1_000_000)
+    assert packing.height <= plain
+    if "in-core" in path.name or "priced" in path.name:
+        assert packing.height <= 1.01 * packing.lower_bound
+
+
+def test_there_are_instances() -> None:
+    assert {path.name.partition("-")[0] for path in INSTANCES.glob("*.csv")} >= {"cut", "residual258"}
 
 
 def test_the_same_rectangles_come_out_the_same() -> None:

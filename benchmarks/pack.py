@@ -1,0 +1,268 @@
+"""How low do our ways of placing get, how long do they take, and how do they compare with plain first fit?
+
+On the files under ``instances/pack`` or on others in the CSV format of MiniMalloc; with ``--sizes``, on boxes cut
+up at random, whose best height is known, to see how time grows. If omnimalloc (PyPI) is installed, its allocators
+run as rivals: not where rectangles have gaps, which it does not know.
+
+``--write`` makes the files anew. The traces are training steps made up here, as lowered for our own policies.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outofcore.analysis.gaps import is_large
+from outofcore.cli.pack import read_table
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.lowering import lower
+from outofcore.plan import Plan
+from outofcore.planning import in_core_budget, keep_all, window
+from outofcore.planning.first_fit import first_fit
+from outofcore.planning.packing import EFFORT, Rectangle, pack, peak
+from outofcore.planning.priced import priced
+from outofcore.planning.rectangles import Rectangles
+from outofcore.planning.skyline import best_fit
+from outofcore.planning.sweep import sweep
+from outofcore.validator import Placed, check_packing
+
+INSTANCES = Path(__file__).with_name("instances") / "pack"
+_RIVALS = ("OmniAllocator", "TelamallocAllocator", "HillClimbAllocator", "SupermallocAllocator")
+_RIVAL_SECONDS = 2.0
+
+_Place = Callable[[Sequence[Rectangle]], Sequence[int]]
+
+# ----------------------------------------------------------------------------------------------- instances
+
+
+def cut_up(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
+    """A box cut up at random: ``height`` is the best there is, and hard to find again."""
+    draw = random.Random(seed)
+    boxes = [(0, width, 0, height)]
+    while len(boxes) < count:
+        box = max(draw.sample(boxes, min(3, len(boxes))), key=lambda b: (b[1] - b[0]) * (b[3] - b[2]))
+        begin, end, low, high = box
+        across = draw.random() < 0.5
+        if (end - begin if across else high - low) < 2:
+            continue
+        boxes.remove(box)
+        if across:
+            cut = draw.randrange(begin + 1, end)
+            boxes += [(begin, cut, low, high), (cut, end, low, high)]
+        else:
+            cut = draw.randrange(low + 1, high)
+            boxes += [(begin, end, low, cut), (begin, end, cut, high)]
+    draw.shuffle(boxes)
+    return [Rectangle(i, begin, end, high - low) for i, (begin, end, low, high) in enumerate(boxes)]
+
+
+def scattered(count: int, seed: int) -> list[Rectangle]:
+    """Sizes over three orders of magnitude, mostly short lifetimes."""
+    draw = random.Random(seed)
+    found: list[Rectangle] = []
+    for index in range(count):
+        begin = draw.randrange(count)
+        length = max(1, int(count * min(1.0, draw.expovariate(10))))
+        found.append(Rectangle(index, begin, min(begin + length, count), int(2 ** draw.uniform(0, 12))))
+    return found
+
+
+@dataclass
+class _Step:
+    """A training step in the making."""
+
+    storages: list[Storage] = field(default_factory=list[Storage])
+    ops: list[Op] = field(default_factory=list[Op])
+    costs: list[OpCost] = field(default_factory=list[OpCost])
+
+    def new(self, kind: StorageKind, kib: float) -> int:
+        self.storages.append(Storage(len(self.storages), int(kib * 1024), kind))
+        return self.storages[-1].id
+
+    def like(self, storage: int, kind: StorageKind = StorageKind.ACTIVATION) -> int:
+        return self.new(kind, self.storages[storage].bytes / 1024)
+
+    def op(self, name: str, reads: Sequence[int], creates: Sequence[int] = (), mutates: Sequence[int] = ()) -> None:
+        self.ops.append(Op(len(self.ops), name, tuple(dict.fromkeys(reads)), tuple(mutates), tuple(creates)))
+        touched = sum(self.storages[s].bytes for s in self.ops[-1].touched)
+        workspace = touched // 5 if name.startswith("convolution") else 0
+        self.costs.append(OpCost(touched / 4e9, workspace))
+
+
+def residual_step(blocks: int) -> tuple[StepGraph, Costs]:
+    """A step like that of a ResNet: stages that halve the map and double the channels, skips, norms, momentum."""
+    step = _Step()
+    flow = step.new(StorageKind.INPUT, 1200)
+    saved: list[tuple[int, int, list[int]]] = []  # a parameter, its moment, and what backward needs
+    for index in range(blocks):
+        stage = 4 * index // blocks
+        size, channels = 6272 / 2**stage, 64 * 2**stage
+        skip = flow
+        for part in range(3):
+            parameter = step.new(StorageKind.PARAMETER, channels * channels * (9 if part == 1 else 4) / 256)
+            moment = step.like(parameter, StorageKind.OPTIMIZER_STATE)
+            out = step.new(StorageKind.ACTIVATION, size * (4 if part == 2 else 1))
+            step.op("convolution", [flow, parameter], [out])
+            normed = step.like(out)
+            step.op("norm", [out], [normed])
+            saved.append((parameter, moment, [flow, out, normed]))
+            flow = normed
+        total = step.like(flow)
+        step.op("add", [flow, skip], [total])
+        flow = total
+    loss = step.new(StorageKind.OUTPUT, 0.1)
+    step.op("loss", [flow], [loss])
+    gradient = step.like(flow)
+    step.op("loss_backward", [flow], [gradient])
+    for parameter, moment, (entered, out, normed) in reversed(saved):
+        through = step.like(out)
+        step.op("norm_backward", [gradient, out, normed], [through])
+        below = step.like(entered)
+        of_parameter = step.like(parameter, StorageKind.GRADIENT)
+        step.op("convolution_backward", [through, entered, parameter], [below, of_parameter])
+        step.op("update", [parameter, moment, of_parameter], mutates=[parameter, moment])
+        gradient = below
+    graph = StepGraph(tuple(step.storages), tuple(step.ops), (loss,))
+    graph.check()
+    return graph, Costs(tuple(step.costs), (Home("disk", None, 2e9, 2e9, 1e-4),))
+
+
+def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
+    """The large blocks of programs: in core, and as two policies plan them for half of that."""
+    graph, costs = residual_step(blocks)
+    half = in_core_budget(graph, costs) // 2
+    policies: dict[str, Callable[[], Plan]] = {
+        "in-core": lambda: keep_all(0),
+        "priced-half": lambda: priced(graph, costs, half),
+        "window-half": lambda: window(graph, costs, half),
+    }
+    for name, policy in policies.items():
+        program = lower(graph, costs, policy())
+        end = len(program.instructions)
+        found: list[Rectangle] = []
+        for block in program.blocks:
+            if not is_large(block.bytes):
+                continue
+            begins, ends = (0, end) if block.wraps else (block.born, block.dies)
+            gap = (block.dies, block.born) if block.wraps and block.born > 0 else None
+            found.append(Rectangle(block.id, begins, ends, block.bytes, gap=gap))
+        yield f"residual{len(graph.ops)}-{name}", found
+
+
+def write_instances() -> None:
+    """Make the files under ``instances/pack`` anew; each name ends in the bytes live at once."""
+    INSTANCES.mkdir(parents=True, exist_ok=True)
+    found = [(f"cut-up{n}", cut_up(n, 2000, 100_000, n)) for n in (40, 100, 300)]
+    found += [("scattered200", scattered(200, 1)), *traces(16)]
+    for name, rectangles in found:
+        gaps = any(r.gap for r in rectangles)
+        path = INSTANCES / f"{name}.{peak(rectangles).bytes}.csv"
+        with path.open("w", encoding="utf-8", newline="") as out:
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerow(["id", "lower", "upper", "size", *(["gaps"] if gaps else [])])
+            for r in rectangles:
+                more = ["" if r.gap is None else f"{r.gap[0]}-{r.gap[1]}"] if gaps else []
+                writer.writerow([r.id, r.lower, r.upper, r.size, *more])
+
+
+# ------------------------------------------------------------------------------------------------- contest
+
+
+def ours(effort: int) -> dict[str, _Place]:
+    """Each way of placing by itself, and ``pack`` without and with search."""
+
+    def by(order: Callable[[Rectangles], Any]) -> _Place:
+        def place(rectangles: Sequence[Rectangle]) -> Sequence[int]:
+            layout = Rectangles.of(rectangles, 0)
+            return first_fit(layout, order(layout).tolist()).tolist()
+
+        return place
+
+    return {
+        "first fit: by time": by(lambda r: np.lexsort((-r.sizes, r.begin, r.again > r.slots))),
+        "first fit: longest": by(lambda r: np.argsort(-r.held, kind="stable")),
+        "first fit: largest": by(lambda r: np.argsort(-r.sizes, kind="stable")),
+        "skyline: longest": lambda r: best_fit(x := Rectangles.of(r, 0), x.held / x.held.max()).tolist(),
+        "skyline: area": lambda r: best_fit(x := Rectangles.of(r, 0), x.held * x.sizes.astype(float)).tolist(),
+        "sweep: first fit": lambda r: sweep(Rectangles.of(r, 0)).tolist(),
+        "sweep: best fit": lambda r: sweep(Rectangles.of(r, 0), tightest=True).tolist(),
+        "pack, quick": lambda r: pack(r, effort=0).offsets,
+        "pack": lambda r: pack(r, effort=effort).offsets,
+    }
+
+
+def rivals() -> dict[str, _Place]:
+    """The allocators of omnimalloc, if it is there."""
+    if importlib.util.find_spec("omnimalloc") is None:
+        return {}
+    library = importlib.import_module("omnimalloc")
+    allocators = importlib.import_module("omnimalloc.allocators")
+
+    def by(name: str) -> _Place:
+        def place(rectangles: Sequence[Rectangle]) -> Sequence[int]:
+            kind = getattr(allocators, name)
+            allocator = kind() if name == "OmniAllocator" else kind(timeout=_RIVAL_SECONDS)
+            asked = [
+                library.Allocation(id=i, size=r.size, start=r.lower, end=r.upper) for i, r in enumerate(rectangles)
+            ]
+            placed = {a.id: a.offset for a in allocator.allocate(tuple(asked))}
+            return [placed[i] for i in range(len(rectangles))]
+
+        return place
+
+    return {f"omnimalloc: {name.removesuffix('Allocator')}": by(name) for name in _RIVALS}
+
+
+def _height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
+    return check_packing(
+        Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
+        for r, offset in zip(rectangles, offsets, strict=True)
+    )
+
+
+def main(
+    files: Annotated[list[Path] | None, typer.Argument(help="CSV files; by default all instances.")] = None,
+    sizes: Annotated[str, typer.Option(help="Cut up boxes into so many, such as 100,1000,10000.")] = "",
+    effort: Annotated[float, typer.Option(min=0, help="How hard pack searches.")] = 1.0,
+    write: Annotated[bool, typer.Option("--write", help="Make the instances anew.")] = False,
+) -> None:
+    """Print the height, its ratio to the lower bound, and the seconds taken, for each instance and allocator."""
+    if write:
+        write_instances()
+    found = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
+    if not found:
+        paths = files or sorted(INSTANCES.glob("*.csv"))
+        found = [(p.stem, list(read_table(p.read_text(encoding="utf-8")).rectangles)) for p in paths]
+    console = Console()
+    for name, rectangles in found:
+        bound = peak(rectangles).bytes
+        console.print(f"\n{name}: {len(rectangles)} rectangles, {bound} bytes live at once", highlight=False)
+        table = Table("allocator", box=None)
+        for column in ("height", "over live", "seconds"):
+            table.add_column(column, justify="right")
+        for allocator, place in (ours(int(effort * EFFORT)) | rivals()).items():
+            if allocator.startswith("omnimalloc") and any(r.gap for r in rectangles):
+                continue
+            begin = time.perf_counter()
+            offsets = place(rectangles)
+            seconds = time.perf_counter() - begin
+            height = _height(rectangles, offsets)
+            table.add_row(allocator, str(height), f"{height / bound:.4f}", f"{seconds:.3f}")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
