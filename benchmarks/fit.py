@@ -19,7 +19,7 @@ _WARM_UP = 3
 _IN_CORE = 1.1
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
-    "gpt": {"batch": 8, "layers": 6, "width": 512, "context": 256},
+    "gpt": {"batch": 4, "layers": 4, "width": 768, "context": 1024},
 }
 
 
