@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import outofcore
 from outofcore.analysis import LARGE_BYTES
 from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch
 from outofcore.costs import OpCost
@@ -41,7 +40,6 @@ def machine_facts() -> dict[str, object]:
     """What the speed of anything here depends on."""
     machine = this_machine()
     return {
-        "outofcore": outofcore.__version__,
         "torch": torch.__version__,
         "cpu": machine.cpu,
         "cores": machine.cores,
