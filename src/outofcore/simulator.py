@@ -1,8 +1,8 @@
 """What a program would take: its instructions under measured costs, without running them.
 
 A queue runs its instructions one after the other; an instruction starts when its queue is free and
-its waits are satisfied. Links are taken to be independent: a copy goes at its home's full rate
-whatever the other queue does, and copies do not slow the ops down.
+its waits are satisfied. Links are taken to be independent, and copies not to slow the ops down, unless the
+nearest home says otherwise (``Home.contention``, ``Home.compute_slowdown``): see ``contention``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from outofcore.contention import beside_each_other
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph, StorageKind
@@ -41,9 +42,12 @@ def simulate(graph: StepGraph, costs: Costs, program: Program, home_of: Sequence
     """
     try:
         # Waits of a valid program point backwards, so that program order is an order to compute in.
-        return _times(graph, costs, program, range(len(program.instructions)), home_of)
+        timeline = _times(graph, costs, program, range(len(program.instructions)), home_of)
     except _ForwardWaitError:
-        return _times(graph, costs, program, _runnable_order(program), home_of)
+        timeline = _times(graph, costs, program, _runnable_order(program), home_of)
+    if costs.homes and (costs.homes[0].contention or costs.homes[0].compute_slowdown):
+        return beside_each_other(program, timeline, costs.homes[0])
+    return timeline
 
 
 class _ForwardWaitError(Exception):

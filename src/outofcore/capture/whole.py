@@ -1,4 +1,7 @@
-"""The capture that everything else works with: traced, and made to need less memory."""
+"""The forms of a trace that everything else works with.
+
+They compute the same bits. Which is better depends on whether memory is short.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,18 @@ from outofcore.capture.splitting import split
 from outofcore.capture.step import capture_step
 
 
-def capture_in_order(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Captured:
-    """Capture a step (see ``capture_step``), split what does two things in one, and reuse memory.
+def fastest(traced: Captured) -> Captured:
+    """A trace for where memory is no matter: the ops as plain PyTorch runs them, but for what reuse saves.
 
-    The ops are in the order in which plain PyTorch runs them.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
+    Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
     """
-    return reuse(split(capture_step(step, models, optimizers, args, kwargs)))
+    return reuse(traced)
+
+
+def leanest(traced: Captured) -> Captured:
+    """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
+    captured = reuse(split(traced))
+    return reordered(captured, hoisting(captured))
 
 
 def capture_whole(
@@ -39,10 +39,9 @@ def capture_whole(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Captured:
-    """Capture a step as ``capture_in_order`` does, and move updates up: the order that needs the least memory.
+    """Capture a step (see ``capture_step``) in its leanest form.
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    captured = capture_in_order(step, models, optimizers, args, kwargs)
-    return reordered(captured, hoisting(captured))
+    return leanest(capture_step(step, models, optimizers, args, kwargs))

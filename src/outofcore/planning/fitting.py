@@ -181,9 +181,12 @@ def op_times(planned: Planned) -> tuple[float, ...]:
 def worth(costs: Costs, planned: Planned) -> float:
     """What plans are compared by: step time, and a little for every second of copying.
 
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time.
+    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
+    home says how much, the simulated time has it already.
     """
     home = costs.homes[0] if costs.homes else None
+    if home is not None and home.compute_slowdown:
+        return planned.timeline.step_seconds
     copying = 0.0
     for instruction in planned.program.instructions:
         if home is not None and not isinstance(instruction, Run):
