@@ -99,7 +99,7 @@ def _settled(node: Node, storage: Storage, created: bool) -> Storage:
 
 def _op(index: int, node: Node, keys: Mapping[Key, int]) -> Op:
     lists: list[tuple[int, ...]] = []
-    for field in ("reads", "mutates", "creates"):
+    for field in ("reads", "mutates", "creates", "discards"):
         found = node.find(field)
         lists.append(() if found is None else _storages(found, keys))
     texts: list[str] = []
@@ -107,16 +107,20 @@ def _op(index: int, node: Node, keys: Mapping[Key, int]) -> Op:
         found = node.find(field)
         texts.append(default if found is None else found.text())
     name, family, module, source = texts
+    reads, mutates, creates, discards = lists
     rerunnable, random = node.find("rerunnable"), node.find("random")
     return Op(
         index,
         name,
-        *lists,
+        reads,
+        mutates,
+        creates,
         rerunnable=rerunnable is None or rerunnable.flag(),
         random=random is not None and random.flag(),
         family=family,
         module=module,
         source=source,
+        discards=discards,
     )
 
 
@@ -223,6 +227,8 @@ def _op_content(op: Op, cost: OpCost, keys: Sequence[Key]) -> dict[str, object]:
     }
     if op.random:
         content["random"] = True
+    if op.discards:
+        content["discards"] = [keys[storage] for storage in op.discards]
     for field, text in (("family", op.family), ("module", op.module), ("source", op.source)):
         if text:
             content[field] = text

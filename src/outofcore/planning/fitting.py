@@ -13,9 +13,11 @@ from outofcore.lowering import lower, wire
 from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.pooch import pooch
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
 from outofcore.planning.superneurons import superneurons
+from outofcore.planning.tflms import tflms
 from outofcore.planning.window import window
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
@@ -195,7 +197,7 @@ def worth(costs: Costs, planned: Planned) -> float:
     return planned.timeline.step_seconds + _INTERFERENCE * copying
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "superneurons", "window")
+POLICIES = ("auto", "keep-all", "offload-all", "pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
 
 
 def plan_step(
@@ -238,6 +240,13 @@ def plan_step(
         for recompute in (False, True):
             planned = fit(graph, costs, budget, lambda room, r=recompute: superneurons(graph, costs, room, recompute=r))
             found += [planned] if planned else []
+    if policy == "tflms":
+        for synchronous in (False, True):
+            planned = fit(graph, costs, budget, lambda room, s=synchronous: tflms(graph, costs, room, synchronous=s))
+            found += [planned] if planned else []
+    if policy == "pooch":
+        planned = fit(graph, costs, budget, lambda room: pooch(graph, costs, room))
+        found += [planned] if planned else []
     if policy == "offload-all" or (policy == "auto" and not found):
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []
