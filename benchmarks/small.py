@@ -225,7 +225,7 @@ def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
     return draft.done(link, [loss])
 
 
-def updated(seed: int, link: str, layers: int = 4, moments: bool = True) -> tuple[StepGraph, Costs]:
+def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tuple[StepGraph, Costs]:
     """Layers with parameters and optimizer states that are updated when their gradients are there."""
     draft = Draft(seed)
     weights = [draft.storage(StorageKind.PARAMETER, draft.draw.choice([2, 4]), f"w{i}") for i in range(layers)]
@@ -283,7 +283,7 @@ MAKERS: dict[str, Make] = {
     "transformer-none": lambda: transformer(14, "none"),
     "updated-fast": lambda: updated(15, "fast"),
     "updated-slow": lambda: updated(16, "slow"),
-    "updated-plain-slow": lambda: updated(17, "slow", 5, moments=False),
+    "updated-plain-slow": lambda: updated(17, "slow", 4, moments=False),
     "scattered-fast": lambda: scattered(18, "fast"),
     "scattered-slow": lambda: scattered(19, "slow"),
     "scattered-none": lambda: scattered(20, "none"),
