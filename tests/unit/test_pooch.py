@@ -6,7 +6,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Gap, Residency
-from outofcore.planning import in_core_budget, plan_step, pooch
+from outofcore.planning import POLICIES, in_core_budget, plan_step, pooch
 from outofcore.planning.trial import Class, Trials
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
@@ -98,3 +98,15 @@ def test_it_is_a_policy() -> None:
     validate(graph, planned.program, budget, given)
     assert planned.plan.policy == "pooch"
     assert recompute_seconds(given, planned.program) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_homes_no_policy_copies(policy: str) -> None:
+    graph = network()
+    given = costs(graph, copy=None)
+    budget = in_core_budget(graph, given) - 2 * MIB
+    try:
+        planned = plan_step(graph, given, budget, policy)
+    except BudgetError:
+        return
+    assert {d.residency for d in planned.plan.decisions} == {Residency.RECOMPUTE}

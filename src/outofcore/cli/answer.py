@@ -15,6 +15,7 @@ from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, write_graph
 from outofcore.planfile import PlanFile, write_plan
 from outofcore.planning import Planned
+from outofcore.planning.exact import Optimum, optimum
 from outofcore.report import StepReport, moved_text, step_report, step_text, write_picture
 from outofcore.units import format_bytes, format_seconds
 
@@ -64,6 +65,7 @@ class Wish:
         picture: an HTML file to draw the memory of the step in.
         save_graph: a file to write the graph to.
         save_plan: a file to write the plan to.
+        exact: search for the best plan as well, which small graphs alone allow.
     """
 
     policy: str = "auto"
@@ -71,6 +73,7 @@ class Wish:
     picture: Path | None = None
     save_graph: Path | None = None
     save_plan: Path | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,11 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
                 wish.picture, subject.graph, planned.program, timelines, budget=found.budget, title=subject.title
             )
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
-    print(json_text(content_of(subject, found, bound)) if wish.as_json else _text(subject, found, bound))
+    best = None if budget is None or not wish.exact else optimum(subject.graph, subject.costs, budget)
+    if wish.as_json:
+        print(json_text(content_of(subject, found, bound) | _best_content(best)))
+    else:
+        print(_text(subject, found, bound, best))
     return found is None or found.planned is not None
 
 
@@ -170,7 +177,13 @@ def content_of(subject: Subject, found: Answer | None, bound: float | None) -> d
     return content
 
 
-def _text(subject: Subject, found: Answer | None, bound: float | None) -> str:
+def _best_content(best: Optimum | None) -> dict[str, object]:
+    if best is None:
+        return {}
+    return {"optimum_seconds": best.lower_seconds, "optimum_proved": best.proved}
+
+
+def _text(subject: Subject, found: Answer | None, bound: float | None, best: Optimum | None) -> str:
     report = None if found is None else found.report
     rows = [
         ("in core", f"{format_bytes(subject.in_core_budget)} ({subject.in_core_budget} bytes)"),
@@ -183,6 +196,11 @@ def _text(subject: Subject, found: Answer | None, bound: float | None) -> str:
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)}: the plan is within {max(over, 0.0):.1%} of the best"))
+    if best is not None:
+        what = "proved" if best.proved else "at least: the search ended early"
+        over = report.seconds / best.lower_seconds - 1 if report is not None and best.lower_seconds else 0.0
+        gap = "" if report is None else f"; the plan is within {max(over, 0.0):.1%}"
+        rows.append(("optimum", f"{format_seconds(best.lower_seconds)} ({what}){gap}"))
     parts = [subject.title]
     if subject.simulated:
         parts.append(f"SIMULATED: {subject.simulated}")

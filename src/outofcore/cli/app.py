@@ -110,6 +110,9 @@ def plan(
     ] = None,
     save_graph: Annotated[Path | None, typer.Option(help="Write the step as a graph file (.json or .json.gz).")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan as a file that validate reads.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Search for the best plan as well; for graphs of some 30 ops.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
@@ -148,7 +151,7 @@ def plan(
             subject, budgets, swept=sweep, as_json=as_json, picture=picture
         )
     else:
-        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan)
+        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, exact)
         fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)

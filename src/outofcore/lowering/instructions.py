@@ -82,7 +82,8 @@ class _Lowering:
             for decision in releases.pop(op.id, ()):
                 if decision.gap.storage in self.dying:
                     self._end(self.dying.pop(decision.gap.storage))
-            for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end, d.gap.storage)):
+            # What is used first comes first; what left in the step before counts like the rest.
+            for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage)):
                 storage = decision.gap.storage
                 if storage in self.wrapping and decision is last_fetch.get(storage):
                     block = self.wrapping[storage]

@@ -138,11 +138,15 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
 
 
 def _smallest(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+    if not costs.homes:
+        return None
     gentle = fit(graph, costs, budget, lambda room: offload_all(graph, room))
     return gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
 
 
 def _windows(graph: StepGraph, costs: Costs, budget: int, reaches: Sequence[float]) -> list[Planned]:
+    if not costs.homes:
+        return []
     planned = [fit(graph, costs, budget, lambda room, r=r: window(graph, costs, room, reach=r)) for r in reaches]
     return [p for p in planned if p is not None]
 

@@ -36,6 +36,7 @@ class Fluid:
         next_use: for each storage and op the first use from that op on; the number of ops: none.
         gaps: the gap of a storage that begins at an op, by both.
         again: gaps that can be recomputed.
+        remade_until: for each storage the last op before which something may be made again from an old version of it.
     """
 
     graph: StepGraph
@@ -49,6 +50,7 @@ class Fluid:
     next_use: tuple[tuple[int, ...], ...]
     gaps: Mapping[tuple[int, int], Gap]
     again: frozenset[Gap]
+    remade_until: tuple[int, ...]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, budget: int) -> Fluid:
@@ -62,6 +64,7 @@ class Fluid:
             left[index] = left[index + 1] + costs.ops[index].seconds
         gaps = {(s.id, gap.start): gap for s in graph.storages for gap in gaps_of(graph, s.id)}
         inner = [gap for gap in gaps.values() if gap.start >= 0 and gap.end < n]
+        again = frozenset(gap for gap in inner if can_recompute(history, gap.storage, gap.end))
         uses = graph.uses
         ends = [[*uses[s.id], n] for s in graph.storages]
         return Fluid(
@@ -75,7 +78,8 @@ class Fluid:
             tuple(left),
             tuple(tuple(at[bisect_left(uses[s], i)] for i in range(n + 1)) for s, at in enumerate(ends)),
             gaps,
-            frozenset(gap for gap in inner if can_recompute(history, gap.storage, gap.end)),
+            again,
+            _remade_until(history, again),
         )
 
     def following(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
@@ -273,10 +277,12 @@ class Fluid:
             changed = graph.storages[storage].kind is StorageKind.INPUT and version > 0
             if (storage in graph.outputs or changed) and home[storage] != version:
                 out_free = max(out_free, written[storage]) + self.out_seconds[storage]
+                ready[storage], home[storage] = out_free, version
                 frees.append((max(out_free, end), self.sizes[storage]))
             else:
                 frees.append((end, self.sizes[storage]))
-            places[storage], home[storage] = Place.NOWHERE, -1
+            # What its home holds stays there, and may be what something is made from again.
+            places[storage] = Place.NOWHERE
         leaving = sorted(s for s, found in fate.items() if found is not Residency.KEEP)
         for storage, found in sorted(fate.items()):
             gap = self.gaps[storage, index]
@@ -297,6 +303,10 @@ class Fluid:
             for storage in graph.outputs:
                 if places[storage] is Place.HERE and home[storage] != self.history.version_at(storage, self._n):
                     out_free = max(out_free, written[storage]) + self.out_seconds[storage]
+        for storage, until in enumerate(self.remade_until):
+            is_old = places[storage] is Place.NOWHERE or home[storage] != self.history.version_at(storage, index + 1)
+            if is_old and until <= index:
+                home[storage] = -1
         return advanced(
             moment,
             start,
@@ -314,3 +324,20 @@ class Fluid:
             frees=tuple(frees),
             replayed=0,
         )
+
+
+def _remade_until(history: History, again: frozenset[Gap]) -> tuple[int, ...]:
+    """For each storage the latest end of a gap whose bytes may be made again from it, directly or not."""
+    latest = [0] * len(history.graph.storages)
+    for gap in again:
+        pending = [(gap.storage, history.version_at(gap.storage, gap.end))]
+        seen = set(pending)
+        while pending:
+            storage, version = pending.pop()
+            latest[storage] = max(latest[storage], gap.end)
+            if version > 0:
+                op = history.graph.ops[history.writes[storage][version - 1]]
+                fresh = set(history.needs(op)) - seen
+                seen |= fresh
+                pending += fresh
+    return tuple(latest)

@@ -114,7 +114,9 @@ def spread(fluid: Fluid, decisions: tuple[Decision, ...]) -> tuple[Decision, ...
             release += 1
         found[index] = replace(made, release_by=release)
     earliest = 0
-    for index in sorted(range(len(found)), key=lambda i: (found[i].fetch_at % n, found[i].gap.end % n)):
+    for index in sorted(
+        range(len(found)), key=lambda i: (found[i].fetch_at % n, found[i].gap.end % n, found[i].gap.storage)
+    ):
         made = found[index]
         if made.residency is not Residency.OFFLOAD:
             continue

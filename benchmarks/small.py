@@ -1,0 +1,370 @@
+"""How near is a policy to the best plan there is, on steps small enough to know it?
+
+On the files under ``instances/small``: training steps of at most 30 ops made up here, each at two budgets, with the
+optimum of ``outofcore.planning.exact`` beside them (``optimum.json``). Prints a table, writes ``results/small.json``.
+
+``--write`` makes the files anew, and searches for the optima again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graphfile import GraphFile, read_graph, write_graph
+from outofcore.planning import fit_once, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
+from outofcore.planning.exact import optimum
+
+INSTANCES = Path(__file__).with_name("instances") / "small"
+OPTIMA = INSTANCES / "optimum.json"
+RESULTS = Path(__file__).with_name("results") / "small.json"
+MIB = 1 << 20
+# Where between the smallest budget and the one that holds everything.
+_SHARES = (0.25, 0.6)
+_EFFORT = 300_000
+# Seconds that a copy takes as a multiple of what making the same bytes takes, about.
+_LINKS = {"fast": 0.7, "slow": 6.0, "none": None}
+
+
+class Draft:
+    """A step in the making. Sizes are in MiB, times in milliseconds."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.storages: list[Storage] = []
+        self.ops: list[Op] = []
+        self.costs: list[OpCost] = []
+
+    def storage(self, kind: StorageKind, size: float, name: str) -> int:
+        self.storages.append(Storage(len(self.storages), int(size * MIB), kind, name))
+        return len(self.storages) - 1
+
+    def activation(self, size: float, name: str) -> int:
+        return self.storage(StorageKind.ACTIVATION, size, name)
+
+    def op(
+        self,
+        name: str,
+        reads: Sequence[int],
+        creates: Sequence[int] = (),
+        mutates: Sequence[int] = (),
+        *,
+        millis: float = 1.0,
+        workspace: float = 0.0,
+        rerunnable: bool = True,
+    ) -> None:
+        once = tuple(dict.fromkeys(reads))
+        self.ops.append(Op(len(self.ops), name, once, tuple(mutates), tuple(creates), rerunnable=rerunnable))
+        seconds = round(millis * self.draw.uniform(0.8, 1.2), 2) / 1000
+        self.costs.append(OpCost(seconds, int(workspace * MIB)))
+
+    def done(self, link: str, outputs: Sequence[int]) -> tuple[StepGraph, Costs]:
+        graph = StepGraph(tuple(self.storages), tuple(self.ops), tuple(outputs))
+        graph.check()
+        factor = _LINKS[link]
+        homes: tuple[Home, ...] = ()
+        if factor is not None:
+            made = sum(self.storages[s].bytes for op in self.ops for s in op.creates)
+            rate = round(made / sum(cost.seconds for cost in self.costs) / factor, -3)
+            homes = (Home("host", None, rate, rate, 1e-5),)
+        return graph, Costs(tuple(self.costs), homes)
+
+
+def chain(seed: int, link: str, layers: int = 9, norms: bool = False) -> tuple[StepGraph, Costs]:
+    """Layers one after the other; with norms, cheap ones in between that work in place."""
+    draft = Draft(seed)
+    flow = [draft.storage(StorageKind.INPUT, draft.draw.choice([2, 4]), "x")]
+    for layer in range(layers):
+        out = draft.activation(draft.draw.choice([2, 3, 4, 6]), f"a{layer}")
+        draft.op(f"layer{layer}", [flow[-1]], [out], millis=draft.draw.choice([1, 2, 4]))
+        if norms and layer % 2:
+            draft.op(f"relu_{layer}", [out], mutates=[out], millis=0.3)
+        flow.append(out)
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", [flow[-1]], [loss], millis=0.1)
+    slope = draft.activation(3, "d")
+    draft.op("loss_backward", [flow[-1]], [slope], millis=0.3)
+    for layer in reversed(range(layers)):
+        below = draft.activation(draft.storages[flow[layer]].bytes / MIB, f"d{layer}")
+        draft.op(f"back{layer}", [slope, flow[layer], flow[layer + 1]], [below], millis=draft.draw.choice([2, 4]))
+        slope = below
+    return draft.done(link, [loss])
+
+
+def unet(seed: int, link: str) -> tuple[StepGraph, Costs]:
+    """Down and up again, with skips from each level to the same level on the way up."""
+    draft = Draft(seed)
+    levels = 4
+    flow = draft.storage(StorageKind.INPUT, 8, "x")
+    saved: list[tuple[int, tuple[int, ...], int]] = []
+    skips: list[int] = []
+    for level in range(levels):
+        out = draft.activation(8 / 2**level, f"down{level}")
+        draft.op(f"down{level}", [flow], [out], millis=3)
+        saved.append((out, (flow,), len(saved)))
+        skips.append(out)
+        flow = out
+    for level in reversed(range(levels - 1)):
+        out = draft.activation(8 / 2**level, f"up{level}")
+        draft.op(f"up{level}", [flow, skips[level]], [out], millis=4)
+        saved.append((out, (flow, skips[level]), len(saved)))
+        flow = out
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", [flow], [loss], millis=0.1)
+    slope = draft.activation(8, "d")
+    draft.op("loss_backward", [flow], [slope], millis=0.5)
+    waiting: dict[int, list[int]] = {}
+    for out, reads, _ in reversed(saved):
+        below = draft.activation(draft.storages[reads[0]].bytes / MIB, f"d_{draft.storages[out].name}")
+        extra = [draft.activation(draft.storages[r].bytes / MIB, f"s_{draft.storages[out].name}") for r in reads[1:]]
+        draft.op(
+            f"back_{draft.storages[out].name}", [slope, out, *reads, *waiting.get(out, [])], [below, *extra], millis=5
+        )
+        for read, gradient in zip(reads[1:], extra, strict=True):
+            waiting.setdefault(read, []).append(gradient)
+        slope = below
+    return draft.done(link, [loss])
+
+
+def residual(seed: int, link: str, blocks: int = 4) -> tuple[StepGraph, Costs]:
+    """Blocks of a heavy op, a cheap one, and an addition in place of what came before."""
+    draft = Draft(seed)
+    flow = draft.storage(StorageKind.INPUT, 4, "x")
+    made: list[tuple[int, int, int]] = []
+    for block in range(blocks):
+        inner = draft.activation(4, f"conv{block}")
+        draft.op(f"conv{block}", [flow], [inner], millis=4, workspace=draft.draw.choice([0, 2]))
+        out = draft.activation(4, f"norm{block}")
+        draft.op(f"norm{block}", [inner], [out], millis=0.5)
+        draft.op(f"add_{block}", [out, flow], mutates=[out], millis=0.4)
+        made.append((flow, inner, out))
+        flow = out
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", [flow], [loss], millis=0.1)
+    slope = draft.activation(4, "d")
+    draft.op("loss_backward", [flow], [slope], millis=0.3)
+    for block, (before, inner, _) in reversed(list(enumerate(made))):
+        middle, below = draft.activation(4, f"dn{block}"), draft.activation(4, f"dc{block}")
+        draft.op(f"norm_back{block}", [slope, inner], [middle], millis=0.8)
+        draft.op(f"conv_back{block}", [middle, before], [below], millis=8, workspace=draft.draw.choice([0, 2]))
+        draft.op(f"add_back_{block}", [below, slope], mutates=[below], millis=0.3)
+        slope = below
+    return draft.done(link, [loss])
+
+
+def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
+    """One block: attention and feed-forward, with dropout's masks."""
+    draft = Draft(seed)
+    x = draft.storage(StorageKind.INPUT, 2, "x")
+    sizes = {
+        "norm1": 2,
+        "qkv": 6,
+        "mixed": 2,
+        "out": 2,
+        "sum1": 2,
+        "norm2": 2,
+        "up": 8,
+        "gelu": 8,
+        "down": 2,
+        "sum2": 2,
+    }
+    at = {name: draft.activation(size, name) for name, size in sizes.items()}
+    at["x"] = x
+    forward = [
+        ("norm1", ["x"], 0.3),
+        ("qkv", ["norm1"], 3),
+        ("mixed", ["qkv"], 2),
+        ("out", ["mixed"], 1),
+        ("sum1", ["x", "out"], 0.2),
+        ("norm2", ["sum1"], 0.3),
+        ("up", ["norm2"], 4),
+        ("gelu", ["up"], 0.8),
+        ("down", ["gelu"], 4),
+        ("sum2", ["sum1", "down"], 0.2),
+    ]
+    for name, reads, millis in forward:
+        draft.op(name, [at[r] for r in reads], [at[name]], millis=millis)
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", [at["sum2"]], [loss], millis=0.1)
+    slopes = {"sum2": draft.activation(2, "d_sum2")}
+    draft.op("loss_backward", [at["sum2"]], [slopes["sum2"]], millis=0.2)
+    needs = {
+        "down": "gelu",
+        "gelu": "up",
+        "up": "norm2",
+        "norm2": "sum1",
+        "out": "mixed",
+        "mixed": "qkv",
+        "qkv": "norm1",
+    }
+    order = [("sum2", "down"), ("down", "gelu"), ("gelu", "up"), ("up", "norm2"), ("norm2", "sum1")]
+    order += [("sum1", "out"), ("out", "mixed"), ("mixed", "qkv"), ("qkv", "norm1"), ("norm1", "x")]
+    millis = {name: 2 * cost for name, _, cost in forward}
+    slope = slopes["sum2"]
+    for name, below in order:
+        if name in ("sum2", "sum1"):
+            continue
+        made = draft.activation(sizes.get(below, 2), f"d_{below}")
+        saved = [at[needs[name]]] if name in needs else [x]
+        draft.op(f"{name}_back", [slope, *saved], [made], millis=millis[name])
+        if name == "norm2":
+            draft.op("sum1_back_", [made, slopes["sum2"]], mutates=[made], millis=0.2)
+        slope = made
+    return draft.done(link, [loss])
+
+
+def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tuple[StepGraph, Costs]:
+    """Layers with parameters and optimizer states that are updated when their gradients are there."""
+    draft = Draft(seed)
+    weights = [draft.storage(StorageKind.PARAMETER, draft.draw.choice([2, 4]), f"w{i}") for i in range(layers)]
+    sizes = [draft.storages[w].bytes / MIB for w in weights]
+    states = [draft.storage(StorageKind.OPTIMIZER_STATE, size, f"m{i}") for i, size in enumerate(sizes) if moments]
+    flow = [draft.storage(StorageKind.INPUT, 2, "x")]
+    for layer in range(layers):
+        flow.append(draft.activation(draft.draw.choice([2, 4]), f"a{layer}"))
+        draft.op(f"layer{layer}", [flow[-2], weights[layer]], [flow[-1]], millis=2)
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", [flow[-1]], [loss], millis=0.1)
+    slope = draft.activation(2, "d")
+    draft.op("loss_backward", [flow[-1]], [slope], millis=0.3)
+    for layer in reversed(range(layers)):
+        below = draft.activation(draft.storages[flow[layer]].bytes / MIB, f"d{layer}")
+        gradient = draft.activation(sizes[layer], f"g{layer}")
+        draft.op(f"back{layer}", [slope, flow[layer], weights[layer]], [below, gradient], millis=4)
+        state = [states[layer]] if moments else []
+        own = [weights[layer], *state]
+        draft.op(f"update{layer}", [*own, gradient], mutates=own, millis=0.6, rerunnable=False)
+        slope = below
+    return draft.done(link, [loss])
+
+
+def scattered(seed: int, link: str, count: int = 24) -> tuple[StepGraph, Costs]:
+    """Ops that read what earlier ones made, at random."""
+    draft = Draft(seed)
+    made = [draft.storage(StorageKind.INPUT, 2, "x")]
+    for index in range(count):
+        recent = made[-3:] if draft.draw.random() < 0.6 else made
+        reads = draft.draw.sample(recent, min(len(recent), draft.draw.choice([1, 2])))
+        out = draft.activation(draft.draw.choice([1, 2, 3, 5]), f"a{index}")
+        draft.op(f"op{index}", reads, [out], millis=draft.draw.choice([0.5, 1, 2, 5]))
+        made.append(out)
+    loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
+    draft.op("loss", made[-2:], [loss], millis=0.1)
+    return draft.done(link, [loss])
+
+
+Make = Callable[[], tuple[StepGraph, Costs]]
+MAKERS: dict[str, Make] = {
+    "chain-fast": lambda: chain(1, "fast"),
+    "chain-slow": lambda: chain(2, "slow"),
+    "chain-none": lambda: chain(3, "none"),
+    "chain-inplace-slow": lambda: chain(4, "slow", 8, norms=True),
+    "chain-inplace-none": lambda: chain(5, "none", 8, norms=True),
+    "unet-fast": lambda: unet(6, "fast"),
+    "unet-slow": lambda: unet(7, "slow"),
+    "unet-none": lambda: unet(8, "none"),
+    "residual-fast": lambda: residual(9, "fast"),
+    "residual-slow": lambda: residual(10, "slow"),
+    "residual-none": lambda: residual(11, "none"),
+    "transformer-fast": lambda: transformer(12, "fast"),
+    "transformer-slow": lambda: transformer(13, "slow"),
+    "transformer-none": lambda: transformer(14, "none"),
+    "updated-fast": lambda: updated(15, "fast"),
+    "updated-slow": lambda: updated(16, "slow"),
+    "updated-plain-slow": lambda: updated(17, "slow", 4, moments=False),
+    "scattered-fast": lambda: scattered(18, "fast"),
+    "scattered-slow": lambda: scattered(19, "slow"),
+    "scattered-none": lambda: scattered(20, "none"),
+}
+
+
+def write(console: Console) -> None:
+    """Make the instances and find their optima."""
+    INSTANCES.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, object]]] = {}
+    for name, make in MAKERS.items():
+        graph, costs = make()
+        write_graph(INSTANCES / f"{name}.json", GraphFile.of(graph, costs))
+        smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
+        for share in _SHARES:
+            budget = int(smallest + share * (everything - smallest))
+            begin = time.process_time()
+            best = optimum(graph, costs, budget, effort=_EFFORT)
+            if best is None or (best.proved and best.seconds is None):
+                console.print(f"{name} at {budget}: there is no plan; left out")
+                continue
+            placed = [fit_once(graph, costs, budget, plan) for plan in best.plans]
+            reached = [p.timeline.step_seconds for p in placed if p is not None]
+            entry = {
+                "budget": budget,
+                "lower_seconds": best.lower_seconds,
+                "proved": best.proved,
+                "placed_seconds": min(reached, default=None),
+                "looked_at": best.looked_at,
+            }
+            found.setdefault(name, []).append(entry)
+            console.print(f"{name}: {len(graph.ops)} ops, {entry}, {time.process_time() - begin:.1f} s")
+    OPTIMA.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def compare(policies: Sequence[str]) -> list[dict[str, object]]:
+    """What policies make of each instance, over the optimum."""
+    rows: list[dict[str, object]] = []
+    for name, entries in json.loads(OPTIMA.read_text()).items():
+        file = read_graph(INSTANCES / f"{name}.json")
+        for entry in entries:
+            budget = entry["budget"]
+            row: dict[str, object] = {"instance": name, "budget": budget, "optimum_seconds": entry["lower_seconds"]}
+            row["bound"] = (lower_bound_seconds(file.graph, file.costs, budget) or 0.0) / entry["lower_seconds"]
+            for policy in policies:
+                try:
+                    planned = plan_step(file.graph, file.costs, budget, policy)
+                    row[policy] = planned.timeline.step_seconds / entry["lower_seconds"]
+                except BudgetError:
+                    row[policy] = None
+            rows.append(row)
+    return rows
+
+
+def main(
+    again: Annotated[bool, typer.Option("--write", help="Make the instances anew, and find their optima.")] = False,
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "auto,priced,pooch,tflms,superneurons",
+) -> None:
+    """Compare policies with the optimum."""
+    console = Console()
+    if again:
+        write(console)
+    names = policies.split(",")
+    rows = compare(names)
+    table = Table("instance", "budget", "optimum", "linear bound", *names)
+    for row in rows:
+        ratios = [row["bound"], *(row[name] for name in names)]
+        shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        table.add_row(
+            row["instance"], f"{row['budget'] / MIB:.1f} MiB", f"{row['optimum_seconds'] * 1e3:.2f} ms", *shown
+        )
+    summary: dict[str, dict[str, object]] = {}
+    for name in names:
+        ratios = [row[name] for row in rows if row[name] is not None]
+        summary[name] = {"mean": mean(ratios), "worst": max(ratios), "without_plan": len(rows) - len(ratios)}
+    for what in ("mean", "worst"):
+        table.add_row(what, "", "", "", *(f"{summary[name][what]:.3f}" for name in names))
+    table.add_row("without plan", "", "", "", *(str(summary[name]["without_plan"]) for name in names))
+    console.print(table)
+    RESULTS.write_text(json.dumps({"summary": summary, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
