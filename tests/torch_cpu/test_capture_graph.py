@@ -332,3 +332,17 @@ def test_two_captures_are_equal(name: str) -> None:
     case = getattr(cases, name)()
     batch = case.batch()
     assert capture(case, *batch).graph == capture(case, *batch).graph
+
+
+def test_what_nobody_looks_at_is_left_out_but_not_what_draws() -> None:
+    model = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        idle = x.exp()
+        _ = idle * 2
+        _ = torch.rand(3)
+        return model(x).sum()
+
+    captured = capture_step(step, [model], [], (torch.ones(2, 4),), {})
+    assert [op.name for op in captured.graph.ops if "exp" in op.name or "mul" in op.name] == []
+    assert [op.name for op in captured.graph.ops if op.random] == ["aten.rand.default"]

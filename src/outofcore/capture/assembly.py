@@ -18,7 +18,7 @@ from outofcore.capture.captured import (
     Value,
 )
 from outofcore.capture.mirror import Mirror
-from outofcore.capture.tables import Tables
+from outofcore.capture.tables import Tables, TracedOp
 from outofcore.graph import Op, StepGraph, Storage
 
 
@@ -43,11 +43,12 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     """The capture, with the storages and values that no op and no result uses left out."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
-    touched = {s for op in tables.ops for s in (*op.reads, *op.mutates, *op.creates)} | set(outputs)
+    traced = _wanted(tables.ops, outputs)
+    touched = {s for op in traced for s in (*op.reads, *op.mutates, *op.creates)} | set(outputs)
 
     kept, places = _states(tables, mirror, optimizer_states, ending, touched)
     inputs = [(entry.leaf, entry.value) for entry in mirror.inputs if tables.values[entry.value].storage in touched]
-    values = _Renumbered(_values_named(tables, kept, inputs, ending))
+    values = _Renumbered(_values_named(tables, traced, kept, inputs, ending))
     storages = _Renumbered(touched | {tables.values[value].storage for value in values.old})
 
     def remap(value: int) -> Value:
@@ -67,7 +68,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
             source=op.source,
             discards=storages.all(op.discards),
         )
-        for index, op in enumerate(tables.ops)
+        for index, op in enumerate(traced)
     )
     graph = StepGraph(
         storages=tuple(
@@ -80,7 +81,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     graph.check()
     return Captured(
         graph=graph,
-        calls=tuple(_renumber_call(op.call, values) for op in tables.ops),
+        calls=tuple(_renumber_call(op.call, values) for op in traced),
         values=tuple(remap(value) for value in values.old),
         inputs=tuple(InputBinding(leaf, values[value]) for leaf, value in inputs),
         states=tuple(replace(binding, value=values[binding.value]) for binding in kept),
@@ -90,6 +91,18 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
         outputs=tuple(_renumber_leaf(leaf, values, places) for leaf in ending.leaves),
         output_spec=ending.spec,
     )
+
+
+def _wanted(ops: Sequence[TracedOp], outputs: Sequence[int]) -> list[TracedOp]:
+    """The ops without those of PyTorch's own that do nothing but make what nobody looks at."""
+    seen = set(outputs)
+    kept: list[TracedOp] = []
+    for op in reversed(ops):
+        idle = op.name.startswith("aten.") and op.creates and not op.mutates and not op.random
+        if not idle or not seen.isdisjoint(op.creates):
+            kept.append(op)
+            seen.update(op.reads, op.mutates)
+    return kept[::-1]
 
 
 class _Renumbered:
@@ -129,11 +142,11 @@ def _states(
 
 
 def _values_named(
-    tables: Tables, states: list[StateBinding], inputs: list[tuple[int, int]], ending: Ending
+    tables: Tables, ops: list[TracedOp], states: list[StateBinding], inputs: list[tuple[int, int]], ending: Ending
 ) -> set[int]:
     named = {binding.value for binding in states} | {value for _, value in inputs} | set(ending.gradients.values())
     named |= {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.VALUE}
-    for op in tables.ops:
+    for op in ops:
         named.update(result for result in op.call.results if result is not None)
         _refs_in((op.call.args, op.call.kwargs), named)
     return named
