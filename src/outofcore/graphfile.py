@@ -99,9 +99,10 @@ def _settled(node: Node, storage: Storage, created: bool) -> Storage:
 
 def _op(index: int, node: Node, keys: Mapping[Key, int]) -> Op:
     lists: list[tuple[int, ...]] = []
-    for field in ("reads", "mutates", "creates"):
+    for field in ("reads", "mutates", "creates", "discards"):
         found = node.find(field)
         lists.append(() if found is None else _storages(found, keys))
+    reads, mutates, creates, discards = lists
     texts: list[str] = []
     for field, default in (("name", f"op {index}"), ("family", ""), ("module", ""), ("source", "")):
         found = node.find(field)
@@ -111,12 +112,15 @@ def _op(index: int, node: Node, keys: Mapping[Key, int]) -> Op:
     return Op(
         index,
         name,
-        *lists,
+        reads,
+        mutates,
+        creates,
         rerunnable=rerunnable is None or rerunnable.flag(),
         random=random is not None and random.flag(),
         family=family,
         module=module,
         source=source,
+        discards=discards,
     )
 
 
@@ -208,6 +212,8 @@ def _op_content(op: Op, cost: OpCost, keys: Sequence[Key]) -> dict[str, object]:
     }
     if op.random:
         content["random"] = True
+    if op.discards:
+        content["discards"] = [keys[s] for s in op.discards]
     for field, text in (("family", op.family), ("module", op.module), ("source", op.source)):
         if text:
             content[field] = text
