@@ -14,8 +14,10 @@ from outofcore.planning.fitting import (
     smallest_budget,
 )
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.pooch import pooch
 from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
 from outofcore.planning.superneurons import superneurons
+from outofcore.planning.tflms import tflms
 from outofcore.planning.window import window
 
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
     "offload_all",
     "place",
     "plan_step",
+    "pooch",
     "smallest_budget",
     "sqrt_checkpoint",
     "superneurons",
+    "tflms",
     "window",
 ]

@@ -16,6 +16,7 @@ With several homes each copy is taken to go at the best of their rates.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import highspy
@@ -24,6 +25,7 @@ import numpy as np
 from outofcore.analysis.gaps import constant_bytes, is_large
 from outofcore.costs import Costs, Home
 from outofcore.graph import StepGraph, StorageKind
+from outofcore.plan import Gap, Residency
 from outofcore.planning.fitting import small_region_bytes
 from outofcore.planning.model import GapInfo, Model
 
@@ -48,6 +50,38 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
         return None
     least = _Bound(model, _best(costs)).solve()
     return None if least is None else max(costs.compute_seconds, least * (1 - _TOLERANCE))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the bound says of single choices.
+
+    Attributes:
+        least: the bound in seconds.
+        penalties: for each gap and each choice that there is for it, by how many seconds the step takes longer at
+            least if that is chosen. Penalties of several gaps add up.
+    """
+
+    least: float
+    penalties: Mapping[Gap, Mapping[Residency, float]]
+
+
+def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
+    """The bound with the reduced costs of the linear program.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+
+    Returns:
+        None if no plan can hold the step within the budget.
+    """
+    limit = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    model = Model.of(graph, costs, limit)
+    if len(model.free) and int(model.free.min()) < 0:
+        return None
+    return _Bound(model, _best(costs)).prices()
 
 
 def _best(costs: Costs) -> Home | None:
@@ -75,6 +109,9 @@ class _Bound:
     rows: list[tuple[float, float, dict[int, float]]] = field(
         default_factory=list[tuple[float, float, dict[int, float]]]
     )
+    stays: dict[int, int] = field(default_factory=dict[int, int])  # gap -> the column of the share that is kept
+    again: dict[int, int] = field(default_factory=dict[int, int])  # gap -> that of the share that is computed again
+    share_rows: dict[int, int] = field(default_factory=dict[int, int])  # gap -> the row that adds them up
 
     def _column(self, low: float, high: float) -> int:
         self.lower.append(low)
@@ -83,10 +120,37 @@ class _Bound:
 
     def solve(self) -> float | None:
         """The least T; None if the program has no solution."""
+        self._build()
+        solver = self._solved()
+        return None if solver is None else float(solver.getInfo().objective_function_value)
+
+    def prices(self) -> Prices | None:
+        """The least T and what each choice adds to it; None if the program has no solution."""
+        self._build()
+        solver = self._solved()
+        if solver is None:
+            return None
+        solution = solver.getSolution()
+        columns, rows = list(solution.col_dual), list(solution.row_dual)
+        penalties: dict[Gap, dict[Residency, float]] = {}
+        for g, stay in self.stays.items():
+            found = {Residency.KEEP: {stay}, Residency.OFFLOAD: set[int]()}
+            if g in self.again:
+                found[Residency.RECOMPUTE] = {self.again[g]}
+            own = [stay, *([self.again[g]] if g in self.again else [])]
+            # Without homes the row is an equation, and every choice fulfils it.
+            row = rows[self.share_rows[g]] if self.home else 0.0
+            penalties[self.model.gaps[g].gap] = {
+                choice: sum(_beyond(columns[c], float(c in chosen)) for c in own) + _beyond(row, float(len(chosen)))
+                for choice, chosen in found.items()
+            }
+        least = float(solver.getInfo().objective_function_value) * (1 - _TOLERANCE)
+        return Prices(max(self.model.costs.compute_seconds, least), penalties)
+
+    def _build(self) -> None:
         model, home = self.model, self.home
         self._column(model.costs.compute_seconds, highspy.kHighsInf)
-        stays: dict[int, int] = {}
-        again: dict[int, int] = {}
+        stays, again = self.stays, self.again
         computing: dict[int, float] = {0: 1.0}
         gaps = [g for g, info in enumerate(model.gaps) if not info.arriving]
         writers = _writers(model.graph)
@@ -101,11 +165,11 @@ class _Bound:
         shares = {g: {stays[g]: 1.0} | ({again[g]: 1.0} if g in again else {}) for g in gaps}
         self.rows.append((model.costs.compute_seconds, highspy.kHighsInf, computing))
         for g in gaps:
+            self.share_rows[g] = len(self.rows)
             self.rows.append((0.0 if home else 1.0, 1.0, shares[g]))
         if home is not None:
             self._copies(home, gaps, shares)
         self._memory(gaps, stays)
-        return self._least()
 
     def _copies(self, home: Home, gaps: list[int], shares: dict[int, dict[int, float]]) -> None:
         model = self.model
@@ -160,7 +224,7 @@ class _Bound:
                 self.rows.append((-highspy.kHighsInf, free, terms))
             previous = terms
 
-    def _least(self) -> float | None:
+    def _solved(self) -> highspy.Highs | None:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.lower), len(self.rows)
         lp.col_cost_ = np.array([1.0] + [0.0] * (len(self.lower) - 1))
@@ -178,7 +242,12 @@ class _Bound:
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
-        return float(solver.getInfo().objective_function_value)
+        return solver
+
+
+def _beyond(dual: float, value: float) -> float:
+    """What a value in [0, 1] costs beyond the bound at which its dual holds it."""
+    return dual * value if dual > 0 else -dual * (1.0 - value)
 
 
 def _writers(graph: StepGraph) -> dict[int, list[int]]:

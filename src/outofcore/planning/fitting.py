@@ -22,9 +22,11 @@ from outofcore.planning.placing import (
     small_region_bytes,
     worth,
 )
+from outofcore.planning.pooch import pooch
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
 from outofcore.planning.superneurons import superneurons
+from outofcore.planning.tflms import tflms
 from outofcore.planning.window import window
 from outofcore.units import format_bytes
 
@@ -120,8 +122,8 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
 
 
 # The published policies that ``auto`` takes its start from, and is never slower than.
-_RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint")
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "superneurons", "window")
+_RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint", "tflms", "pooch")
+POLICIES = ("auto", "keep-all", "offload-all", "pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
 
 
 def plan_step(
@@ -183,8 +185,11 @@ def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Pla
             return _found([fit_once(graph, costs, budget, plan) for plan in plans])
         case "superneurons":
             both = (False, True) if costs.homes else (True,)
-            choices = [lambda room, r=r: superneurons(graph, costs, room, recompute=r) for r in both]
-            return _found([fit(graph, costs, budget, choice) for choice in choices])
+            return _found([fit(graph, costs, budget, _superneurons(graph, costs, again)) for again in both])
+        case "tflms":
+            return _found([fit(graph, costs, budget, _tflms(graph, costs, waits)) for waits in (False, True)])
+        case "pooch":
+            return _found([fit(graph, costs, budget, lambda room: pooch(graph, costs, room))])
         case "offload-all":
             return _found([_smallest(graph, costs, budget)])
         case _:
@@ -193,3 +198,11 @@ def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Pla
 
 def _found(plans: Sequence[Planned | None]) -> list[Planned]:
     return [planned for planned in plans if planned is not None]
+
+
+def _superneurons(graph: StepGraph, costs: Costs, recompute: bool) -> Callable[[int], Plan]:
+    return lambda room: superneurons(graph, costs, room, recompute=recompute)
+
+
+def _tflms(graph: StepGraph, costs: Costs, synchronous: bool) -> Callable[[int], Plan]:
+    return lambda room: tflms(graph, costs, room, synchronous=synchronous)

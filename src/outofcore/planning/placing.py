@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.lowering import lower, wire
+from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning.addresses import place
 from outofcore.planning.model import Ints
@@ -58,14 +58,17 @@ def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
 
 def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
     """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
-    program = place(lower(graph, costs, plan), budget)
+    lowered = lower(graph, costs, plan)
+    if room_at_homes(graph, costs, lowered) is None:
+        return None
+    program = place(lowered, budget)
     if program.arena_bytes > budget:
         return None
     return _finish(graph, costs, plan, program)
 
 
 def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
-    program = wire(graph, program)
+    program = wire(graph, program, costs)
     return Planned(plan, program, simulate(graph, costs, program))
 
 
@@ -89,7 +92,10 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
             plan = policy(room)
         except BudgetError:
             return None
-        program = place(lower(graph, costs, plan), budget)
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return None
+        program = place(lowered, budget)
         if program.arena_bytes <= budget:
             return _finish(graph, costs, plan, program)
         over = program.arena_bytes - budget
@@ -120,7 +126,10 @@ def fit_locally(
         if apart and costs.homes:
             decisions = (*plan.decisions, *_parted(graph, plan, apart))
             plan = replace(plan, decisions=tuple(sorted(decisions, key=lambda d: d.gap)))
-        program = place(lower(graph, costs, plan), budget)
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return None
+        program = place(lowered, budget)
         if program.arena_bytes <= budget:
             return _finish(graph, costs, plan, program)
         stuck = _stuck(program, budget, n)
@@ -181,17 +190,15 @@ def op_times(planned: Planned) -> tuple[float, ...]:
 def worth(costs: Costs, planned: Planned) -> float:
     """What plans are compared by: step time, and a little for every second of copying.
 
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time.
+    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
+    home says how much, the simulated time has it already.
     """
-    home = costs.homes[0] if costs.homes else None
+    if costs.homes and costs.homes[0].compute_slowdown:
+        return planned.timeline.step_seconds
     copying = 0.0
     for instruction in planned.program.instructions:
-        if home is not None and not isinstance(instruction, Run):
+        if costs.homes and not isinstance(instruction, Run):
+            home = costs.homes[instruction.home]
             count = planned.program.blocks[instruction.block].bytes
             copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
     return planned.timeline.step_seconds + _INTERFERENCE * copying
-
-
-def quickest(costs: Costs, found: Sequence[Planned]) -> Planned:
-    """The plan that is worth most."""
-    return min(found, key=lambda planned: worth(costs, planned))

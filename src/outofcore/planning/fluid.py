@@ -1,0 +1,316 @@
+"""Schedules of a step in which memory is a fluid: bytes count, addresses do not.
+
+A *moment* is a partial schedule: the ops before ``op`` are under way or done. Ops, what runs again, and copies-in take
+room one after the other in time, each as soon as its queue, its inputs and enough free bytes allow; room comes back
+when the last reader, or a copy-out, is done. See ``exact``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
+from outofcore.analysis.recipes import Content, History, can_recompute, replay
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.plan import Gap, Residency
+from outofcore.planning.bounds import Prices
+from outofcore.planning.fitting import small_region_bytes
+from outofcore.planning.moment import Event, Moment, Place, advanced, free_at
+
+
+@dataclass(frozen=True)
+class Fluid:
+    """A step with what the search over its schedules looks up.
+
+    Attributes:
+        graph: the step.
+        limit: bytes of large blocks.
+        sizes: bytes of each storage as placed; 0 for what is small or constant.
+        in_seconds: of a copy of each storage; 0 without homes.
+        out_seconds: likewise.
+        left: for each op the seconds of it and all after it.
+        next_use: for each storage and op the first use from that op on; the number of ops: none.
+        gaps: the gap of a storage that begins at an op, by both.
+        again: gaps that can be recomputed.
+    """
+
+    graph: StepGraph
+    costs: Costs
+    history: History
+    limit: int
+    sizes: tuple[int, ...]
+    in_seconds: tuple[float, ...]
+    out_seconds: tuple[float, ...]
+    left: tuple[float, ...]
+    next_use: tuple[tuple[int, ...], ...]
+    gaps: Mapping[tuple[int, int], Gap]
+    again: frozenset[Gap]
+
+    @staticmethod
+    def of(graph: StepGraph, costs: Costs, budget: int) -> Fluid:
+        """The schedules of a step within a budget in bytes of the arena."""
+        n = len(graph.ops)
+        history = History.of(graph)
+        large = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
+        home = costs.homes[0] if costs.homes else None
+        left = [0.0] * (n + 1)
+        for index in reversed(range(n)):
+            left[index] = left[index + 1] + costs.ops[index].seconds
+        gaps = {(s.id, gap.start): gap for s in graph.storages for gap in gaps_of(graph, s.id)}
+        inner = [gap for gap in gaps.values() if gap.start >= 0 and gap.end < n]
+        uses = graph.uses
+        ends = [[*uses[s.id], n] for s in graph.storages]
+        return Fluid(
+            graph,
+            costs,
+            history,
+            budget - small_region_bytes(graph, costs) - constant_bytes(graph),
+            tuple(placed_bytes(s.bytes) * large[s.id] for s in graph.storages),
+            tuple(home.in_seconds(s.bytes) if home else 0.0 for s in graph.storages),
+            tuple(home.out_seconds(s.bytes) if home else 0.0 for s in graph.storages),
+            tuple(left),
+            tuple(tuple(at[bisect_left(uses[s], i)] for i in range(n + 1)) for s, at in enumerate(ends)),
+            gaps,
+            frozenset(gap for gap in inner if can_recompute(history, gap.storage, gap.end)),
+        )
+
+    def following(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
+        """What may happen next: a copy-in, ops that run again, or the next op, with all that may become of its gaps."""
+        op = moment.op
+        if moment.finished:
+            return
+        away = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        coming = min(away, key=lambda s: (self._next(s, op), s), default=None)
+        if coming is not None:
+            fetched = self._fetch(moment, coming)
+            if fetched is not None:
+                yield fetched
+            if self._next(coming, op) == op:
+                return
+        dropped = [s for s, place in enumerate(moment.places) if place is Place.DROPPED]
+        due = [s for s in dropped if self._next(s, op) == op]
+        if due:
+            yield from self._again(moment, due, dropped)
+        else:
+            yield from self._run(moment, prices)
+
+    def least(self, moment: Moment) -> float:
+        """Seconds that the step takes at least from here."""
+        op, history = moment.op, self.history
+        if moment.finished:
+            return max(moment.done, moment.in_free, moment.out_free)
+        writers = {
+            history.writes[s][history.version_at(s, op) - 1]
+            for s, place in enumerate(moment.places)
+            if place is Place.DROPPED
+        }
+        best = moment.done + self.left[op] + sum(self.costs.ops[index].seconds for index in writers)
+        arrival = moment.in_free
+        away = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        for storage in sorted(away, key=lambda s: (self._next(s, op), s)):
+            arrival += self.in_seconds[storage]
+            best = max(best, arrival + self.left[self._next(storage, op)])
+        leaving = moment.out_free
+        for storage, writes in enumerate(history.writes):
+            if writes and writes[-1] >= op and (storage in self.graph.outputs or storage in moment.begun):
+                leaving += self.out_seconds[storage]
+        return max(best, leaving)
+
+    @property
+    def _n(self) -> int:
+        return len(self.graph.ops)
+
+    def _next(self, storage: int, op: int) -> int:
+        return self.next_use[storage][op]
+
+    def _fetch(self, moment: Moment, storage: int) -> Moment | None:
+        size = self.sizes[storage]
+        earliest = max(moment.in_free, moment.last, moment.ready[storage])
+        start = free_at(moment, earliest, self.limit - size)
+        if start is None:
+            return None
+        end = start + self.in_seconds[storage]
+        arrive = list(moment.arrive)
+        arrive[storage] = end
+        places = list(moment.places)
+        places[storage] = Place.HERE
+        return advanced(
+            moment,
+            start,
+            Event(Residency.OFFLOAD, storage, moment.op + moment.replayed, start),
+            held=moment.held + size,
+            in_free=end,
+            arrive=tuple(arrive),
+            places=tuple(places),
+        )
+
+    def _again(self, moment: Moment, due: list[int], dropped: list[int]) -> Iterator[Moment]:
+        """Runs that make what is due, and keep some of what they pass."""
+        op, history = moment.op, self.history
+        current = {s: (s, history.version_at(s, op)) for s in dropped}
+
+        def held(content: Content) -> bool:
+            storage, version = content
+            is_here = moment.places[storage] is Place.HERE and version == history.version_at(storage, op)
+            return is_here or moment.home[storage] == version
+
+        runs = replay(history, [current[s] for s in due], held)
+        made = {content for index in runs for content in history.makes(self.graph.ops[index])}
+        passed = [s for s in dropped if s not in due and current[s] in made]
+        for choice in product((True, False), repeat=len(passed)):
+            kept = [s for s, is_kept in zip(passed, choice, strict=True) if is_kept]
+            found = self._replay(moment, [*due, *kept], runs)
+            if found is not None:
+                yield found
+
+    def _replay(self, moment: Moment, storages: list[int], runs: tuple[int, ...]) -> Moment | None:
+        graph, history, op = self.graph, self.history, moment.op
+        targets = {(s, history.version_at(s, op)) for s in storages}
+        last_need = {content: index for index in runs for content in history.needs(graph.ops[index])}
+        ready: dict[Content, float] = {}  # what has a block of its own, and from when on it is there
+        in_free, now = moment.in_free, moment
+
+        def on_device(content: Content) -> bool:
+            storage, version = content
+            place = moment.places[storage]
+            # What is still being copied out may be read where it is.
+            is_here = place is Place.HERE or (place is Place.AWAY and moment.ready[storage] > moment.last)
+            return is_here and version == history.version_at(storage, op)
+
+        for index in runs:
+            again = graph.ops[index]
+            needs, makes = dict(history.needs(again)), dict(history.makes(again))
+            scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
+            scratch = scratch if is_large(scratch) else 0
+            earliest, taken = max(now.done, now.last), scratch
+            for content in needs.items():
+                storage = content[0]
+                if content in ready:
+                    earliest = max(earliest, ready[content])
+                elif on_device(content):
+                    earliest = max(earliest, moment.arrive[storage])
+                else:
+                    in_free = max(in_free, moment.ready[storage], moment.last) + self.in_seconds[storage]
+                    ready[content] = in_free
+                    earliest, taken = max(earliest, in_free), taken + self.sizes[storage]
+            taken += sum(self.sizes[s] for s in again.touched if s not in needs)
+            start = free_at(now, earliest, self.limit - taken)
+            if start is None:
+                return None
+            end = start + self.costs.ops[index].seconds
+            freed = scratch + sum(self.sizes[s] for s in again.discards)
+            for storage in set(needs) & set(makes):
+                ready.pop((storage, needs[storage]), None)
+            ready |= dict.fromkeys(makes.items(), end)
+            for content in set(ready) - targets:
+                if last_need.get(content, -1) <= index or on_device(content):
+                    del ready[content]
+                    freed += self.sizes[content[0]]
+            now = advanced(now, start, None, held=now.held + taken, done=end, frees=((end, freed),))
+        places, written = list(now.places), list(now.written)
+        for storage in storages:
+            places[storage], written[storage] = Place.HERE, ready[storage, history.version_at(storage, op)]
+        chain = Event(Residency.RECOMPUTE, tuple(sorted(storages)), op, now.last)
+        return advanced(now, now.last, chain, in_free=in_free, places=tuple(places), written=tuple(written), replayed=1)
+
+    def _run(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
+        index = moment.op
+        op = self.graph.ops[index]
+        scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
+        scratch = scratch if is_large(scratch) else 0
+        taken = scratch + sum(self.sizes[s] for s in op.creates)
+        earliest = max([moment.done, moment.last, *(moment.arrive[s] for s in op.touched)])
+        start = free_at(moment, earliest, self.limit - taken)
+        if start is None:
+            return
+        end = start + self.costs.ops[index].seconds
+        gaps = [self.gaps[s, index] for s in op.touched if (s, index) in self.gaps]
+        for choices in product(*(self._choices(moment, gap, prices) for gap in gaps)):
+            fate = {gap.storage: found for gap, found in zip(gaps, choices, strict=True)}
+            yield self._after(moment, index, start, end, taken, scratch, fate, prices)
+
+    def _choices(self, moment: Moment, gap: Gap, prices: Prices) -> tuple[Residency, ...]:
+        if gap.end >= self._n:
+            return (Residency.OFFLOAD,) if gap.storage in moment.begun else (Residency.KEEP,)
+        if gap not in prices.penalties:
+            return (Residency.KEEP,)
+        found = [Residency.KEEP]
+        if self.costs.homes:
+            found.append(Residency.OFFLOAD)
+        if gap in self.again:
+            found.append(Residency.RECOMPUTE)
+        return tuple(found)
+
+    def _after(
+        self,
+        moment: Moment,
+        index: int,
+        start: float,
+        end: float,
+        taken: int,
+        scratch: int,
+        fate: dict[int, Residency],
+        prices: Prices,
+    ) -> Moment:
+        """The moment after an op of which it is settled what becomes of the storages that it touches."""
+        graph, op = self.graph, self.graph.ops[index]
+        places, home = list(moment.places), list(moment.home)
+        ready, written = list(moment.ready), list(moment.written)
+        frees, gone = [(end, scratch)], list[tuple[float, int]]()
+        out_free, penalty = moment.out_free, moment.penalty
+        for storage in op.creates:
+            places[storage] = Place.HERE
+        for storage in op.mutates + op.creates:
+            written[storage] = end
+        for storage in op.touched:
+            if storage in fate or graph.storages[storage].kind is StorageKind.CONSTANT:
+                continue
+            version = self.history.version_at(storage, index + 1)
+            changed = graph.storages[storage].kind is StorageKind.INPUT and version > 0
+            if (storage in graph.outputs or changed) and home[storage] != version:
+                out_free = max(out_free, written[storage]) + self.out_seconds[storage]
+                frees.append((max(out_free, end), self.sizes[storage]))
+            else:
+                frees.append((end, self.sizes[storage]))
+            places[storage], home[storage] = Place.NOWHERE, -1
+        leaving = sorted(s for s, found in fate.items() if found is not Residency.KEEP)
+        for storage, found in sorted(fate.items()):
+            gap = self.gaps[storage, index]
+            if gap.end < self._n and gap in prices.penalties:
+                penalty += prices.penalties[gap][found]
+        for storage in leaving:
+            version = self.history.version_at(storage, index + 1)
+            places[storage] = Place.AWAY if fate[storage] is Residency.OFFLOAD else Place.DROPPED
+            if fate[storage] is Residency.RECOMPUTE or home[storage] == version:
+                frees.append((end, self.sizes[storage]))
+                gone.append((end, storage))
+                continue
+            out_free = max(out_free, written[storage]) + self.out_seconds[storage]
+            frees.append((max(out_free, end), self.sizes[storage]))
+            gone.append((max(out_free, end), storage))
+            ready[storage], home[storage] = out_free, version
+        if index + 1 == self._n:
+            for storage in graph.outputs:
+                if places[storage] is Place.HERE and home[storage] != self.history.version_at(storage, self._n):
+                    out_free = max(out_free, written[storage]) + self.out_seconds[storage]
+        return advanced(
+            moment,
+            start,
+            Event(Residency.KEEP, tuple(sorted(fate.items())), index, start, tuple(gone)),
+            op=index + 1,
+            finished=index + 1 == self._n,
+            held=moment.held + taken,
+            done=end,
+            out_free=out_free,
+            places=tuple(places),
+            home=tuple(home),
+            ready=tuple(ready),
+            written=tuple(written),
+            penalty=penalty,
+            frees=tuple(frees),
+            replayed=0,
+        )
