@@ -1,59 +1,39 @@
-"""From a policy to a placed program within the budget."""
+"""Policies by name: which plans each makes of a step under a budget, and the smallest budget there is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from outofcore.analysis.gaps import constant_bytes, is_large, large_needs, placed_bytes
+from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
-from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.lowering import lower
 from outofcore.plan import Plan
 from outofcore.planning.addresses import place
+from outofcore.planning.auto import auto
 from outofcore.planning.offload_all import offload_all
+from outofcore.planning.placing import (
+    Planned,
+    fit,
+    fit_once,
+    keep_all,
+    op_times,
+    small_region_bytes,
+    worth,
+)
 from outofcore.planning.pooch import pooch
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
 from outofcore.planning.superneurons import superneurons
 from outofcore.planning.tflms import tflms
 from outofcore.planning.window import window
-from outofcore.program import CopyOut, Program, Run, Timeline
-from outofcore.simulator import simulate
-from outofcore.units import PAGE_BYTES, format_bytes, round_up
+from outofcore.units import format_bytes
 
 # How many storages an error message names.
 _NAMED = 8
-# How often a policy is asked again for less, because its blocks could not be placed closely enough.
-_ATTEMPTS = 16
 # How often the priced policy is asked again, with times from the simulation.
 _REFINEMENTS = 4
-# What share of the seconds of copies that are hidden behind compute the compute is longer.
-_INTERFERENCE = 0.05
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan with its program, wired and placed, and the simulated timeline."""
-
-    plan: Plan
-    program: Program
-    timeline: Timeline
-
-
-def keep_all(budget: int) -> Plan:
-    """The plan in which nothing ever leaves: in-core training."""
-    return Plan("keep-all", budget, ())
-
-
-def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
-    """Arena bytes below the large blocks: small blocks, which never leave whatever the plan."""
-    return _small_region(place(lower(graph, costs, offload_all(graph, 0))))
-
-
-def _small_region(program: Program) -> int:
-    return round_up(max((b.offset + b.bytes for b in program.blocks if not is_large(b.bytes)), default=0), PAGE_BYTES)
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
@@ -105,38 +85,6 @@ def explain_too_small(
     return BudgetError("\n".join(lines), smallest)
 
 
-def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans, with less and less room, until its blocks can be placed within the budget.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        policy: makes a plan within a number of bytes of large blocks; may raise ``BudgetError``.
-
-    Returns:
-        None if no plan of the policy could be placed.
-    """
-    room = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
-    for _ in range(_ATTEMPTS):
-        if room <= 0:
-            return None
-        try:
-            plan = policy(room)
-        except BudgetError:
-            return None
-        lowered = lower(graph, costs, plan)
-        if room_at_homes(graph, costs, lowered) is None:
-            return None
-        program = place(lowered, budget)
-        if program.arena_bytes <= budget:
-            program = wire(graph, program, costs)
-            return Planned(plan, program, simulate(graph, costs, program))
-        over = program.arena_bytes - budget
-        room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
-    return None
-
-
 def _smallest(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
     if not costs.homes:
         return None
@@ -177,33 +125,8 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
     return found
 
 
-def op_times(planned: Planned) -> tuple[float, ...]:
-    """When each op first starts in a simulated step, and when the step ends."""
-    starts = [
-        start
-        for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
-        if isinstance(instruction, Run) and not instruction.again
-    ]
-    return (*starts, planned.timeline.step_seconds)
-
-
-def worth(costs: Costs, planned: Planned) -> float:
-    """What plans are compared by: step time, and a little for every second of copying.
-
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
-    home says how much, the simulated time has it already.
-    """
-    if costs.homes and costs.homes[0].compute_slowdown:
-        return planned.timeline.step_seconds
-    copying = 0.0
-    for instruction in planned.program.instructions:
-        if costs.homes and not isinstance(instruction, Run):
-            home = costs.homes[instruction.home]
-            count = planned.program.blocks[instruction.block].bytes
-            copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
-    return planned.timeline.step_seconds + _INTERFERENCE * copying
-
-
+# The published policies that ``auto`` takes its start from, and is never slower than.
+_RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint", "tflms", "pooch")
 POLICIES = ("auto", "keep-all", "offload-all", "pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
 
 
@@ -231,32 +154,20 @@ def plan_step(
         raise ValueError(f"there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     if budget < smallest_budget(graph, costs):
         raise explain_too_small(graph, costs, budget, describe)
-    found: list[Planned] = []
     if policy != "offload-all":
         in_core = fit_once(graph, costs, budget, keep_all(budget))
         if in_core is not None:
             return in_core
-    if policy in ("auto", "window"):
-        found += _windows(graph, costs, budget, (0.5, 1.0, 1.5) if policy == "auto" else (1.5,))
-    if policy in ("auto", "priced"):
-        found += _priced(graph, costs, budget, (0.0, 1.0, 2.0, 4.0) if policy == "auto" else (1.0,))
-    if policy == "sqrt-checkpoint":
-        plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
-        found += [p for p in (fit_once(graph, costs, budget, plan) for plan in plans) if p is not None]
-    if policy == "superneurons":
-        for recompute in (False, True):
-            planned = fit(graph, costs, budget, lambda room, r=recompute: superneurons(graph, costs, room, recompute=r))
-            found += [planned] if planned else []
-    if policy == "tflms":
-        for synchronous in (False, True):
-            planned = fit(graph, costs, budget, lambda room, s=synchronous: tflms(graph, costs, room, synchronous=s))
-            found += [planned] if planned else []
-    if policy == "pooch":
-        planned = fit(graph, costs, budget, lambda room: pooch(graph, costs, room))
-        found += [planned] if planned else []
-    if policy == "offload-all" or (policy == "auto" and not found):
-        smallest = _smallest(graph, costs, budget)
-        found += [smallest] if smallest else []
+    if policy == "auto":
+        others = [planned for name in _RIVALS for planned in _plans(graph, costs, budget, name)]
+        found = auto(graph, costs, budget) + others
+        if not found:
+            found = _plans(graph, costs, budget, "offload-all")
+        # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
+        least = min((planned.timeline.step_seconds for planned in others), default=float("inf"))
+        found = [planned for planned in found if planned.timeline.step_seconds <= least]
+    else:
+        found = _plans(graph, costs, budget, policy)
     if not found:
         raise BudgetError(
             f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
@@ -266,13 +177,36 @@ def plan_step(
     return min(found, key=lambda p: worth(costs, p))
 
 
-def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
-    """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
-    lowered = lower(graph, costs, plan)
-    if room_at_homes(graph, costs, lowered) is None:
-        return None
-    program = place(lowered, budget)
-    if program.arena_bytes > budget:
-        return None
-    program = wire(graph, program, costs)
-    return Planned(plan, program, simulate(graph, costs, program))
+def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Planned]:
+    """The plans of a published policy, or of a building block."""
+    match policy:
+        case "window":
+            return _windows(graph, costs, budget, (1.5,))
+        case "priced":
+            return _priced(graph, costs, budget, (1.0,))
+        case "sqrt-checkpoint":
+            plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
+            return _found([fit_once(graph, costs, budget, plan) for plan in plans])
+        case "superneurons":
+            both = (False, True) if costs.homes else (True,)
+            return _found([fit(graph, costs, budget, _superneurons(graph, costs, again)) for again in both])
+        case "tflms":
+            return _found([fit(graph, costs, budget, _tflms(graph, costs, waits)) for waits in (False, True)])
+        case "pooch":
+            return _found([fit(graph, costs, budget, lambda room: pooch(graph, costs, room))])
+        case "offload-all":
+            return _found([_smallest(graph, costs, budget)])
+        case _:
+            return []  # keep-all, which has been tried
+
+
+def _found(plans: Sequence[Planned | None]) -> list[Planned]:
+    return [planned for planned in plans if planned is not None]
+
+
+def _superneurons(graph: StepGraph, costs: Costs, recompute: bool) -> Callable[[int], Plan]:
+    return lambda room: superneurons(graph, costs, room, recompute=recompute)
+
+
+def _tflms(graph: StepGraph, costs: Costs, synchronous: bool) -> Callable[[int], Plan]:
+    return lambda room: tflms(graph, costs, room, synchronous=synchronous)

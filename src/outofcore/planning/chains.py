@@ -1,0 +1,302 @@
+"""Which gaps are computed again, and what that takes: a state that a search may change gap by gap.
+
+Of each gap the state says: kept, offloaded, or computed again right before the op ``fetch``, from where on
+it is held until its next use. All that is fetched before one op is made by one *chain* of runs, as the lowering
+does it. A chain depends on what else is there at its time; so the state remembers which contents each chain
+looked at, and changing a gap changes the chains that looked at its content, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outofcore.planning.contents import AT_HOME, Contents
+from outofcore.planning.model import Ints, Model
+
+KEPT, AWAY, AGAIN = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What runs again right before one op.
+
+    Attributes:
+        seconds: of all its runs.
+        bytes: the most that it holds beside what is there already.
+        held: bytes of what it was run for, which stay.
+        ops: that run.
+        seen: the contents that it makes, or found and needs, and whose presence it depends on.
+        copied: bytes that it reads from home.
+    """
+
+    seconds: float
+    bytes: int
+    held: int
+    ops: tuple[int, ...]
+    made: frozenset[int]
+    seen: frozenset[int]
+    copied: tuple[int, ...]
+
+
+@dataclass
+class Choices:
+    """Residencies of all gaps of a model, and the chains that follow.
+
+    Attributes:
+        kind: of each gap KEPT, AWAY or AGAIN.
+        limit: bytes of large blocks that may be held; by default those of the model.
+        fetch: of each gap the op before which it comes back, if it is computed again.
+        chains: by the op before which they run.
+        seconds: of all chains.
+    """
+
+    model: Model
+    contents: Contents
+    limit: int = -1
+    kind: list[int] = field(default_factory=list[int])
+    fetch: list[int] = field(default_factory=list[int])
+    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        model, contents = self.model, self.contents
+        gaps = model.gaps
+        self.start = [info.gap.start for info in gaps]
+        self.end = [info.gap.end for info in gaps]
+        self.bytes = [info.bytes for info in gaps]
+        self.content = [contents.first[info.gap.storage] + info.segment for info in gaps]
+        if not self.kind:
+            self.kind = [AWAY if info.arriving else KEPT for info in gaps]
+            self.fetch = list(self.end)
+        self.gaps_of: dict[int, list[int]] = {}
+        for g, info in enumerate(gaps):
+            self.gaps_of.setdefault(self.content[g], []).append(g)
+            if info.cyclic:
+                self.gaps_of.setdefault(contents.first[info.gap.storage], []).append(g)
+        self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
+        self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
+        n = len(model.graph.ops)
+        self.limit = model.limit if self.limit < 0 else self.limit
+        # What each op takes by itself, or its chain if that takes more.
+        self.alone: Ints = model.limit - model.free
+        self.need: Ints = self.alone.copy()
+        self.held: Ints = np.zeros(n, dtype=np.int64)
+        for info in gaps:
+            if not info.arriving:
+                for first, last in model.inside(info):
+                    self.held[first:last] += info.bytes
+        self.can: list[bool] = [
+            not info.cyclic
+            and not info.arriving
+            and info.segment > 0
+            and contents.maker[self.content[g]] >= 0
+            and self.chain(info.gap.end, (g,)) is not None
+            for g, info in enumerate(gaps)
+        ]
+        # The gaps that a search may change.
+        self.free: list[int] = [g for g, can in enumerate(self.can) if can]
+
+    def snapshot(self) -> tuple[tuple[int, int, int], ...]:
+        """The gaps that are computed again, each with its kind and where it comes back."""
+        return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
+
+    def restore(self, snapshot: tuple[tuple[int, int, int], ...]) -> None:
+        """Go back to a snapshot of this state."""
+        wanted = {g: (kind, fetch) for g, kind, fetch in snapshot}
+        # What is kept makes every chain possible that was so before; so first all is kept that will change.
+        for g in self.free:
+            if self.kind[g] == AGAIN and wanted.get(g) != (AGAIN, self.fetch[g]):
+                self.set(g, KEPT, self.end[g])
+        for g, (kind, fetch) in wanted.items():
+            if self.kind[g] != kind:
+                self.set(g, kind, fetch)
+
+    def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+        """What runs before op ``at`` to make the contents of these gaps; None if that cannot be, or takes too long."""
+        c = self.contents
+        maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
+        kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
+        targets = {self.content[g] for g in gaps}
+        pending = list(targets)
+        seen = set(targets)
+        runs: set[int] = set()
+        home: set[int] = set()
+        seconds = 0.0
+        while pending:
+            op = maker[pending.pop()]
+            if op < 0:
+                return None
+            if op in runs:
+                continue
+            runs.add(op)
+            seconds += c.seconds[op]
+            if seconds > limit:
+                return None
+            for need in needs[op]:
+                if need in seen:
+                    continue
+                seen.add(need)
+                if lasting[need]:
+                    if lasting[need] == AT_HOME and not born[need] < at <= gone[need]:
+                        home.add(need)
+                    continue
+                if born[need] < at <= gone[need]:
+                    there = True
+                    for g in gaps_of.get(need, ()):
+                        if kind[g] == AGAIN:
+                            if start[g] < at < fetch[g]:
+                                there = False
+                        elif kind[g] == AWAY and start[g] < at < fetch[g]:
+                            home.add(need)
+                    if there:
+                        continue
+                pending.append(need)
+        order = sorted(runs)
+        last: dict[int, int] = {}
+        for op in order:
+            for need in needs[op]:
+                last[need] = op
+        blocks: dict[int, int] = {}
+        used = most = 0
+        made: set[int] = set()
+        for op in order:
+            for need in needs[op]:
+                if need in home and need not in blocks:
+                    blocks[need] = size[need]
+                    used += size[need]
+            used += c.fresh[op]
+            most = max(most, used + c.workspace[op])
+            used -= c.scratch[op]
+            makes = c.makes[op]
+            own = {c.storage[m]: m for m in makes}
+            for need in needs[op]:
+                if need in blocks:
+                    if c.storage[need] in own:
+                        del blocks[need]  # written in place: the block goes on as the new content
+                    elif last[need] == op and need not in targets:
+                        used -= blocks.pop(need)
+            for m in makes:
+                made.add(m)
+                if last.get(m, -1) > op or m in targets:
+                    blocks[m] = size[m]
+                else:
+                    used -= size[m]
+        held = sum(size[t] for t in targets)
+        copied = tuple(size[x] for x in sorted(home))
+        return Chain(seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied)
+
+    def _after(self, at: int, chain: Chain | None) -> int:
+        """Bytes that op ``at`` needs with its chain, beside what is held over it."""
+        alone = int(self.alone[at])
+        if chain is None:
+            return alone
+        return max(alone, self.contents.before[at] - chain.held + chain.bytes)
+
+    def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Undo | None:
+        """Change one gap. None, and nothing changed, if that cannot be or all chains then take more than ``most``."""
+        old_kind, old_fetch = self.kind[g], self.fetch[g]
+        content, start = self.content[g], self.start[g]
+        again: dict[int, set[int]] = {}
+        if old_kind == AGAIN:
+            again[old_fetch] = self.targets[old_fetch] - {g}
+        if kind == AGAIN:
+            again[fetch] = again.get(fetch, self.targets.get(fetch, set())) | {g}
+        # Chains to which its presence makes a difference.
+        was = old_fetch if old_kind == AGAIN else start
+        now = fetch if kind == AGAIN else start
+        lo, hi = min(was, now), max(was, now)
+        if AWAY in (old_kind, kind):
+            lo, hi = start, self.end[g]
+        for at in self.lookers.get(content, ()):
+            if lo <= at <= hi and at > start and at not in again:
+                again[at] = self.targets[at]
+        self.kind[g], self.fetch[g] = kind, fetch
+        total = self.seconds
+        made: dict[int, Chain | None] = {}
+        for at in sorted(again):
+            before = self.chains.get(at)
+            total -= before.seconds if before else 0.0
+        for at in sorted(again):
+            if not again[at]:
+                made[at] = None
+                continue
+            chain = self.chain(at, tuple(again[at]), most - total + 1e-12)
+            if chain is None:
+                self.kind[g], self.fetch[g] = old_kind, old_fetch
+                return None
+            total += chain.seconds
+            made[at] = chain
+        undo = Undo(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
+        # Members that change at the ops that are fetched at.
+        for at in (old_fetch if old_kind == AGAIN else None, fetch if kind == AGAIN else None):
+            if at is not None and at not in undo.targets:
+                undo.targets[at] = self.targets.get(at)
+        self._install(made, {at: again[at] for at in undo.targets})
+        self._hold(g, old_kind, old_fetch, kind, fetch)
+        self.seconds = total
+        return undo
+
+    def undo(self, undo: Undo) -> None:
+        """Take the last change back."""
+        g = undo.gap
+        self._hold(g, self.kind[g], self.fetch[g], undo.kind, undo.fetch)
+        self.kind[g], self.fetch[g] = undo.kind, undo.fetch
+        self._install(undo.chains, undo.targets)
+        self.seconds = undo.seconds
+
+    def _install(self, chains: dict[int, Chain | None], targets: dict[int, set[int] | None]) -> None:
+        for at, members in targets.items():
+            if members:
+                self.targets[at] = members
+            else:
+                self.targets.pop(at, None)
+        for at, chain in chains.items():
+            old = self.chains.get(at)
+            if old is not None:
+                for content in old.seen:
+                    self.lookers[content].discard(at)
+            if chain is None:
+                self.chains.pop(at, None)
+            else:
+                self.chains[at] = chain
+                for content in chain.seen:
+                    self.lookers.setdefault(content, set()).add(at)
+            self.need[at] = self._after(at, chain)
+
+    def _hold(self, g: int, old_kind: int, old_fetch: int, kind: int, fetch: int) -> None:
+        """Count the bytes of a gap where it is held now, and no more where it was."""
+        for k, f, sign in ((old_kind, old_fetch, -1), (kind, fetch, 1)):
+            count = sign * self.bytes[g]
+            if k == KEPT:
+                for first, last in self.model.inside(self.model.gaps[g]):
+                    self.held[first:last] += count
+            elif k == AGAIN:
+                self.held[f : self.end[g]] += count
+
+    def over(self) -> Ints:
+        """For each op the bytes above the limit; what an op and its chain need must keep to that of the model."""
+        found = self.held + self.need
+        found -= self.limit
+        if self.limit > self.model.limit:
+            np.maximum(found, self.need - self.model.limit, out=found)
+        return np.maximum(found, 0, out=found)
+
+    def meetings(self, g: int) -> list[int]:
+        """Ops before which chains run that make or use a gap's content while it is open."""
+        first, last = self.start[g], self.end[g]
+        return sorted(at for at in self.lookers.get(self.content[g], ()) if first < at < last)
+
+
+@dataclass(slots=True)
+class Undo:
+    """How things were before a change."""
+
+    gap: int
+    kind: int
+    fetch: int
+    seconds: float
+    chains: dict[int, Chain | None]
+    targets: dict[int, set[int] | None]

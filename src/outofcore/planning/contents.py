@@ -1,0 +1,95 @@
+"""The contents of a step as numbers, for searches that ask what making one again takes, many times.
+
+A content is a storage at a version (see ``analysis.recipes``). Here every content has a number, and what the
+search needs to know of it stands in a list at that number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from outofcore.analysis.gaps import is_large, placed_bytes
+from outofcore.analysis.recipes import History
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph, StorageKind
+
+# What ``Contents.lasting`` says of a content.
+FLEETING, AT_HOME, ALWAYS = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All contents of a step, and all ops, by number.
+
+    Attributes:
+        first: of each storage the number of its version 0.
+        storage: of each content its storage.
+        size: of each content the bytes that it takes among large blocks; 0 if it is small.
+        maker: of each content the op that writes it; -1 if no op may do so again.
+        born: of each content the op after which the storage is at that version; -1: it is when the step begins.
+        gone: of each content the last op that finds it on the device.
+        lasting: whether a content stays when its last use is over: never (FLEETING), at home (AT_HOME: an
+            input that is not written), or on the device (ALWAYS: constants).
+        needs: of each op the contents that it has to find when it runs again.
+        makes: of each op the contents that it leaves when it runs again.
+        fresh: of each op the bytes of large blocks that running it again takes beside what it needs.
+        scratch: of each op those of them that are thrown away after the run.
+        workspace: of each op the large bytes of its workspace.
+        before: of each op the large bytes that it finds on the device and needs.
+        seconds: of each op.
+    """
+
+    first: list[int]
+    storage: list[int]
+    size: list[int]
+    maker: list[int]
+    born: list[int]
+    gone: list[int]
+    lasting: list[int]
+    needs: list[tuple[int, ...]]
+    makes: list[tuple[int, ...]]
+    fresh: list[int]
+    scratch: list[int]
+    workspace: list[int]
+    before: list[int]
+    seconds: list[float]
+
+    @staticmethod
+    def of(graph: StepGraph, costs: Costs) -> Contents:
+        """The contents of a step."""
+        history = History.of(graph)
+        n = len(graph.ops)
+        size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
+        found = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops])
+        for storage in graph.storages:
+            found.first.append(len(found.storage))
+            writes = history.writes[storage.id]
+            uses = graph.uses[storage.id]
+            end = n if storage.id in graph.persistent else (uses[-1] if uses else -1)
+            constant = storage.kind is StorageKind.CONSTANT
+            for version in range(len(writes) + 1):
+                op = graph.ops[writes[version - 1]] if version else None
+                found.storage.append(storage.id)
+                found.size.append(0 if constant else size[storage.id])
+                again = op is not None and op.rerunnable and storage.id not in op.discards
+                found.maker.append(op.id if op is not None and again else -1)
+                found.born.append(op.id if op is not None else -1)
+                found.gone.append(min(end, writes[version]) if version < len(writes) else end)
+                is_input = storage.kind is StorageKind.INPUT and not writes
+                found.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
+        for op in graph.ops:
+            needs, makes = dict(history.needs(op)), dict(history.makes(op))
+            found.needs.append(tuple(found.first[s] + v for s, v in needs.items()))
+            found.makes.append(tuple(found.first[s] + v for s, v in makes.items()))
+            found.fresh.append(sum(size[s] for s in op.touched if s not in needs))
+            found.scratch.append(sum(size[s] for s in op.touched if s not in needs and s not in makes))
+            extra = placed_bytes(costs.ops[op.id].workspace_bytes)
+            found.workspace.append(extra if is_large(extra) else 0)
+            kept = (s for s in op.touched if s not in op.creates)
+            found.before.append(sum(size[s] for s in kept if graph.storages[s].kind is not StorageKind.CONSTANT))
+        return found
+
+    def at(self, history: History, storage: int, op: int) -> int:
+        """The content of a storage right before an op."""
+        return self.first[storage] + bisect_left(history.writes[storage], op)

@@ -1,0 +1,130 @@
+"""What to compute again where nothing else helps: greedy, change by change.
+
+First what costs the fewest seconds per overload removed is dropped, until nothing lies above the limit (overload: bytes
+above it, summed over ops). Now and then, and in the end, things are *settled*: what runs again is held from an
+earlier run on where that saves a run and there is room, and kept altogether where it still fits. Without
+that, recomputed chains grow with the square of their length, or all live at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outofcore.planning.chains import AGAIN, KEPT, Choices
+
+# After how many drops things are settled.
+_OFTEN = 10
+# How often all gaps are looked at when things are settled.
+_ROUNDS = 4
+
+
+@dataclass
+class Dropping:
+    """A search by single changes.
+
+    Attributes:
+        choices: what is changed.
+        evaluations: changes tried so far; effort is counted in them.
+    """
+
+    choices: Choices
+    evaluations: int = 0
+    total: int = field(init=False)  # overload
+
+    def __post_init__(self) -> None:
+        self._measure()
+
+    def _measure(self) -> None:
+        self.over = self.choices.over()
+        self.total = int(self.over.sum())
+
+    def drop(self) -> bool:
+        """Drop gap after gap until there is no overload; False if some is left that no further drop lessens."""
+        choices = self.choices
+        heap: list[tuple[float, int]] = []
+        loaded = np.concatenate(([0], np.cumsum(self.over > 0))).tolist()
+        for g in choices.free:
+            if choices.kind[g] == KEPT and loaded[choices.end[g]] > loaded[choices.start[g] + 1]:
+                found = self._rate(g)
+                if found is not None:
+                    heapq.heappush(heap, (found[0], g))
+        dropped = 0
+        while self.total and heap:
+            _, g = heapq.heappop(heap)
+            found = self._rate(g)
+            if found is None:
+                continue
+            # Rates hardly ever improve as others are dropped: what is still the best now is the best.
+            if heap and found[0] > heap[0][0]:
+                heapq.heappush(heap, (found[0], g))
+                continue
+            choices.set(g, AGAIN, found[1])
+            dropped += 1
+            if dropped % _OFTEN == 0:
+                self.settle(keep=False, rounds=1)
+            self._measure()
+        return self.total == 0
+
+    def _rate(self, g: int) -> tuple[float, int] | None:
+        """Seconds per overload removed if a gap is dropped, and before which op it had best come back."""
+        choices = self.choices
+        if choices.kind[g] != KEPT or not self.over[choices.start[g] + 1 : choices.end[g]].any():
+            return None
+        before = choices.seconds
+        meetings = choices.meetings(g)
+        best: tuple[float, int] | None = None
+        for fetch in dict.fromkeys((choices.end[g], *meetings[:1], *meetings[-1:])):
+            self.evaluations += 1
+            undo = choices.set(g, AGAIN, fetch)
+            if undo is None:
+                continue
+            gain = self.total - int(choices.over().sum())
+            cost = choices.seconds - before
+            choices.undo(undo)
+            if gain > 0 and (best is None or cost / gain < best[0]):
+                best = (cost / gain, fetch)
+        return best
+
+    def settle(self, *, keep: bool = True, rounds: int = _ROUNDS) -> None:
+        """Make every single change that saves seconds and adds no overload.
+
+        Args:
+            keep: also keep what runs again.
+            rounds: how often to go over all gaps.
+        """
+        choices = self.choices
+        self._measure()
+        for _ in range(rounds):
+            again = sorted((choices.fetch[g], g) for g in choices.free if choices.kind[g] == AGAIN)
+            if not [g for _, g in again if self._settled(g, keep)]:
+                return
+
+    def _settled(self, g: int, keep: bool) -> bool:
+        """Whether a gap was changed for the better."""
+        choices = self.choices
+        now, end, before = choices.fetch[g], choices.end[g], choices.seconds
+        options = [(AGAIN, at) for at in (*choices.meetings(g), end) if at != now]
+        best: tuple[float, int, int] | None = None
+        for kind, fetch in self._with_keeping(options, end, keep):
+            self.evaluations += 1
+            undo = choices.set(g, kind, fetch, before)
+            if undo is None:
+                continue
+            over = int(choices.over().sum())
+            better = choices.seconds < before * (1 - 1e-12) or over < self.total
+            if over <= self.total and better and (best is None or choices.seconds < best[0]):
+                best = (choices.seconds, kind, fetch)
+            choices.undo(undo)
+        if best is None:
+            return False
+        choices.set(g, best[1], best[2])
+        self._measure()
+        return True
+
+    @staticmethod
+    def _with_keeping(options: list[tuple[int, int]], end: int, keep: bool) -> Iterable[tuple[int, int]]:
+        return [(KEPT, end), *options] if keep else options

@@ -1,0 +1,204 @@
+"""From a plan to a placed program within the budget, and what programs are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.plan import Decision, Plan, Residency
+from outofcore.planning.addresses import place
+from outofcore.planning.model import Ints
+from outofcore.planning.offload_all import offload_all
+from outofcore.program import CopyOut, Program, Run, Timeline
+from outofcore.simulator import simulate
+from outofcore.units import PAGE_BYTES, round_up
+
+# How often a policy is asked again for less, because its blocks could not be placed closely enough.
+_ATTEMPTS = 16
+# After how many of them what stays between two ops in a row has to leave as well, where blocks stick out.
+_PATIENCE = 5
+# What share of the seconds of copies that are hidden behind compute the compute is longer.
+_INTERFERENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its program, wired and placed, and the simulated timeline."""
+
+    plan: Plan
+    program: Program
+    timeline: Timeline
+
+
+def keep_all(budget: int) -> Plan:
+    """The plan in which nothing ever leaves: in-core training."""
+    return Plan("keep-all", budget, ())
+
+
+def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
+    """Arena bytes below the large blocks: small blocks, which never leave whatever the plan."""
+    return _small_region(place(lower(graph, costs, offload_all(graph, 0))))
+
+
+def _small_region(program: Program) -> int:
+    return round_up(max((b.offset + b.bytes for b in program.blocks if not is_large(b.bytes)), default=0), PAGE_BYTES)
+
+
+def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
+    """Bytes of a budget that large blocks may take, which are all that a plan decides about."""
+    return budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+
+
+def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
+    """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
+    lowered = lower(graph, costs, plan)
+    if room_at_homes(graph, costs, lowered) is None:
+        return None
+    program = place(lowered, budget)
+    if program.arena_bytes > budget:
+        return None
+    return _finish(graph, costs, plan, program)
+
+
+def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
+    program = wire(graph, program, costs)
+    return Planned(plan, program, simulate(graph, costs, program))
+
+
+def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
+    """Ask a policy for plans, with less and less room, until its blocks can be placed within the budget.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        policy: makes a plan within a number of bytes of large blocks; may raise ``BudgetError``.
+
+    Returns:
+        None if no plan of the policy could be placed.
+    """
+    room = room_for_large(graph, costs, budget)
+    for _ in range(_ATTEMPTS):
+        if room <= 0:
+            return None
+        try:
+            plan = policy(room)
+        except BudgetError:
+            return None
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return None
+        program = place(lowered, budget)
+        if program.arena_bytes <= budget:
+            return _finish(graph, costs, plan, program)
+        over = program.arena_bytes - budget
+        room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
+    return None
+
+
+def fit_locally(
+    graph: StepGraph, costs: Costs, budget: int, policy: Callable[[Ints], Plan | None], attempts: int = _ATTEMPTS
+) -> Planned | None:
+    """Ask for plans with less and less room, but only over the ops at which blocks stick out of the budget.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        policy: makes a plan; is given for each op the bytes that it is to leave free there, as far as it can;
+            None if it finds none.
+        attempts: how often to ask.
+    """
+    n = len(graph.ops)
+    spared = np.zeros(n, dtype=np.int64)
+    apart: set[int] = set()
+    for attempt in range(attempts):
+        plan = policy(spared)
+        if plan is None:
+            return None
+        if apart and costs.homes:
+            decisions = (*plan.decisions, *_parted(graph, plan, apart))
+            plan = replace(plan, decisions=tuple(sorted(decisions, key=lambda d: d.gap)))
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return None
+        program = place(lowered, budget)
+        if program.arena_bytes <= budget:
+            return _finish(graph, costs, plan, program)
+        stuck = _stuck(program, budget, n)
+        for first, last, over in stuck:
+            spared[first:last] += max(over // 2, PAGE_BYTES)
+        if attempt >= _PATIENCE:
+            apart.update(op for first, last, _ in stuck for op in range(max(first - 1, 0), min(last + 1, n)))
+    return None
+
+
+def _stuck(program: Program, budget: int, n: int) -> list[tuple[int, int, int]]:
+    """The ranges of ops over which blocks stick out of the budget, and by how many bytes."""
+    op_at: list[int] = []  # of each instruction the op that runs first at it or after it
+    upcoming = n
+    for instruction in reversed(program.instructions):
+        if isinstance(instruction, Run) and not instruction.again:
+            upcoming = instruction.op
+        op_at.append(upcoming)
+    op_at.reverse()
+    op_at.append(n)
+    found: list[tuple[int, int, int]] = []
+    for block in program.blocks:
+        over = block.offset + block.bytes - budget
+        if over <= 0:
+            continue
+        spans = [(block.born, block.dies)]
+        if block.wraps:
+            end = len(program.instructions)
+            spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
+        found += [(op_at[first], max(op_at[last], op_at[first] + 1), over) for first, last in spans if first < last]
+    return found
+
+
+def _parted(graph: StepGraph, plan: Plan, apart: set[int]) -> list[Decision]:
+    """What stays between two ops in a row leaves between them, where a block is in the way of others."""
+    decided = {decision.gap for decision in plan.decisions}
+    found: list[Decision] = []
+    for storage in graph.storages:
+        if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
+            continue
+        for gap in gaps_of(graph, storage.id):
+            near = gap.start in apart and gap.end in apart
+            if near and gap.end == gap.start + 1 and gap not in decided:
+                found.append(Decision(gap, Residency.OFFLOAD, gap.end, gap.end))
+    return found
+
+
+def op_times(planned: Planned) -> tuple[float, ...]:
+    """When each op first starts in a simulated step, and when the step ends."""
+    starts = [
+        start
+        for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
+        if isinstance(instruction, Run) and not instruction.again
+    ]
+    return (*starts, planned.timeline.step_seconds)
+
+
+def worth(costs: Costs, planned: Planned) -> float:
+    """What plans are compared by: step time, and a little for every second of copying.
+
+    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
+    home says how much, the simulated time has it already.
+    """
+    if costs.homes and costs.homes[0].compute_slowdown:
+        return planned.timeline.step_seconds
+    copying = 0.0
+    for instruction in planned.program.instructions:
+        if costs.homes and not isinstance(instruction, Run):
+            home = costs.homes[instruction.home]
+            count = planned.program.blocks[instruction.block].bytes
+            copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
+    return planned.timeline.step_seconds + _INTERFERENCE * copying
