@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-fit bench-pack clean
+.PHONY: help setup test check format demo bench bench-fit bench-g10 bench-pack clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench-fit: setup  ## step time where everything fits
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py
+
+bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
+	$(BIN)/python benchmarks/g10.py $(INSTANCES)
 
 clean:  ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -15,6 +15,7 @@ from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.streamed import tries
 from outofcore.planning.superneurons import superneurons
 from outofcore.planning.window import window
 from outofcore.program import CopyOut, Program, Run, Timeline
@@ -171,6 +172,28 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
     return found
 
 
+def _streamed(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+    """Plans by flows over the links."""
+    fixed = small_region_bytes(graph, costs) + constant_bytes(graph)
+    found: list[Planned] = []
+
+    def attempt(plan: Plan) -> tuple[float, float | None]:
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return float("inf"), None
+        program = place(lowered, budget)
+        height = (program.arena_bytes - fixed) / (budget - fixed)
+        if program.arena_bytes > budget:
+            return height, None
+        program = wire(graph, program, costs)
+        found.append(Planned(plan, program, simulate(graph, costs, program)))
+        return height, found[-1].timeline.step_seconds
+
+    if costs.homes and budget > fixed:
+        tries(graph, costs, budget - fixed, attempt)
+    return found
+
+
 def op_times(planned: Planned) -> tuple[float, ...]:
     """When each op first starts in a simulated step, and when the step ends."""
     starts = [
@@ -195,7 +218,7 @@ def worth(costs: Costs, planned: Planned) -> float:
     return planned.timeline.step_seconds + _INTERFERENCE * copying
 
 
-POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "superneurons", "window")
+POLICIES = ("auto", "keep-all", "offload-all", "priced", "sqrt-checkpoint", "streamed", "superneurons", "window")
 
 
 def plan_step(
@@ -227,6 +250,10 @@ def plan_step(
         in_core = fit_once(graph, costs, budget, keep_all(budget))
         if in_core is not None:
             return in_core
+    if policy == "streamed" or (policy == "auto" and len(costs.homes) > 1):
+        found += _streamed(graph, costs, budget)
+    if policy == "auto" and found:
+        return min(found, key=lambda p: p.timeline.step_seconds)  # the others know of one home only
     if policy in ("auto", "window"):
         found += _windows(graph, costs, budget, (0.5, 1.0, 1.5) if policy == "auto" else (1.5,))
     if policy in ("auto", "priced"):
@@ -242,9 +269,11 @@ def plan_step(
         smallest = _smallest(graph, costs, budget)
         found += [smallest] if smallest else []
     if not found:
+        bounded = any(home.bytes is not None for home in costs.homes)
         raise BudgetError(
             f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
-            "enough; raise the budget a little, or take policy='auto', which falls back to others",
+            f"enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a little, "
+            "or take policy='auto', which falls back to others",
             smallest_budget(graph, costs),
         )
     return min(found, key=lambda p: worth(costs, p))
