@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-fit bench-pack bench-plan bench-small clean
+.PHONY: help setup test check format demo bench bench-fit bench-g10 bench-pack bench-plan bench-small clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench-plan: setup  ## how long planning takes, and how that grows
 
 bench-small: setup  ## how near plans are to the proved optimum of small steps
 	$(BIN)/python benchmarks/small.py
+
+bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
+	$(BIN)/python benchmarks/g10.py $(INSTANCES)
 
 clean:  ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -11,7 +11,8 @@ most one gap of each storage that the op writes:
 
 Every valid plan is a point of this polytope, so the least T is a bound. It says nothing about copies
 that come too late, about addresses, or about what recomputing an op takes beyond the op itself.
-With several homes each copy is taken to go at the best of their rates.
+With several homes, whose links work side by side, copies are taken to go at the sum of their rates: over
+any time all links together move no more than that.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
     model = Model.of(graph, costs, limit)
     if len(model.free) and int(model.free.min()) < 0:
         return None
-    least = _Bound(model, _best(costs)).solve()
+    least = _Bound(model, _all_together(costs)).solve()
     return None if least is None else max(costs.compute_seconds, least * (1 - _TOLERANCE))
 
 
@@ -81,20 +82,21 @@ def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
     model = Model.of(graph, costs, limit)
     if len(model.free) and int(model.free.min()) < 0:
         return None
-    return _Bound(model, _best(costs)).prices()
+    return _Bound(model, _all_together(costs)).prices()
 
 
-def _best(costs: Costs) -> Home | None:
-    """A home as good as the best of all in every respect."""
+def _all_together(costs: Costs) -> Home | None:
+    """A home with a link that moves as much as the links of all homes side by side."""
     homes = costs.homes
     if not homes:
         return None
     return Home(
-        "best",
+        "all",
         None,
-        max(home.bytes_per_s_out for home in homes),
-        max(home.bytes_per_s_in for home in homes),
-        min(home.latency_s for home in homes),
+        sum(home.bytes_per_s_out for home in homes),
+        sum(home.bytes_per_s_in for home in homes),
+        # Latencies of different links pass side by side as well.
+        homes[0].latency_s if len(homes) == 1 else 0.0,
     )
 
 

@@ -17,6 +17,7 @@ from outofcore.planning.placing import (
     Planned,
     fit,
     fit_once,
+    fit_or_height,
     keep_all,
     op_times,
     small_region_bytes,
@@ -25,6 +26,7 @@ from outofcore.planning.placing import (
 from outofcore.planning.pooch import pooch
 from outofcore.planning.priced import priced
 from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.streamed import tries
 from outofcore.planning.superneurons import superneurons
 from outofcore.planning.tflms import tflms
 from outofcore.planning.window import window
@@ -125,9 +127,37 @@ def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[floa
     return found
 
 
+def _streamed(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+    """Plans by flows over the links."""
+    fixed = small_region_bytes(graph, costs) + constant_bytes(graph)
+    found: list[Planned] = []
+
+    def attempt(plan: Plan) -> tuple[float, float | None]:
+        height, planned = fit_or_height(graph, costs, budget, plan)
+        if planned is None:
+            return (height - fixed) / (budget - fixed), None
+        found.append(planned)
+        return (height - fixed) / (budget - fixed), planned.timeline.step_seconds
+
+    if costs.homes and budget > fixed:
+        tries(graph, costs, budget - fixed, attempt)
+    return found
+
+
 # The published policies that ``auto`` takes its start from, and is never slower than.
 _RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint", "tflms", "pooch")
-POLICIES = ("auto", "keep-all", "offload-all", "pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
+POLICIES = (
+    "auto",
+    "keep-all",
+    "offload-all",
+    "pooch",
+    "priced",
+    "sqrt-checkpoint",
+    "streamed",
+    "superneurons",
+    "tflms",
+    "window",
+)
 
 
 def plan_step(
@@ -158,6 +188,11 @@ def plan_step(
         in_core = fit_once(graph, costs, budget, keep_all(budget))
         if in_core is not None:
             return in_core
+    found: list[Planned] = []
+    if policy == "auto" and len(costs.homes) > 1:
+        found = _streamed(graph, costs, budget)  # all others know of one home only
+    if found:
+        return min(found, key=lambda p: p.timeline.step_seconds)
     if policy == "auto":
         others = [planned for name in _RIVALS for planned in _plans(graph, costs, budget, name)]
         found = auto(graph, costs, budget) + others
@@ -169,9 +204,11 @@ def plan_step(
     else:
         found = _plans(graph, costs, budget, policy)
     if not found:
+        bounded = any(home.bytes is not None for home in costs.homes)
         raise BudgetError(
             f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
-            "enough; raise the budget a little, or take policy='auto', which falls back to others",
+            f"enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a little, "
+            "or take policy='auto', which falls back to others",
             smallest_budget(graph, costs),
         )
     return min(found, key=lambda p: worth(costs, p))
@@ -190,6 +227,8 @@ def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Pla
         case "superneurons":
             both = (False, True) if costs.homes else (True,)
             return _found([fit(graph, costs, budget, _superneurons(graph, costs, again)) for again in both])
+        case "streamed":
+            return _streamed(graph, costs, budget)
         case "tflms":
             return _found([fit(graph, costs, budget, _tflms(graph, costs, waits)) for waits in (False, True)])
         case "pooch":

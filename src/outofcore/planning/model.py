@@ -96,6 +96,12 @@ class Model:
             return ((info.gap.start + 1, info.gap.end),)
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
+    def seconds_inside(self, info: GapInfo) -> float:
+        """Seconds between the two uses that a gap lies between."""
+        n, times = len(self.graph.ops), self.times
+        end = times[info.gap.end] if info.gap.end <= n else times[n] + times[info.gap.end - n]
+        return end - times[info.gap.start + 1]
+
     def held(self, keep: NDArray[np.bool_]) -> Ints:
         """For each op the bytes of gaps that are kept over it."""
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)

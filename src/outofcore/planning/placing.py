@@ -58,13 +58,23 @@ def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
 
 def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
     """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
+    return fit_or_height(graph, costs, budget, plan)[1]
+
+
+def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tuple[float, Planned | None]:
+    """Lower, place and simulate one plan.
+
+    Returns:
+        How high its blocks reach in the arena, in bytes (infinity: the homes cannot hold what leaves), and what
+        came of it if that is within the budget.
+    """
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
-        return None
+        return float("inf"), None
     program = place(lowered, budget)
     if program.arena_bytes > budget:
-        return None
-    return _finish(graph, costs, plan, program)
+        return program.arena_bytes, None
+    return program.arena_bytes, _finish(graph, costs, plan, program)
 
 
 def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:

@@ -17,28 +17,34 @@ from outofcore.plan import Decision, Residency
 from outofcore.planning.model import Model
 
 
-def copies_needed(model: Model, keep: NDArray[np.bool_]) -> list[bool]:
-    """For each gap whether offloading it takes a copy-out, its home being out of date by then."""
+def copies_needed(model: Model, keep: NDArray[np.bool_], homes: NDArray[np.int64] | None = None) -> list[bool]:
+    """For each gap whether offloading it takes a copy-out, its home being out of date by then.
+
+    ``homes`` has for each gap the home that it goes to; None: the first.
+    """
+
+    def home_of(g: int) -> int:
+        return 0 if homes is None else int(homes[g])
+
     leaving: dict[int, list[int]] = {}
-    at_home: dict[int, int | None] = {}
+    at_home: dict[tuple[int, int], int | None] = {}
     for g, info in enumerate(model.gaps):
         storage = info.gap.storage
         leaving.setdefault(storage, [])
         if info.arriving:
-            at_home[storage] = 0
+            at_home[storage, 0] = 0
         elif not keep[g]:
             leaving[storage].append(g)
             if info.cyclic:
-                at_home[storage] = 0
+                at_home[storage, home_of(g)] = 0
     needed = [False] * len(model.gaps)
     for storage, gaps in leaving.items():
-        held = at_home.get(storage)
         if model.graph.storages[storage].kind is StorageKind.INPUT:
-            held = 0
+            at_home[storage, 0] = 0
         for g in sorted(gaps, key=lambda g: model.gaps[g].gap):
-            if held != model.gaps[g].segment:
+            if at_home.get((storage, home_of(g))) != model.gaps[g].segment:
                 needed[g] = True
-                held = model.gaps[g].segment
+                at_home[storage, home_of(g)] = model.gaps[g].segment
     return needed
 
 
@@ -63,24 +69,29 @@ class _Room:
         self.free[first:last] -= count
 
 
-def schedule(model: Model, keep: NDArray[np.bool_], slack: float = 0.0) -> tuple[Decision, ...]:
+def schedule(
+    model: Model, keep: NDArray[np.bool_], slack: float = 0.0, homes: NDArray[np.int64] | None = None
+) -> tuple[Decision, ...]:
     """Decisions for the gaps that are not kept.
 
     Args:
         model: the step under its limit.
         keep: for each gap whether it is kept; arriving gaps are never kept, whatever it says.
         slack: how much earlier than just in time copies-in take their room, in multiples of their seconds.
+        homes: for each gap the home that it goes to, an index into ``costs.homes``; None: the first.
     """
     n = len(model.graph.ops)
-    times, total, home = model.times, model.times[-1], model.home
-    if home is None:
+    times, total, places = model.times, model.times[-1], model.costs.homes
+    if not places:
         return ()
+    if homes is None:
+        homes = np.zeros(len(model.gaps), dtype=np.int64)
     keep = keep & ~np.array([info.arriving for info in model.gaps], dtype=np.bool_)
     room = _Room(model.free - model.held(keep))
     away = [g for g in range(len(model.gaps)) if not keep[g]]
-    dirty = copies_needed(model, keep)
+    dirty = copies_needed(model, keep, homes)
     release: dict[int, int] = {}
-    done = 0.0
+    done = [0.0] * len(places)
     for g in sorted(away, key=lambda g: model.gaps[g].gap.start):
         info = model.gaps[g]
         first = info.gap.start + 1
@@ -88,8 +99,9 @@ def schedule(model: Model, keep: NDArray[np.bool_], slack: float = 0.0) -> tuple
         if info.arriving or not dirty[g]:
             release[g] = first
             continue
-        done = max(done, times[first]) + home.out_seconds(info.bytes)
-        safe = min(bisect_left(times, done), last)
+        at = int(homes[g])
+        done[at] = max(done[at], times[first]) + places[at].out_seconds(info.bytes)
+        safe = min(bisect_left(times, done[at]), last)
         release[g] = max(room.fits_until(first, safe, info.bytes), first)
         room.take(first, release[g], info.bytes)
 
@@ -97,12 +109,13 @@ def schedule(model: Model, keep: NDArray[np.bool_], slack: float = 0.0) -> tuple
         return times[index] if index <= n else total + times[index - n]
 
     latest: dict[int, float] = {}
-    due = float("inf")
+    due = [float("inf")] * len(places)
     for g in sorted(away, key=lambda g: -model.gaps[g].gap.end):
         info = model.gaps[g]
-        seconds = home.in_seconds(info.bytes)
-        due = min(due, seconds_at(info.gap.end)) - seconds
-        latest[g] = due - slack * seconds
+        at = int(homes[g])
+        seconds = places[at].in_seconds(info.bytes)
+        due[at] = min(due[at], seconds_at(info.gap.end)) - seconds
+        latest[g] = due[at] - slack * seconds
     decisions: list[Decision] = []
     for g in sorted(away, key=lambda g: (model.gaps[g].gap.end, g)):
         info = model.gaps[g]
@@ -113,5 +126,5 @@ def schedule(model: Model, keep: NDArray[np.bool_], slack: float = 0.0) -> tuple
         fetch = room.fits_from(first, end, info.bytes)
         room.take(fetch, end, info.bytes)
         release_by = 0 if info.arriving else min(release[g], n)
-        decisions.append(Decision(info.gap, Residency.OFFLOAD, release_by, base + fetch))
+        decisions.append(Decision(info.gap, Residency.OFFLOAD, release_by, base + fetch, int(homes[g])))
     return tuple(sorted(decisions, key=lambda d: d.gap))
