@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-fit bench-pack bench-small clean
+.PHONY: help setup test check format demo bench bench-fit bench-pack bench-plan bench-small clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-pack: setup  ## how low addresses are placed, and how fast
 
 bench-small: setup  ## how near plans are to the proved optimum of small steps
 	$(BIN)/python benchmarks/small.py
+
+bench-plan: setup  ## how long planning takes, and how that grows
+	$(BIN)/python benchmarks/plan.py
 
 clean:  ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,12 +1,14 @@
 """One process of a benchmark: trains a workload step by step, as its parent says.
 
-Its argument is JSON: ``model`` and ``options`` of the zoo; ``mode`` "eager", "outofcore" or "survey"; and for
-outofcore ``budget``, ``home`` and ``policy``. It reads a command a line from standard input (``step``, ``report``,
-``picture PATH``) and answers each with a line of JSON on standard output. What else is printed goes to standard error.
+Its argument is JSON: ``model`` and ``options`` of the zoo; ``mode`` "eager", "checkpoint" (eager, with
+``torch.utils.checkpoint`` around each block), "outofcore" or "survey"; and for outofcore ``budget``, ``home`` and
+``policy``. It reads a command a line from standard input (``step``, ``report``, ``picture PATH``) and answers each
+with a line of JSON on standard output. What else is printed goes to standard error.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import outofcore
 from outofcore.cli.common import find_workload
@@ -29,6 +32,10 @@ from outofcore.zoo import Workload
 
 Answer = dict[str, Any]
 
+# The blocks of the models of the zoo: by their class, or by the list that they stand in.
+_BLOCKS = frozenset({"BasicBlock", "Block", "Bottleneck"})
+_LISTS_OF_BLOCKS = frozenset({"down", "merge"})
+
 
 class _Training:
     def __init__(self, work: Workload, spec: dict[str, Any]) -> None:
@@ -39,6 +46,8 @@ class _Training:
         optimizer = work.optimizer(model)
         self._run: Callable[..., torch.Tensor] = work.make_step(model, optimizer)
         self._step: outofcore.Step | None = None
+        if spec["mode"] == "checkpoint":
+            _checkpoint_blocks(model)
         if spec["mode"] == "outofcore":
             self._step = outofcore.compile(
                 self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
@@ -78,6 +87,19 @@ class _Training:
     def close(self) -> None:
         if self._step is not None:
             self._step.close()
+
+
+def _checkpoint_blocks(model: torch.nn.Module) -> None:
+    """Let each block keep its input alone, and run once more in the backward pass."""
+    blocks = [
+        module
+        for name, module in model.named_modules()
+        if type(module).__name__ in _BLOCKS or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
+    ]
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if not blocks:
+        raise OutOfCoreError(f"no blocks are known of a {type(model).__name__}")
 
 
 def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:

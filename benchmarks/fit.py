@@ -1,12 +1,14 @@
 """With a budget that holds everything: are we faster than plain PyTorch, on its own malloc and on tcmalloc?
 
-The processes of a workload take turns step by step. tcmalloc is preloaded where the system has it (Debian:
-libtcmalloc-minimal4).
+The processes of a workload take turns step by step. They are started anew several times, for which physical memory
+a process is given makes its steps faster or slower by a few percent as long as it lives. tcmalloc is preloaded where
+the system has it (Debian: libtcmalloc-minimal4).
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 from typing import Annotated, Any
 
 import typer
@@ -19,42 +21,49 @@ _WARM_UP = 3
 _IN_CORE = 1.1
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
-    "gpt": {"batch": 8, "layers": 6, "width": 512, "context": 256},
+    "gpt": {"batch": 2, "layers": 4, "width": 768, "context": 1024},
 }
 
 
-def _measure(model: str, options: dict[str, Any], rounds: int, policy: str) -> dict[str, Any]:
+def _measure(model: str, options: dict[str, Any], rounds: int, launches: int, policy: str) -> dict[str, Any]:
     need = survey(Spec(model, options))
     budget = int(_IN_CORE * need["in_core_budget"])
     tcmalloc = find_tcmalloc()
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker("eager", Spec(model, options)))]
-        if tcmalloc is not None:
-            workers.append(stack.enter_context(Worker("eager, tcmalloc", Spec(model, options), tcmalloc)))
-        ours = Worker("outofcore", Spec(model, options, "outofcore", budget, policy=policy))
-        workers.append(stack.enter_context(ours))
-        take_turns(workers, rounds)
-        plan = ours.ask("report")["plan"]
-    ours_s = ours.median("seconds", _WARM_UP)
+    steps: dict[str, list[dict[str, Any]]] = {}
+    identical, copied, off_plan, plan = True, 0, 0, {}
+    for _ in range(launches):
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(Worker("eager", Spec(model, options)))]
+            if tcmalloc is not None:
+                workers.append(stack.enter_context(Worker("eager, tcmalloc", Spec(model, options), tcmalloc)))
+            ours = Worker("outofcore", Spec(model, options, "outofcore", budget, policy=policy))
+            workers.append(stack.enter_context(ours))
+            take_turns(workers, rounds)
+            plan = ours.ask("report")["plan"]
+            for worker in workers:
+                steps.setdefault(worker.name, []).extend(worker.steps[_WARM_UP:])
+            losses = [[s["loss"] for s in worker.steps] for worker in workers]
+            identical &= all(each == losses[-1] for each in losses)
+            copied = max([copied, *(step["bytes_out"] + step["bytes_in"] for step in ours.steps[1:])])
+            off_plan = max(off_plan, ours.steps[-1]["off_plan"])
+    medians = {name: statistics.median(s["seconds"] for s in found) for name, found in steps.items()}
     rows = [
         {
-            "name": worker.name,
-            "seconds": worker.median("seconds", _WARM_UP),
-            "ours_over_it": ours_s / worker.median("seconds", _WARM_UP),
-            "faults": worker.median("faults", _WARM_UP),
-            "steps": worker.columns(),
+            "name": name,
+            "seconds": medians[name],
+            "ours_over_it": medians["outofcore"] / medians[name],
+            "faults": statistics.median(s["faults"] for s in found),
+            "steps": {key: [s[key] for s in found] for key in found[0]},
         }
-        for worker in workers
+        for name, found in steps.items()
     ]
-    copied = max(step["bytes_out"] + step["bytes_in"] for step in ours.steps[1:])
-    identical = all([s["loss"] for s in w.steps] == [s["loss"] for s in ours.steps] for w in workers)
     return {
         **need,
         "tcmalloc": None if tcmalloc is None else str(tcmalloc),
         "budget": budget,
         "plan": plan,
         "bytes_copied_per_step_after_the_first": copied,
-        "off_plan": ours.steps[-1]["off_plan"],
+        "off_plan": off_plan,
         "losses_identical": identical,
         "rows": rows,
     }
@@ -83,7 +92,8 @@ def main(
     *,
     model: Annotated[str | None, typer.Option(help="One model of the zoo alone. [default: resnet50 and gpt]")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the model, as name=value.")] = None,
-    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Steps of each process.")] = 15,
+    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Steps of each process.")] = 8,
+    launches: Annotated[int, typer.Option(min=1, help="How often the processes are started.")] = 4,
     policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
     name: Annotated[str, typer.Option(help="Of the file under benchmarks/results.")] = "fit",
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
@@ -92,9 +102,9 @@ def main(
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
     results: list[dict[str, Any]] = []
     for which, usual in chosen.items():
-        results.append(_measure(which, {**usual, **parse_options(option or [])}, rounds, policy))
+        results.append(_measure(which, {**usual, **parse_options(option or [])}, rounds, launches, policy))
         _print(results[-1])
-    print(f"written to {write_result(name, {'rounds': rounds, 'results': results}, date)}")
+    print(f"written to {write_result(name, {'rounds': rounds, 'launches': launches, 'results': results}, date)}")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,15 @@ __all__ = ["Step", "StepStats", "compile", "minimum_budget"]
 def __getattr__(name: str) -> Any:
     # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
     if name in __all__:
-        from outofcore import api  # noqa: PLC0415 - see above
-
+        try:
+            from outofcore import api  # noqa: PLC0415 - see above
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                f"outofcore.{name} needs PyTorch, which is not installed; install it with: pip install torch. "
+                "Graphs from files can be planned and validated without it."
+            ) from error
         return getattr(api, name)
     raise AttributeError(f"module 'outofcore' has no attribute {name!r}")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 from torch._C._autograd import _get_sequence_nr
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -53,6 +53,7 @@ __all__ = [
     "HigherOrderOperator",
     "MetadataMismatchError",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
     "UnsupportedFakeTensorException",

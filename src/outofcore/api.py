@@ -16,7 +16,9 @@ from outofcore.capture.whole import capture_whole
 from outofcore.costs import Costs
 from outofcore.errors import InputError
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.profiling.ops import OpProfile, profile_ops
+from outofcore.profiling.cache import open_cache
+from outofcore.profiling.kept import OpProfile
+from outofcore.profiling.ops import profile_ops
 from outofcore.step import Step, StepStats
 from outofcore.units import parse_bytes
 
@@ -66,6 +68,7 @@ def compile(
     device: str | torch.device | None = None,
     home: str | os.PathLike[str] | None = None,
     policy: str = "auto",
+    cache: bool | str | os.PathLike[str] = True,
 ) -> Step:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -79,6 +82,8 @@ def compile(
         home: where bytes live that are not on the device: "host", "disk", or a folder on a disk.
             By default "disk".
         policy: how to plan; one of ``outofcore.planning.POLICIES``.
+        cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
+            own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
 
     Returns:
         The step, to be called as the one given. Nothing is captured before its first call.
@@ -94,7 +99,8 @@ def compile(
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
     _check_devices(models, device)
-    return Step(step, models, optimizers, count, _open_home(home), policy)
+    kept = open_cache(cache)
+    return Step(step, models, optimizers, count, _open_home(home), policy, kept)
 
 
 def minimum_budget(
@@ -105,6 +111,7 @@ def minimum_budget(
     inputs: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     device: str | torch.device | None = None,
+    cache: bool | str | os.PathLike[str] = True,
 ) -> int:
     """The smallest budget in bytes with which ``compile`` can run the step on these inputs.
 
@@ -117,6 +124,7 @@ def minimum_budget(
         inputs: the positional arguments of the step.
         kwargs: its keyword arguments.
         device: as for ``compile``.
+        cache: as for ``compile``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -125,8 +133,9 @@ def minimum_budget(
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     _check_devices(models, device)
+    kept = open_cache(cache)
     captured = capture_whole(step, models, optimizers, inputs, kwargs or {})
-    profiles = profile_ops(captured, measure_time=False)
+    profiles = profile_ops(captured, measure_time=False, cache=kept)
     return planning.smallest_budget(captured.graph, _costs(profiles))
 
 

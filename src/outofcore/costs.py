@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
@@ -10,13 +11,20 @@ from outofcore.graph import StepGraph
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A place for bytes that are not on the device, and the link to it."""
+    """A place for bytes that are not on the device, and the link to it.
+
+    ``contention`` is what copies both ways take from each other: the shares of their speeds that the two
+    lose while both run, added up, from 0 (two links) to 1 (one link that they share). ``compute_slowdown`` is the
+    share by which ops take longer for each copy that runs beside them.
+    """
 
     name: str  # "host", "disk"
     bytes: int | None  # capacity; None: no limit worth planning for
-    bytes_per_s_out: float  # device to home
-    bytes_per_s_in: float  # home to device
+    bytes_per_s_out: float  # device to home, while ops run and nothing is copied the other way
+    bytes_per_s_in: float  # home to device, likewise
     latency_s: float = 0.0  # per copy, either way
+    contention: float = 0.0
+    compute_slowdown: float = 0.0
 
     def out_seconds(self, count: int) -> float:
         """Seconds that a copy of ``count`` bytes from the device takes."""
@@ -51,13 +59,20 @@ class Costs:
         """Refuse costs that do not fit the graph.
 
         Raises:
-            GraphError: their number differs from that of the ops, or one is negative.
+            GraphError: their number differs from that of the ops, one is negative, or what copies take from
+                each other and from ops cannot be.
         """
         if len(self.ops) != len(graph.ops):
             raise GraphError(f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops")
         for index, cost in enumerate(self.ops):
             if not cost.seconds >= 0 or cost.workspace_bytes < 0:
                 raise GraphError(f"op {index} has a negative cost: {cost}")
+        for home in self.homes:
+            if not 0 <= home.contention <= 1 or not 0 <= home.compute_slowdown < inf:
+                raise GraphError(
+                    f"home {home.name} has contention {home.contention} and compute slowdown {home.compute_slowdown}; "
+                    "the one must lie from 0 to 1, and neither may be negative"
+                )
 
     @property
     def compute_seconds(self) -> float:

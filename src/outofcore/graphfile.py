@@ -149,13 +149,23 @@ def _seconds(node: Node) -> float:
 
 def _home(node: Node) -> Home:
     capacity, latency = node.find("bytes"), node.find("latency_s")
+    contention, slowdown = node.find("contention"), node.find("compute_slowdown")
     return Home(
         node.at("name").text(),
         None if capacity is None or capacity.value is None else capacity.count(),
         _rate(node.at("bytes_per_s_out")),
         _rate(node.at("bytes_per_s_in")),
         0.0 if latency is None else _seconds(latency),
+        0.0 if contention is None else _share(contention),
+        0.0 if slowdown is None else _seconds(slowdown),
     )
+
+
+def _share(node: Node) -> float:
+    found = node.number()
+    if not 0 <= found <= 1:
+        node.refuse(f"must lie from 0 to 1, and is {found:g}")
+    return found
 
 
 def _rate(node: Node) -> float:
@@ -179,16 +189,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
             "storages": [_storage_content(storage, keys[storage.id]) for storage in graph.storages],
             "ops": [_op_content(op, cost, keys) for op, cost in zip(graph.ops, costs.ops, strict=True)],
             "outputs": [keys[storage] for storage in graph.outputs],
-            "homes": [
-                {
-                    "name": home.name,
-                    "bytes": home.bytes,
-                    "bytes_per_s_out": home.bytes_per_s_out,
-                    "bytes_per_s_in": home.bytes_per_s_in,
-                    "latency_s": home.latency_s,
-                }
-                for home in costs.homes
-            ],
+            "homes": [_home_content(home) for home in costs.homes],
         },
     )
 
@@ -197,6 +198,20 @@ def _storage_content(storage: Storage, key: Key) -> dict[str, object]:
     content: dict[str, object] = {"id": key, "bytes": storage.bytes, "kind": storage.kind.value}
     if storage.name != (key if isinstance(key, str) else ""):
         content["name"] = storage.name
+    return content
+
+
+def _home_content(home: Home) -> dict[str, object]:
+    content: dict[str, object] = {
+        "name": home.name,
+        "bytes": home.bytes,
+        "bytes_per_s_out": home.bytes_per_s_out,
+        "bytes_per_s_in": home.bytes_per_s_in,
+        "latency_s": home.latency_s,
+    }
+    for field, value in (("contention", home.contention), ("compute_slowdown", home.compute_slowdown)):
+        if value:
+            content[field] = value
     return content
 
 

@@ -44,12 +44,18 @@ class Decision:
     runs once for all of them (the speed-centric mode of SuperNeurons, arXiv 1801.04380); with a
     ``fetch_at`` of its own each runs its own chain and keeps nothing of it (the memory-centric mode).
     Persistent storages cannot be recomputed.
+
+    For OFFLOAD, ``home`` says where the bytes go: an index into ``Costs.homes``. What is copied to one home
+    is not found at another, so a storage whose copy at this home is stale leaves with a copy, whatever lies
+    elsewhere. The home of its cyclic gap is where a persistent storage lies between steps; inputs come from,
+    and outputs go to, the first home.
     """
 
     gap: Gap
     residency: Residency
     release_by: int
     fetch_at: int
+    home: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""The program: a plan as one flat list of instructions on three queues.
+"""The program: a plan as one flat list of instructions on queues.
 
 The simulator, the validator and the executor all interpret this list. A queue runs its
-instructions one after the other; between queues nothing is ordered but by the waits.
+instructions one after the other; between queues nothing is ordered but by the waits. There is one
+queue of ops, and for each home one of copies out and one of copies in: links to different homes work
+side by side.
 
 The program is one step in its steady state: blocks that wrap hold their bytes from the end of one
 step to the start of the next. All queues are empty when a step ends.
@@ -23,10 +25,14 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start no sooner than ``count`` instructions of ``queue`` are done in this step."""
+    """Start no sooner than ``count`` instructions of ``queue`` are done in this step.
+
+    Of the queues of copies, the one of the link to ``home``.
+    """
 
     queue: Queue
     count: int
+    home: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Copy a block to the storage's slot at its home."""
+    """Copy a block to the storage's slot at a home."""
 
     block: int
     version: int  # how often the storage has been written in this step when its bytes leave
     waits: tuple[Wait, ...] = ()
+    home: int = 0  # index into ``Costs.homes``
 
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy the storage's slot at its home into a block."""
+    """Copy the storage's slot at a home into a block."""
 
     block: int
     version: int  # the version that the home holds
     waits: tuple[Wait, ...] = ()
+    home: int = 0  # index into ``Costs.homes``
 
 
 Instruction = Run | CopyOut | CopyIn
@@ -75,6 +83,11 @@ def queue_of(instruction: Instruction) -> Queue:
     if isinstance(instruction, Run):
         return Queue.COMPUTE
     return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
+
+
+def lane_of(instruction: Instruction) -> tuple[Queue, int]:
+    """The queue that an instruction runs on, and of copies the home to whose link that queue belongs."""
+    return queue_of(instruction), 0 if isinstance(instruction, Run) else instruction.home
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +111,14 @@ class Block:
     offset: int = -1  # byte offset in the arena; -1: not yet placed
 
 
+@dataclass(frozen=True, slots=True)
+class Lodging:
+    """Where a persistent storage lies from step to step when it is not on the device."""
+
+    storage: int
+    home: int  # index into ``Costs.homes``
+
+
 @dataclass(frozen=True)
 class Program:
     """One step, ready to be simulated, validated and executed.
@@ -108,12 +129,15 @@ class Program:
         arena_bytes: the end of the highest placed block.
         results: the storages whose home holds the up-to-date bytes when the step ends: every
             output, and every persistent storage that no wrapping block holds.
+        lodgings: the persistent storages whose home is not the first. Everything else that is seen between
+            two steps, inputs and outputs among it, is found at the first home.
     """
 
     instructions: tuple[Instruction, ...]
     blocks: tuple[Block, ...]
     arena_bytes: int = 0
     results: tuple[int, ...] = ()
+    lodgings: tuple[Lodging, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
 """What a program would take: its instructions under measured costs, without running them.
 
 A queue runs its instructions one after the other; an instruction starts when its queue is free and
-its waits are satisfied. Links are taken to be independent: a copy goes at its home's full rate
-whatever the other queue does, and copies do not slow the ops down.
+its waits are satisfied. Links are taken to be independent, and copies not to slow the ops down, unless a
+home says otherwise (``Home.contention``, ``Home.compute_slowdown``): see ``contention``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outofcore.contention import beside_each_other
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, Timeline, queue_of
+from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, Timeline, lane_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,13 @@ class Stall:
     waits_for: int | None  # index of what it waited on; None: nothing it waits on explains it (measured timelines)
 
 
-def simulate(graph: StepGraph, costs: Costs, program: Program, home_of: Sequence[int] | None = None) -> Timeline:
+def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
     """When each instruction of a program would run.
 
     Args:
         graph: the step that the program was made from.
         costs: seconds of its ops and rates of its homes.
         program: placed or not; it need not be valid, but its op, block and storage ids must be.
-        home_of: for each storage the index of its home in ``costs.homes``; None: the first for all.
 
     Where the costs name no home, inputs arrive and outputs leave in no time: they are the caller's affair.
 
@@ -41,18 +41,19 @@ def simulate(graph: StepGraph, costs: Costs, program: Program, home_of: Sequence
     """
     try:
         # Waits of a valid program point backwards, so that program order is an order to compute in.
-        return _times(graph, costs, program, range(len(program.instructions)), home_of)
+        timeline = _times(graph, costs, program, range(len(program.instructions)))
     except _ForwardWaitError:
-        return _times(graph, costs, program, _runnable_order(program), home_of)
+        timeline = _times(graph, costs, program, _runnable_order(program))
+    if any(home.contention or home.compute_slowdown for home in costs.homes):
+        return beside_each_other(program, timeline, costs.homes)
+    return timeline
 
 
 class _ForwardWaitError(Exception):
     """An instruction waits on one that the order has not come to yet."""
 
 
-def _times(
-    graph: StepGraph, costs: Costs, program: Program, order: Iterable[int], home_of: Sequence[int] | None
-) -> Timeline:
+def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
     # This loop is what planners spend their time in: locals, identity tests, no hashing of enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
@@ -61,8 +62,9 @@ def _times(
     ends = [0.0] * len(instructions)
     # Without homes, only what the caller hands in and gets back is copied, and that takes no time.
     callers = frozenset[int]() if homes else _of_callers(graph)
-    # Element k: when k instructions of the queue are done.
-    run_done, out_done, in_done = [0.0], [0.0], [0.0]
+    # Element k: when k instructions of the queue are done. Of copies, a queue for each home.
+    run_done = [0.0]
+    outs_done, ins_done = ([[0.0] for _ in range(max(len(homes), 1))] for _ in range(2))
     for index in order:
         instruction = instructions[index]
         if isinstance(instruction, Run):
@@ -70,19 +72,20 @@ def _times(
             done = run_done
         else:
             storage = blocks[instruction.block].storage
-            if storage is None or not (homes or storage in callers):
+            at = instruction.home
+            if storage is None or not (homes or storage in callers) or not 0 <= at < len(outs_done):
                 raise _homeless(index, instruction, storage)
-            home = homes[0 if home_of is None else home_of[storage]] if homes else None
+            home = homes[at] if homes else None
             if isinstance(instruction, CopyOut):
                 seconds = home.out_seconds(storages[storage].bytes) if home else 0.0
-                done = out_done
+                done = outs_done[at]
             else:
                 seconds = home.in_seconds(storages[storage].bytes) if home else 0.0
-                done = in_done
+                done = ins_done[at]
         start = done[-1]
         for wait in instruction.waits:
             queue = wait.queue
-            others = run_done if queue is compute else out_done if queue is copy_out else in_done
+            others = run_done if queue is compute else (outs_done if queue is copy_out else ins_done)[wait.home]
             if wait.count >= len(others):
                 raise _ForwardWaitError
             ready = others[wait.count]
@@ -92,7 +95,7 @@ def _times(
         starts[index] = start
         ends[index] = end
         done.append(end)
-    return Timeline(tuple(starts), tuple(ends), max(run_done[-1], out_done[-1], in_done[-1]))
+    return Timeline(tuple(starts), tuple(ends), max(done[-1] for done in (run_done, *outs_done, *ins_done)))
 
 
 def recompute_seconds(costs: Costs, program: Program) -> float:
@@ -109,17 +112,15 @@ def _homeless(index: int, instruction: Instruction, storage: int | None) -> Vali
     if storage is None:
         return ValidationError(f"instruction {index} copies {what} a workspace block, which no storage owns")
     return ValidationError(
-        f"instruction {index} copies {what} a block of storage {storage}, but the costs name no home; "
+        f"instruction {index} copies {what} a block of storage {storage}, but the costs name no home for it; "
         "add one to Costs.homes or keep everything on the device"
     )
 
 
 def _runnable_order(program: Program) -> list[int]:
     """An order in which every instruction follows those it waits on and those before it on its queue."""
-    lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
-    for index, instruction in enumerate(program.instructions):
-        lines[queue_of(instruction)].append(index)
-    done = dict.fromkeys(Queue, 0)
+    lines = _lanes(program)
+    done = dict.fromkeys(lines, 0)
     order: list[int] = []
     moved = True
     while moved:
@@ -127,7 +128,7 @@ def _runnable_order(program: Program) -> list[int]:
         for queue, line in lines.items():
             while done[queue] < len(line):
                 index = line[done[queue]]
-                if any(wait.count > done[wait.queue] for wait in program.instructions[index].waits):
+                if any(wait.count > done.get((wait.queue, wait.home), 0) for wait in program.instructions[index].waits):
                     break
                 order.append(index)
                 done[queue] += 1
@@ -137,7 +138,15 @@ def _runnable_order(program: Program) -> list[int]:
     return order
 
 
-def _blockers(program: Program, lines: dict[Queue, list[int]], done: dict[Queue, int]) -> str:
+def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
+    """For each queue its instructions, in order."""
+    lines: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
+    for index, instruction in enumerate(program.instructions):
+        lines.setdefault(lane_of(instruction), []).append(index)
+    return lines
+
+
+def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done: dict[tuple[Queue, int], int]) -> str:
     """For each queue that is stuck, the instruction at its head and what that waits for."""
     parts: list[str] = []
     for queue, line in lines.items():
@@ -145,15 +154,17 @@ def _blockers(program: Program, lines: dict[Queue, list[int]], done: dict[Queue,
             continue
         head = line[done[queue]]
         for wait in program.instructions[head].waits:
-            if wait.count > len(lines[wait.queue]):
-                have = len(lines[wait.queue])
+            others = lines.get((wait.queue, wait.home), [])
+            if wait.count > len(others):
                 parts.append(
-                    f"instruction {head} ({queue.value}) waits for {wait.count} instructions of {wait.queue.value}, "
-                    f"which has {have}"
+                    f"instruction {head} ({queue[0].value}) waits for {wait.count} instructions of {wait.queue.value}, "
+                    f"which has {len(others)}"
                 )
-            elif wait.count > done[wait.queue]:
-                target = lines[wait.queue][wait.count - 1]
-                parts.append(f"instruction {head} ({queue.value}) waits for instruction {target} ({wait.queue.value})")
+            elif wait.count > done[wait.queue, wait.home]:
+                target = others[wait.count - 1]
+                parts.append(
+                    f"instruction {head} ({queue[0].value}) waits for instruction {target} ({wait.queue.value})"
+                )
     return "; ".join(parts)
 
 
@@ -163,18 +174,17 @@ def stalls(program: Program, timeline: Timeline) -> list[Stall]:
     An instruction that waits on several is put down to the one that ended last. The timeline may be
     simulated or measured.
     """
-    lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
-    for index, instruction in enumerate(program.instructions):
-        lines[queue_of(instruction)].append(index)
+    lines = _lanes(program)
     found: list[Stall] = []
     free = 0.0
-    for index in lines[Queue.COMPUTE]:
+    for index in lines[Queue.COMPUTE, 0]:
         late = timeline.starts[index] - free
         if late > 0:
             cause, latest = None, free
             for wait in program.instructions[index].waits:
-                if 0 < wait.count <= len(lines[wait.queue]):
-                    target = lines[wait.queue][wait.count - 1]
+                others = lines.get((wait.queue, wait.home), [])
+                if 0 < wait.count <= len(others):
+                    target = others[wait.count - 1]
                     if timeline.ends[target] > latest:
                         cause, latest = target, timeline.ends[target]
             found.append(Stall(index, late, cause))

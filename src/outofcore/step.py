@@ -5,38 +5,35 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import planning
 from outofcore._torch_internals import tree_flatten
-from outofcore.analysis import LARGE_BYTES, is_large, placed_bytes
-from outofcore.analysis.requests import Requests
-from outofcore.capture import Captured
+from outofcore.analysis import LARGE_BYTES, is_large, live_bytes, placed_bytes
+from outofcore.capture import Captured, capture_step
 from outofcore.capture.signature import Signature, Signer
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
-from outofcore.errors import StateError
+from outofcore.errors import SpillError, StateError
 from outofcore.execution.arena import Arena
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.homes import HomeStore
-from outofcore.execution.runner import Runner
 from outofcore.execution.slots import Slots
 from outofcore.execution.state import StateKeeper
 from outofcore.planning import Planned
-from outofcore.profiling.links import measure_link
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import OpProfile
+from outofcore.profiling.links import known_link
 from outofcore.profiling.ops import profile_ops
-from outofcore.profiling.refine import is_off, refined
 from outofcore.program import CopyIn, CopyOut, Timeline
+from outofcore.replan import Entry, Planner
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# How many steps are measured, after the first, before the prediction is judged.
-_MEASURED_STEPS = 3
 _RESERVE_SHARE = 64  # off-plan requests may take a 64th of the budget
 
 
@@ -61,19 +58,6 @@ class StepStats:
     predicted_seconds: float
 
 
-@dataclass
-class _Entry:
-    """A captured step, planned."""
-
-    captured: Captured
-    costs: Costs
-    planned: Planned
-    runner: Runner
-    requests: tuple[Requests, ...]
-    refined: bool = False  # whether measured steps have had their say
-    measured: list[Timeline] = field(default_factory=list[Timeline])
-
-
 class Step:
     """A training step that runs within a byte budget: made by ``outofcore.compile``, called like the step given.
 
@@ -89,6 +73,7 @@ class Step:
         budget: int,
         home: HomeStore,
         policy: str,
+        cache: Cache | None = None,
     ) -> None:
         self._step = step
         self._models = list(models)
@@ -98,13 +83,16 @@ class Step:
         self._home = home
         self._slots = Slots(home)
         self._keeper = StateKeeper(self._slots)
+        self._cache = cache
+        self._planner = Planner(budget, policy, self._keeper, home, cache)
         self._engine = CpuEngine(home)
         self._signer = Signer(step, self._models, self._optimizers)
-        self._entries: dict[Signature, _Entry] = {}
-        self._active: _Entry | None = None
+        self._entries: dict[Signature, Entry] = {}
+        self._active: Entry | None = None
         self._signature: Signature | None = None
         self._arena: Arena | None = None
         self._link: Home | None = None
+        self._off_plan = 0  # requests counted in arenas that are gone
         self._torn = ""
         self._closed = False
         self._stats: StepStats | None = None
@@ -156,35 +144,16 @@ class Step:
             raise
         self._timeline = timeline
         self._stats = None
-        self._refine(signature, entry, timeline)
+        again = self._planner.after(entry, timeline)
+        if again is not None:
+            try:
+                self._check_spill(again.captured, again.planned)
+            except SpillError as error:
+                # The plan that ran goes on running.
+                _log.warning("the new plan is not taken: %s", error)
+            else:
+                self._entries[signature] = again
         return result
-
-    def _refine(self, signature: Signature, entry: _Entry, timeline: Timeline) -> None:
-        """Plan again, once, with costs from measured steps, if the prediction was off by more than 10 %."""
-        if entry.refined:
-            return
-        # The first step of a program warms up, and may make optimizer state.
-        entry.measured.append(timeline)
-        if len(entry.measured) <= _MEASURED_STEPS:
-            return
-        entry.refined = True
-        measured = entry.measured[1:]
-        entry.measured = []
-        program = entry.planned.program
-        if not is_off(entry.planned.timeline.step_seconds, measured) or entry.planned.plan.policy == "keep-all":
-            return
-        costs = refined(entry.costs, program, measured, entry.runner.spilled)
-        planned = planning.plan_step(entry.captured.graph, costs, self.budget, self.policy)
-        _log.info(
-            "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
-            entry.planned.timeline.step_seconds,
-            measured[-1].step_seconds,
-            planned.timeline.step_seconds,
-            planned.plan.policy,
-        )
-        self._check_spill(entry.captured, planned)
-        runner = Runner(entry.captured, planned.program, entry.requests, {}, self._keeper)
-        self._entries[signature] = _Entry(entry.captured, costs, planned, runner, entry.requests, True)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -199,38 +168,51 @@ class Step:
         if self.on_progress is not None:
             self.on_progress(stage, done, total)
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        captured = capture_whole(self._step, self._models, self._optimizers, args, kwargs)
+        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs)
         self._tell("capture", 1, 1)
         if self._active is not None:
             # The device is to be profiled on alone.
             self._active.runner.leave()
             self._active = None
         self._release_arena()
-        profiles = profile_ops(captured, advance=lambda done, total: self._tell("profile", done, total))
-        if self._link is None:
-            self._tell("measure the home", 0, 1)
-            self._link = measure_link(self._home, buffer_bytes=min(64 * MIB, max(self.budget // 8, MIB))).home
-        self._tell("plan", 0, 1)
-        costs = Costs(tuple(profile.cost for profile in profiles), (self._link,))
-        planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, _describer(captured))
-        self._check_spill(captured, planned)
+        entry = self._in_core(fastest(traced)) or self._out_of_core(leanest(traced))
+        self._check_spill(entry.captured, entry.planned)
         self._tell("plan", 1, 1)
         _log.info(
             "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
-            len(captured.graph.ops),
-            format_bytes(planned.program.arena_bytes),
+            len(entry.captured.graph.ops),
+            format_bytes(entry.planned.program.arena_bytes),
             format_bytes(self.budget),
-            planned.plan.policy,
-            f"{planned.timeline.step_seconds:.3f} s",
-            f"{costs.compute_seconds:.3f} s",
+            entry.planned.plan.policy,
+            f"{entry.planned.timeline.step_seconds:.3f} s",
+            f"{entry.costs.compute_seconds:.3f} s",
         )
-        requests = tuple(profile.requests for profile in profiles)
-        first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
-        runner = Runner(captured, planned.program, requests, first, self._keeper)
-        return _Entry(captured, costs, planned, runner, requests)
+        return entry
+
+    def _in_core(self, captured: Captured) -> Entry | None:
+        """Planned so that nothing moves, if the budget holds that."""
+        if self.policy == "offload-all" or live_bytes(captured.graph) > self.budget:
+            return None
+        profiles, costs = self._measured(captured)
+        return self._planner.plan_in_core(captured, costs, profiles)
+
+    def _out_of_core(self, captured: Captured) -> Entry:
+        profiles, costs = self._measured(captured)
+        return self._planner.plan(captured, costs, profiles, _describer(captured))
+
+    def _measured(self, captured: Captured) -> tuple[tuple[OpProfile, ...], Costs]:
+        profiles = profile_ops(
+            captured, advance=lambda done, total: self._tell("profile", done, total), cache=self._cache
+        )
+        if self._link is None:
+            self._tell("measure the home", 0, 1)
+            size = min(64 * MIB, max(self.budget // 8, MIB))
+            self._link = known_link(self._home, self._cache, buffer_bytes=size).home
+        self._tell("plan", 0, 1)
+        return profiles, Costs(tuple(profile.cost for profile in profiles), (self._link,))
 
     def _check_spill(self, captured: Captured, planned: Planned) -> None:
         blocks = planned.program.blocks
@@ -238,7 +220,7 @@ class Step:
         sizes = [s.bytes for s in captured.graph.storages if s.id in moved and is_large(s.bytes)]
         self._slots.check(sum(placed_bytes(size) for size in sizes))
 
-    def _activate(self, entry: _Entry) -> None:
+    def _activate(self, entry: Entry) -> None:
         if self._active is not None:
             self._active.runner.leave()
             self._active = None
@@ -251,6 +233,7 @@ class Step:
 
     def _release_arena(self) -> None:
         if self._arena is not None:
+            self._off_plan += self._arena.counters().large
             self._arena.close()
             self._arena = None
 
@@ -355,7 +338,7 @@ class Step:
             compute,
             moved[CopyOut],
             moved[CopyIn],
-            counters.large if counters else 0,
+            self._off_plan + (counters.large if counters else 0),
             planned.timeline.step_seconds,
         )
 

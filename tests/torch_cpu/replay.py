@@ -79,6 +79,8 @@ class Replay:
         call = captured.calls[op.id]
         for storage in set(op.mutates) - set(op.reads):
             fill(self.bytes[storage])  # what the op claims not to read
+        for storage in op.creates:  # an argument may stand for nothing but its shape, on the memory of the result
+            self.bytes[storage] = garbage(graph.storages[storage].bytes)
         untouched = {s: checksum(self.bytes[s]) for s in op.reads if s not in op.mutates}
         args, kwargs = self._real(call.args), self._real(call.kwargs)
         out = call.func(*args, **kwargs)

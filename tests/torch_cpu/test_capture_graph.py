@@ -246,8 +246,8 @@ def test_updates_are_small_chunks_and_large_ones_alone() -> None:
         [captured.graph.storages[s].bytes for s in op.reads if captured.graph.storages[s].kind is StorageKind.PARAMETER]
         for op in updates
     ]
-    # Ten small ones; weight 1.28 MB; bias 160 kB; weight 1.28 MB; bias 32 B and four of 224 kB; two of 224 kB.
-    assert [len(s) for s in sizes] == [10, 1, 1, 1, 5, 2]
+    # Two weights of 1.28 MB; ten small ones, biases of 160 kB and 32 B and three of 224 kB; three more of 224 kB.
+    assert [len(s) for s in sizes] == [1, 1, 15, 3]
     assert all(sum(s) <= 1 << 20 for s in sizes if len(s) > 1)
     assert not any(op.rerunnable or op.random for op in updates)
 

@@ -152,5 +152,22 @@ def test_plan_in_words(tmp_path: Path) -> None:
 def test_doctor_prints_what_it_sees() -> None:
     result = outofcore("doctor")
     assert result.exit_code == 0, result.output
-    for name in ("PyTorch", "CPU", "memory speed", "native arena", "disk speed", "direct I/O", "host speed", "CUDA"):
+    names = ("PyTorch", "CPU", "memory speed", "native arena", "measurements", "disk speed", "disk beside ops")
+    for name in (*names, "direct I/O", "host speed", "CUDA"):
         assert re.search(rf"^[ !] {name} +\S", result.stdout, re.MULTILINE), name
+
+
+def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert outofcore("plan", *TINY, "--no-cache", "--cache", str(cache)).exit_code == 2
+    plan("--no-cache")
+    assert not cache.exists()
+    first = plan("--cache", str(cache))
+    kinds = sorted(path.name.partition("-")[0] for path in cache.glob("*.json"))
+    assert kinds == ["links", "ops"]
+    # Not a microsecond's difference, since nothing is measured.
+    assert plan("--cache", str(cache)) == first
+    assert plan("--no-cache") != first
+    assert f"{cache}, 2 files, " in outofcore("doctor", "--cache", str(cache)).stdout
+    assert "4 files deleted" in outofcore("doctor", "--cache", str(cache), "--clear-cache").stdout
+    assert list(cache.iterdir()) == []

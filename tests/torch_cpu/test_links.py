@@ -1,5 +1,6 @@
 """Measuring a link: the numbers describe the home that was given, and its slots survive."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from outofcore.costs import Home
 from outofcore.errors import SpillError, TransferError
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.profiling.links import LinkReport, measure_link, measure_memory_bandwidth
-from outofcore.units import MIB
+from outofcore.profiling import links
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.links import LinkReport, Rates, forget_link, known_link, measure_link, measure_memory_bandwidth
+from outofcore.units import GIB, MIB
 
 
 class Clock(threading.local):
@@ -39,19 +41,77 @@ class Paced(HostHome):
 def test_a_known_link_is_measured_right(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    report = measure_link(Paced(clock), buffer_bytes=4 * MIB, seconds=0.3)
+
+    def compute() -> None:
+        clock.now += 0.02
+
+    report = measure_link(Paced(clock), buffer_bytes=4 * MIB, seconds=0.3, compute=compute)
     home = report.home
     assert home.name == "host"
     assert home.latency_s == pytest.approx(0.005, rel=0.02)  # a page takes a little longer than nothing
-    assert home.bytes_per_s_out == pytest.approx(200 * MIB, rel=0.01)
-    assert home.bytes_per_s_in == pytest.approx(100 * MIB, rel=0.01)
-    assert report.both_bytes_per_s_out == pytest.approx(home.bytes_per_s_out)
-    assert report.both_bytes_per_s_in == pytest.approx(home.bytes_per_s_in)
+    for rates in (report.alone, report.computing, report.together):
+        assert rates.out == pytest.approx(200 * MIB, rel=0.01)
+        assert rates.into == pytest.approx(100 * MIB, rel=0.01)
+    assert (home.bytes_per_s_out, home.bytes_per_s_in) == (report.computing.out, report.computing.into)
+    assert home.contention == pytest.approx(0, abs=1e-9)
+    assert home.compute_slowdown == pytest.approx(0, abs=1e-9)
 
 
-def test_sharing_is_the_throughput_of_both_over_that_of_one() -> None:
-    assert LinkReport(Home("disk", None, 100.0, 300.0), 100.0, 300.0).sharing == 2
-    assert LinkReport(Home("disk", None, 100.0, 300.0), 50.0, 150.0).sharing == 1
+def report(**changes: object) -> LinkReport:
+    usual: dict[str, object] = {
+        "name": "disk",
+        "capacity": None,
+        "latency_s": 1e-4,
+        "alone": Rates(400.0, 800.0),
+        "computing": Rates(200.0, 400.0),
+        "together": Rates(200.0, 400.0),
+        "compute_alone_s": 1.0,
+        "compute_single_s": 1.0,
+        "compute_both_s": 1.0,
+    }
+    return LinkReport(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def test_the_costs_are_those_beside_ops() -> None:
+    home = report().home
+    assert (home.bytes_per_s_out, home.bytes_per_s_in, home.latency_s) == (200, 400, 1e-4)
+    assert (home.contention, home.compute_slowdown) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("together", "contention"),
+    [
+        (Rates(200.0, 400.0), 0.0),  # independent
+        (Rates(100.0, 200.0), 1.0),  # each half as fast: one link for both
+        (Rates(200.0, 200.0), 0.5),
+        (Rates(50.0, 50.0), 1.0),  # no copy can lose more than its time
+        (Rates(220.0, 440.0), 0.0),  # noise
+    ],
+)
+def test_contention_is_what_both_lose_together(together: Rates, contention: float) -> None:
+    assert report(together=together).contention == pytest.approx(contention)
+
+
+@pytest.mark.parametrize(
+    ("single", "both", "slowdown"), [(1.1, 1.2, 0.1), (1.0, 1.0, 0.0), (1.2, 1.2, 0.15), (0.9, 0.9, 0.0)]
+)
+def test_slowdown_is_for_each_copy_beside_ops(single: float, both: float, slowdown: float) -> None:
+    found = report(compute_single_s=single, compute_both_s=both).compute_slowdown
+    assert found == pytest.approx(slowdown)
+
+
+def test_all_three_run_at_once_when_all_are_measured_together() -> None:
+    meeting = threading.Barrier(3)
+    calls = [0, 0, 0]
+
+    def wait(which: int) -> None:
+        calls[which] += 1
+        if calls[which] == 1:
+            meeting.wait(60)  # broken, and raised, unless each is in a thread of its own
+
+    times = links._together(0.0, *(lambda which=which: wait(which) for which in range(3)))
+    assert len(times) == 3
+    assert min(calls) >= 2
 
 
 @pytest.mark.parametrize("make", [DiskHome, lambda _: HostHome(64 * MIB)])
@@ -59,12 +119,13 @@ def test_what_the_home_holds_survives(make: Callable[[Path], HomeStore], tmp_pat
     home = make(tmp_path)
     face = home.face(home.reserve(MIB), MIB)
     face.fill_(7)
-    report = measure_link(home, buffer_bytes=2 * MIB, seconds=0.02)
+    found = measure_link(home, buffer_bytes=2 * MIB, seconds=0.02).home
     assert bool((face == 7).all())
     assert home.bytes == 5 * MIB
-    assert report.home.bytes is not None
-    assert report.home.bytes > 0
-    assert min(report.home.bytes_per_s_in, report.home.bytes_per_s_out, report.home.latency_s) > 0
+    assert found.bytes is not None
+    assert found.bytes > 0
+    assert min(found.bytes_per_s_in, found.bytes_per_s_out, found.latency_s) > 0
+    assert 0 <= found.contention <= 1
     home.close()
 
 
@@ -86,3 +147,59 @@ def test_memory_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatc
     ticks = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # every copy takes one second
     assert measure_memory_bandwidth(buffer_bytes=MIB) == 2 * MIB
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The buffers with which links were measured."""
+    sizes: list[int] = []
+
+    def measure(home: HomeStore, *, buffer_bytes: int) -> LinkReport:
+        sizes.append(buffer_bytes)
+        return report(name=home.name, capacity=home.capacity, latency_s=float(len(sizes)))
+
+    monkeypatch.setattr(links, "measure_link", measure)
+    return sizes
+
+
+def test_a_link_is_measured_once(tmp_path: Path, counted: list[int]) -> None:
+    first = known_link(DiskHome(tmp_path), Cache(tmp_path / "cache"))
+    (tmp_path / "below").mkdir()
+    second = known_link(DiskHome(tmp_path / "below", limit=GIB), Cache(tmp_path / "cache"))
+    assert counted == [64 * MIB]
+    assert second.capacity is not None
+    assert second.capacity <= GIB  # of the home that was asked about
+    assert second.home == LinkReport(**{**vars_of(first), "capacity": second.capacity}).home
+    known_link(HostHome(GIB), Cache(tmp_path / "cache"))
+    known_link(DiskHome(tmp_path), Cache(tmp_path / "cache"), buffer_bytes=3 * MIB)
+    assert counted == [64 * MIB, 64 * MIB, 2 * MIB]
+    known_link(DiskHome(tmp_path), None)
+    assert len(counted) == 4
+
+
+def vars_of(found: LinkReport) -> dict[str, object]:
+    return {name: getattr(found, name) for name in LinkReport.__dataclass_fields__}
+
+
+def test_an_old_a_refuted_and_a_damaged_link_are_measured_anew(
+    tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, home = Cache(tmp_path), HostHome(GIB)
+    known_link(home, cache)
+    now = time.time()
+    with monkeypatch.context() as later:
+        later.setattr(time, "time", lambda: now + links._FRESH_SECONDS + 60)
+        assert known_link(home, cache).latency_s == 2
+    # That one was measured in a future that this clock does not know.
+    assert known_link(home, cache).latency_s == 3
+    assert known_link(home, cache).latency_s == 3
+    forget_link(home, cache)
+    assert known_link(home, cache).latency_s == 4
+    shelf = cache.shelf("links", links.machine_facts())
+    ((key, node),) = shelf.read().items()
+    for wrong in ({"alone": 3}, {"latency_s": -1.0}, {"compute_both_s": None}):
+        shelf.write({key: {**node.mapping(), **wrong}})
+        with caplog.at_level(logging.WARNING, "outofcore.profiling"):
+            known_link(home, cache)
+    assert len(counted) == 7
+    assert caplog.text.count("measured anew") == 3

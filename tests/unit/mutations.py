@@ -16,7 +16,7 @@ from typing import TypeVar
 import oracle
 
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Run, Wait
 
 Broken = Iterator[tuple[str, Program]]
 T = TypeVar("T")
@@ -42,8 +42,8 @@ def with_block(program: Program, block: Block) -> Program:
 def without_instruction(program: Program, index: int) -> Program:
     """The program less one instruction: those who waited for it wait for the one before it, and inherit its waits."""
     removed = program.instructions[index]
-    queue = oracle.queue(removed)
-    position = sum(oracle.queue(i) is queue for i in program.instructions[: index + 1])
+    queue = oracle.lane(removed)
+    position = sum(oracle.lane(i) == queue for i in program.instructions[: index + 1])
     instructions: list[Instruction] = []
     heir_found = False
     for at, instruction in enumerate(program.instructions):
@@ -51,11 +51,12 @@ def without_instruction(program: Program, index: int) -> Program:
             continue
         waits: list[Wait] = []
         for wait in instruction.waits:
-            if wait.queue is queue and wait.count == position:
+            same = (wait.queue, wait.home) == queue
+            if same and wait.count == position:
                 waits += removed.waits
-            shifted = wait.count - (wait.queue is queue and wait.count >= position)
-            waits += [Wait(wait.queue, shifted)] if shifted else []
-        if at > index and not heir_found and oracle.queue(instruction) is queue:
+            shifted = wait.count - (same and wait.count >= position)
+            waits += [replace(wait, count=shifted)] if shifted else []
+        if at > index and not heir_found and oracle.lane(instruction) == queue:
             heir_found = True
             waits += removed.waits
         instructions.append(replace(instruction, waits=tuple(dict.fromkeys(waits))))
@@ -86,7 +87,7 @@ def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None
     pairs = oracle.conflicts(graph, program)
     for index, wait in _mixed(candidates, random):
         instruction = program.instructions[index]
-        waits = tuple(Wait(w.queue, w.count - 1) if w is wait else w for w in instruction.waits)
+        waits = tuple(replace(w, count=w.count - 1) if w is wait else w for w in instruction.waits)
         broken = with_instruction(program, index, replace(instruction, waits=waits))
         if oracle.is_racy(graph, broken, pairs):
             yield f"instruction {index} waits for one less than {wait}", broken
@@ -160,6 +161,41 @@ def wrong_version(graph: StepGraph, program: Program, random: Random | None = No
                 yield f"instruction {index} copies version {version}", broken
 
 
+def wrong_home(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A copy goes to, or comes from, another home; the waits on it and its own follow."""
+    for index in _mixed(list(range(len(program.instructions))), random):
+        instruction = program.instructions[index]
+        if not isinstance(instruction, Run):
+            moved = replace(instruction, home=1 - instruction.home)
+            broken = without_instruction(program, index)
+            instructions = [*broken.instructions[:index], moved, *broken.instructions[index:]]
+            # Whoever comes later waits for it by way of its new queue.
+            lane = oracle.lane(moved)
+            count = sum(oracle.lane(i) == lane for i in instructions[: index + 1])
+            for at in range(index + 1, len(instructions)):
+                waits = [
+                    replace(w, count=w.count + ((w.queue, w.home) == lane and w.count >= count))
+                    for w in instructions[at].waits
+                ]
+                if oracle.lane(instructions[at]) != lane:
+                    waits.append(Wait(lane[0], count, lane[1]))
+                instructions[at] = replace(instructions[at], waits=tuple(waits))
+            broken = replace(program, instructions=tuple(instructions))
+            if oracle.is_broken(graph, broken):
+                yield f"instruction {index} uses home {moved.home}", broken
+
+
+def wrong_lodging(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A storage is said to lie elsewhere between steps, or what does not persist to lie anywhere."""
+    lodgings = {lodging.storage: lodging for lodging in program.lodgings}
+    for storage in _mixed(list(program.results), random):
+        found = lodgings.get(storage, Lodging(storage, 0))
+        others = {**lodgings, storage: replace(found, home=1 - found.home)}
+        broken = replace(program, lodgings=tuple(others.values()))
+        if storage not in graph.persistent or oracle.is_broken(graph, broken):
+            yield f"storage {storage} lodges at home {1 - found.home}", broken
+
+
 def _drop(kind: type[CopyIn] | type[CopyOut] | type[Run]) -> Mutation:
     def drop(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
         for index in _mixed([i for i, x in enumerate(program.instructions) if isinstance(x, kind)], random):
@@ -179,8 +215,8 @@ drop_run = _drop(Run)
 def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """Two neighbours on a queue change places."""
     pairs: list[tuple[int, int]] = []
-    for queue in Queue:
-        line = [i for i, x in enumerate(program.instructions) if oracle.queue(x) is queue]
+    for lane in oracle.lanes(program):
+        line = [i for i, x in enumerate(program.instructions) if oracle.lane(x) == lane]
         pairs += list(pairwise(line))
     for first, second in _mixed(pairs, random):
         a, b = program.instructions[first], program.instructions[second]
@@ -191,21 +227,21 @@ def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Br
 
 
 def _waits_point_back(program: Program) -> bool:
-    seen = dict.fromkeys(Queue, 0)
+    seen = dict.fromkeys(oracle.lanes(program), 0)
     for instruction in program.instructions:
-        if any(wait.count > seen[wait.queue] for wait in instruction.waits):
+        if any(wait.count > seen[wait.queue, wait.home] for wait in instruction.waits):
             return False
-        seen[oracle.queue(instruction)] += 1
+        seen[oracle.lane(instruction)] += 1
     return True
 
 
 def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """An instruction waits for one that comes later in program order."""
-    seen = dict.fromkeys(Queue, 0)
+    seen = dict.fromkeys(oracle.lanes(program), 0)
     candidates: list[tuple[int, Wait]] = []
     for index, instruction in enumerate(program.instructions):
-        candidates += [(index, Wait(queue, count + 1)) for queue, count in seen.items()]
-        seen[oracle.queue(instruction)] += 1
+        candidates += [(index, Wait(queue, count + 1, home)) for (queue, home), count in seen.items()]
+        seen[oracle.lane(instruction)] += 1
     for index, wait in _mixed(candidates, random):
         instruction = program.instructions[index]
         broken = with_instruction(program, index, replace(instruction, waits=(*instruction.waits, wait)))
@@ -266,6 +302,8 @@ MUTATIONS: dict[str, Mutation] = {
     "overlap": overlap,
     "reuse_too_soon": reuse_too_soon,
     "wrong_version": wrong_version,
+    "wrong_home": wrong_home,
+    "wrong_lodging": wrong_lodging,
     "drop_copy_out": drop_copy_out,
     "drop_copy_in": drop_copy_in,
     "drop_run": drop_run,

@@ -18,8 +18,16 @@ Value = Hashable
 GARBAGE: Value = "garbage"
 
 
-def queue(instruction: Instruction) -> Queue:
-    return {Run: Queue.COMPUTE, CopyOut: Queue.COPY_OUT, CopyIn: Queue.COPY_IN}[type(instruction)]
+Lane = tuple[Queue, int]  # a queue, and of copies the home
+
+
+def lane(instruction: Instruction) -> Lane:
+    queue = {Run: Queue.COMPUTE, CopyOut: Queue.COPY_OUT, CopyIn: Queue.COPY_IN}[type(instruction)]
+    return queue, getattr(instruction, "home", 0)
+
+
+def lanes(program: Program) -> list[Lane]:
+    return list(dict.fromkeys([*((q, 0) for q in Queue), *map(lane, program.instructions)]))
 
 
 def blocks_of(instruction: Instruction) -> tuple[int, ...]:
@@ -30,16 +38,16 @@ def blocks_of(instruction: Instruction) -> tuple[int, ...]:
 
 def predecessors(program: Program) -> list[list[int]]:
     """For each instruction those that must have ended when it starts, not transitively."""
-    lines: dict[Queue, list[int]] = {q: [] for q in Queue}
+    lines: dict[Lane, list[int]] = {q: [] for q in lanes(program)}
     for index, instruction in enumerate(program.instructions):
-        lines[queue(instruction)].append(index)
+        lines[lane(instruction)].append(index)
     found: list[list[int]] = []
-    last: dict[Queue, int] = {}
+    last: dict[Lane, int] = {}
     for index, instruction in enumerate(program.instructions):
-        own = last.get(queue(instruction))
+        own = last.get(lane(instruction))
         found.append([] if own is None else [own])
-        found[-1] += [lines[wait.queue][wait.count - 1] for wait in instruction.waits]
-        last[queue(instruction)] = index
+        found[-1] += [lines[wait.queue, wait.home][wait.count - 1] for wait in instruction.waits]
+        last[lane(instruction)] = index
     return found
 
 
@@ -54,7 +62,7 @@ def ancestors(program: Program) -> list[int]:
     return masks
 
 
-Span = tuple[str, int, int, int]  # ("block" | "home", id, begin, end)
+Span = tuple[str, int, int, int]  # ("block", id, begin, end) | ("home", storage, home, home)
 
 
 def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[Span, bool]]:
@@ -76,17 +84,17 @@ def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[S
     assert storage is not None
     out = isinstance(instruction, CopyOut)
     yield span(instruction.block), not out
-    yield ("home", storage, 0, 0), out
+    yield ("home", storage, instruction.home, instruction.home), out
 
 
 def conflicts(graph: StepGraph, program: Program) -> list[tuple[int, int]]:
     """Pairs of instructions on different queues whose order matters; waits make no difference here."""
-    queues = [queue(instruction) for instruction in program.instructions]
+    queues = [lane(instruction) for instruction in program.instructions]
     touched = [(index, *access) for index in range(len(queues)) for access in accesses(graph, program, index)]
     found = {
         (first, second)
         for (first, a, a_writes), (second, b, b_writes) in combinations(touched, 2)
-        if (a_writes or b_writes) and queues[first] is not queues[second] and _same_bytes(a, b)
+        if (a_writes or b_writes) and queues[first] != queues[second] and _same_bytes(a, b)
     }
     return sorted(found)
 
@@ -94,7 +102,9 @@ def conflicts(graph: StepGraph, program: Program) -> list[tuple[int, int]]:
 def _same_bytes(a: Span, b: Span) -> bool:
     if a[0] != b[0]:
         return False
-    placed = a[0] == "block" and a[2] >= 0 and b[2] >= 0
+    if a[0] == "home":
+        return a == b
+    placed = a[2] >= 0 and b[2] >= 0
     return a[1] == b[1] or (placed and a[2] < b[3] and b[2] < a[3] and a[2] < a[3] and b[2] < b[3])
 
 
@@ -124,12 +134,13 @@ class Machine:
         self.program = program
         wraps = {b.storage for b in program.blocks if b.wraps}
         self.device: list[Value] = [("before", b.storage) if b.wraps else GARBAGE for b in program.blocks]
-        self.home: list[Value] = [
-            ("before", s.id)
-            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps)
-            else GARBAGE
+        # By storage and home; garbage is not listed.
+        self.lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
+        self.home: dict[tuple[int, int], Value] = {
+            (s.id, self.lodgings.get(s.id, 0)): ("before", s.id)
             for s in graph.storages
-        ]
+            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps)
+        }
         self.needs, self.final = plain_values(graph)
         self.faults: list[str] = []
         self.first_runs: dict[int, int] = {}  # op -> its first instruction
@@ -161,10 +172,10 @@ class Machine:
         storage = self.program.blocks[instruction.block].storage
         assert storage is not None
         if isinstance(instruction, CopyOut):
-            self.home[storage] = GARBAGE
+            self.home[storage, instruction.home] = GARBAGE
             return [self.device[instruction.block]]
         self.write(instruction.block, GARBAGE)
-        return [self.home[storage]]
+        return [self.home.get((storage, instruction.home), GARBAGE)]
 
     def end(self, index: int, seen: list[Value]) -> None:
         """End an instruction: what it read must not have changed meanwhile; its targets get their values."""
@@ -189,16 +200,16 @@ class Machine:
         assert storage is not None
         if isinstance(instruction, CopyOut):
             steady = self.device[instruction.block] == seen[0]
-            self.home[storage] = seen[0] if steady else GARBAGE
+            self.home[storage, instruction.home] = seen[0] if steady else GARBAGE
         else:
-            steady = self.home[storage] == seen[0]
+            steady = self.home.get((storage, instruction.home), GARBAGE) == seen[0]
             self.write(instruction.block, seen[0] if steady else GARBAGE)
 
     def finish(self) -> list[str]:
         due = set(self.program.results) | set(self.graph.outputs)
         due |= {s for s in self.graph.persistent if not any(b.wraps and b.storage == s for b in self.program.blocks)}
         for storage in sorted(due):
-            if self.home[storage] != self.final[storage]:
+            if self.home.get((storage, self.lodgings.get(storage, 0)), GARBAGE) != self.final[storage]:
                 self.faults.append(f"wrong value at home in storage {storage}")
         for block in self.program.blocks:
             if block.wraps and block.storage is not None and self.device[block.id] != self.final[block.storage]:
@@ -220,10 +231,10 @@ def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> li
     before = [set(indices) for indices in predecessors(program)]
     waiting, running, done = list(range(len(before))), {}, set[int]()
     # A taste for one queue makes schedules in which it runs far ahead, where races show.
-    taste = random.choice(list(Queue))
+    taste = random.choice(lanes(program))
     while waiting or running:
         ready = [index for index in waiting if before[index] <= done]
-        liked = [index for index in ready if queue(program.instructions[index]) is taste] or ready
+        liked = [index for index in ready if lane(program.instructions[index]) == taste] or ready
         if liked and (not running or random.random() < 0.5):
             index = random.choice(liked)
             waiting.remove(index)

@@ -205,10 +205,11 @@ def budgets_for(graph: StepGraph, costs: Costs) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def plans_for(draw: st.DrawFn, graph: StepGraph) -> Plan:
+def plans_for(draw: st.DrawFn, graph: StepGraph, homes: int = 1) -> Plan:
     """A plan that keeps, offloads or, where that is possible, recomputes each gap, at random times.
 
-    Recomputations often share their time, so that chains are run once for several storages.
+    Recomputations often share their time, so that chains are run once for several storages. What is
+    offloaded goes to any of the homes.
     """
     history, n = History.of(graph), len(graph.ops)
     meeting = draw(st.integers(0, n))
@@ -224,7 +225,8 @@ def plans_for(draw: st.DrawFn, graph: StepGraph) -> Plan:
             elif choice is Residency.OFFLOAD:
                 release = draw(st.integers(first, min(gap.end, n)))
                 fetch = draw(st.integers(max(release, n if gap.end >= n else 0), gap.end))
-                decisions.append(Decision(gap, choice, 0 if gap.start < 0 else release, fetch))
+                home = draw(st.integers(0, homes - 1)) if gap.start >= 0 else 0
+                decisions.append(Decision(gap, choice, 0 if gap.start < 0 else release, fetch, home))
     return Plan("random", 0, tuple(draw(st.permutations(decisions))))
 
 

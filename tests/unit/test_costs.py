@@ -58,3 +58,10 @@ def test_random_costs_and_budgets_fit(data: st.DataObject) -> None:
     costs = data.draw(costs_for(graph))
     costs.check(graph)
     assert data.draw(budgets_for(graph, costs)) > 0
+
+
+@pytest.mark.parametrize(("contention", "slowdown"), [(1.1, 0.0), (-0.1, 0.0), (0.0, -0.1), (nan, 0.0), (0.0, nan)])
+def test_what_copies_take_from_others_must_be_possible(contention: float, slowdown: float) -> None:
+    home = Home("disk", None, 1.0, 1.0, 0.0, contention, slowdown)
+    with pytest.raises(GraphError, match="contention"):
+        Costs((OpCost(1.0), OpCost(1.0)), (home,)).check(GRAPH)

@@ -2,7 +2,7 @@
 
 from test_lowering import K64, LOSS, A, G, W, X, step
 
-from outofcore.analysis import gaps_of, is_large, large_needs, placed_bytes
+from outofcore.analysis import gaps_of, is_large, large_needs, live_bytes, placed_bytes
 from outofcore.costs import Costs, OpCost
 from outofcore.plan import Gap
 
@@ -40,3 +40,16 @@ def test_rounding_makes_no_block_large() -> None:
 def test_an_op_needs_its_storages_and_its_workspace() -> None:
     costs = Costs((OpCost(1.0, K64), OpCost(1.0, 100), OpCost(1.0), OpCost(1.0)))
     assert large_needs(step(), costs) == [11 * K64, 4 * K64, 10 * K64, 4 * K64]
+
+
+def test_the_most_bytes_are_live_where_activations_and_gradients_meet() -> None:
+    graph = step()
+    live = [
+        sum(
+            s.bytes
+            for s in graph.storages
+            if s.id in graph.persistent or (graph.uses[s.id] and graph.uses[s.id][0] <= op.id <= graph.uses[s.id][-1])
+        )
+        for op in graph.ops
+    ]
+    assert live_bytes(graph) == max(live) > graph.storages[W].bytes

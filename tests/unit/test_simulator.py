@@ -45,10 +45,29 @@ def test_times() -> None:
     assert simulate(GRAPH, COSTS, PROGRAM) == TIMELINE
 
 
-def test_times_with_a_home_for_each_storage() -> None:
-    timeline = simulate(GRAPH, COSTS, PROGRAM, home_of=(1, 0, 0))
-    assert timeline.ends == (11.0, 16.0, 61.0, 23.0, 72.0, 172.0)
-    assert timeline == simulate(GRAPH, replace(COSTS, homes=(FAR, NEAR)), PROGRAM, home_of=[0, 1, 1])
+def test_links_to_different_homes_work_side_by_side() -> None:
+    first, double, second, idle, update, out = PROGRAM.instructions
+    elsewhere = replace(
+        PROGRAM,
+        instructions=(
+            first,  # 0 to 11
+            double,  # 11 to 16
+            replace(second, home=1),  # 0 to 50
+            idle,  # 16 to 23
+            replace(update, waits=(Wait(Queue.COPY_IN, 1, 1),)),  # 50 to 61
+            replace(out, home=1),  # 61 to 161
+        ),
+    )
+    timeline = simulate(GRAPH, COSTS, elsewhere)
+    assert timeline.starts == (0.0, 11.0, 0.0, 16.0, 50.0, 61.0)
+    assert timeline.ends == (11.0, 16.0, 50.0, 23.0, 61.0, 161.0)
+    assert stalls(elsewhere, timeline)[-1] == Stall(4, 27.0, 2)
+
+
+def test_a_copy_to_a_home_that_is_not_there_is_refused() -> None:
+    lost = replace(PROGRAM, instructions=(replace(PROGRAM.instructions[0], home=2), *PROGRAM.instructions[1:]))
+    with pytest.raises(ValidationError, match="name no home for it"):
+        simulate(GRAPH, COSTS, lost)
 
 
 def test_copies_last_as_long_as_the_storage_not_the_block() -> None:

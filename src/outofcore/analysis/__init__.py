@@ -6,8 +6,18 @@ from outofcore.analysis.gaps import (
     gaps_of,
     is_large,
     large_needs,
+    live_bytes,
     placed_bytes,
     touched_bytes,
 )
 
-__all__ = ["LARGE_BYTES", "constant_bytes", "gaps_of", "is_large", "large_needs", "placed_bytes", "touched_bytes"]
+__all__ = [
+    "LARGE_BYTES",
+    "constant_bytes",
+    "gaps_of",
+    "is_large",
+    "large_needs",
+    "live_bytes",
+    "placed_bytes",
+    "touched_bytes",
+]

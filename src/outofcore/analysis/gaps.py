@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from outofcore.costs import Costs
 from outofcore.graph import Op, StepGraph, StorageKind
@@ -66,3 +66,22 @@ def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
 def constant_bytes(graph: StepGraph) -> int:
     """Arena bytes of the large constants, which never leave."""
     return sum(placed_bytes(s.bytes) for s in graph.storages if s.kind is StorageKind.CONSTANT and is_large(s.bytes))
+
+
+def live_bytes(graph: StepGraph) -> int:
+    """The most bytes of storages that are live at once if nothing leaves: no arena that holds everything is smaller.
+
+    Workspaces are not counted.
+    """
+    change = [0] * (len(graph.ops) + 1)
+    always = 0
+    for storage in graph.storages:
+        uses = graph.uses[storage.id]
+        if not uses:
+            continue
+        if storage.id in graph.persistent or storage.kind is StorageKind.CONSTANT:
+            always += storage.bytes
+        else:
+            change[uses[0]] += storage.bytes
+            change[uses[-1] + 1] -= storage.bytes
+    return always + max(accumulate(change))

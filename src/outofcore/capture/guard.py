@@ -146,8 +146,8 @@ class Guard:
             CaptureError: a module, variable or container of the user's would hold a tensor or a count
                 of the capture; or random numbers were drawn that the graph cannot draw again.
         """
-        for kept, tables in zip(self._attributes, self._tables, strict=True):
-            self._check_module(kept, tables)
+        for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True):
+            self._check_module(module, kept, tables)
         for kept in self._attributes_of_owner:
             for name, new in kept.live.items():
                 self._check_left(f"{kept.label}.{name}", kept.before.get(name), new)
@@ -174,7 +174,7 @@ class Guard:
                 "before the step and pass them as arguments, or use torch's generator"
             )
 
-    def _check_module(self, kept: _Kept, tables: list[_Kept]) -> None:
+    def _check_module(self, module: nn.Module, kept: _Kept, tables: list[_Kept]) -> None:
         parameters, buffers, children = tables
         if _differs(parameters.live, parameters.before) or _differs(children.live, children.before):
             raise CaptureError(
@@ -183,7 +183,6 @@ class Guard:
             )
         if buffers.live.keys() != buffers.before.keys():
             raise CaptureError(f"the step adds or removes a buffer of {kept.label}: register it before the step")
-        module = self._modules[self._attributes.index(kept)]
         recomputed = {
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }

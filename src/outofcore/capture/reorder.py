@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outofcore.analysis import is_large
@@ -11,15 +12,20 @@ from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.graph import Op, StepGraph
 
 
-def reorder(captured: Captured) -> Captured:
-    """The same step, to the bit, with some ops moved up.
+def hoisting(captured: Captured) -> tuple[int, ...]:
+    """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
 
     Moved are optimizer updates that draw no random numbers, and ops that turn large storages into
-    small ones without changing any, such as the norm of a gradient.
+    small ones without changing any, such as the norm of a gradient. The results are the same, to the bit.
     """
     graph = captured.graph
     movable = [op.id for op in graph.ops if not op.random and (_updates(captured, op) or _shrinks(graph, op))]
-    order = hoisted_order(graph, movable)
+    return hoisted_order(graph, movable)
+
+
+def reordered(captured: Captured, order: Sequence[int]) -> Captured:
+    """A captured step with its ops in another order, in which each must still find what it found before."""
+    graph = captured.graph
     ops = tuple(replace(graph.ops[old], id=new) for new, old in enumerate(order))
     calls = tuple(captured.calls[old] for old in order)
     return replace(captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=calls)

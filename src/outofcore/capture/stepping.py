@@ -42,6 +42,9 @@ SMALL_BYTES = 256 * KIB
 CHUNK_BYTES = MIB
 
 
+_Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gradient
+
+
 @dataclass
 class _Pending:
     """An update written down in the trace whose state is not yet known."""
@@ -112,24 +115,30 @@ class StepRecorder:
 
     def _record(self, index: int) -> None:
         optimizer = self._optimizers[index]
-        alone = updates_each_alone(optimizer)
-        chunk: list[tuple[int, Mirrored, int | None]] = []
-        size = 0
-        for group_index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                state = self._by_real[id(parameter)]
-                grad = self._gradient(state)
-                if grad is None and alone:
-                    continue
-                count = parameter.numel() * parameter.element_size()
-                apart = chunk and (chunk[-1][0] != group_index or size + count > CHUNK_BYTES or count >= SMALL_BYTES)
-                if alone and apart:
-                    self._append(index, chunk)
-                    chunk, size = [], 0
-                chunk.append((group_index, state, grad))
-                # A large one stands alone: nothing fits beside it any more.
-                size += count if count < SMALL_BYTES else CHUNK_BYTES
-        if any(grad is not None for _, _, grad in chunk):
+        members = [
+            (group_index, self._by_real[id(parameter)])
+            for group_index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+        found = [(group, state, self._gradient(state)) for group, state in members]
+        if not updates_each_alone(optimizer):
+            if any(grad is not None for _, _, grad in found):
+                self._append(index, found)
+            return
+        small: dict[int, list[_Member]] = {}
+        for member in found:
+            group, state, grad = member
+            if grad is None:
+                continue
+            if _bytes(state) >= SMALL_BYTES:
+                self._append(index, [member])
+                continue
+            chunk = small.setdefault(group, [])
+            if sum(_bytes(other) for _, other, _ in chunk) + _bytes(state) > CHUNK_BYTES:
+                self._append(index, chunk)
+                chunk = small[group] = []
+            chunk.append(member)
+        for chunk in small.values():
             self._append(index, chunk)
 
     def _gradient(self, state: Mirrored) -> int | None:
@@ -148,7 +157,7 @@ class StepRecorder:
             storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
         return self._tables.value_of(grad)
 
-    def _append(self, index: int, chunk: list[tuple[int, Mirrored, int | None]]) -> None:
+    def _append(self, index: int, chunk: Sequence[_Member]) -> None:
         _, source = self._provenance.here()
         op = TracedOp(
             name=f"optimizer.{type(self._optimizers[index]).__name__}",
@@ -238,6 +247,10 @@ class StepRecorder:
             for p, g, own in zip(params, grads, states, strict=True)
         )
         op.family = f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
+
+
+def _bytes(state: Mirrored) -> int:
+    return state.real.numel() * state.real.element_size()
 
 
 def _settings(update: OptimizerUpdate) -> str:

@@ -31,6 +31,10 @@ Budget = Annotated[str | None, typer.Option(help="Bytes for all tensors of a ste
 Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
 Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
 Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")]
+CacheFolder = Annotated[
+    Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")
+]
 Picture = Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")]
 
 
@@ -60,6 +64,8 @@ def train(
     policy: Policy = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch, without outofcore, to compare.")] = False,
     picture: Picture = None,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
     **zoo: Any,
 ) -> None:
     """Train a model of the zoo within a byte budget."""
@@ -71,7 +77,14 @@ def train(
         raise typer.BadParameter("plain PyTorch knows no budget and gives no picture", param_hint="--eager")
     limit = None if budget is None else parse_bytes(budget)
     import_module("outofcore.cli.train").train(
-        model, {**zoo, "batch": batch}, budget=limit, steps=steps, home=home, policy=policy, picture=picture
+        model,
+        {**zoo, "batch": batch},
+        budget=limit,
+        steps=steps,
+        home=home,
+        policy=policy,
+        picture=picture,
+        cache=_cache(cache, no_cache),
     )
 
 
@@ -101,6 +114,8 @@ def plan(
         bool, typer.Option("--exact", help="Search for the best plan as well; for graphs of some 30 ops.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
     **zoo: Any,
 ) -> None:
     """Tell whether a step fits a budget, what would move, and how long it would take.
@@ -126,7 +141,9 @@ def plan(
         subject = import_module("outofcore.cli.graph").subject_from(graph)
     else:
         options = {**zoo, "batch": batch}
-        subject = import_module("outofcore.cli.plan").subject_of(model, options, home=home, gpu=gpu, quiet=as_json)
+        subject = import_module("outofcore.cli.plan").subject_of(
+            model, options, home=home, gpu=gpu, quiet=as_json, cache=_cache(cache, no_cache)
+        )
     if several:
         if save_graph is not None:
             write_graph(save_graph, subject.file)
@@ -138,6 +155,13 @@ def plan(
         fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)
+
+
+def _cache(folder: Path | None, off: bool) -> bool | Path:
+    """What ``compile`` calls ``cache``."""
+    if off and folder is not None:
+        raise typer.BadParameter("give one of --cache and --no-cache", param_hint="--no-cache")
+    return False if off else folder or True
 
 
 def _check_plan(model: str | None, graph: Path | None, gpu: str | None, *, compare: bool, sweep: bool) -> None:
@@ -195,9 +219,19 @@ def pack(
 
 
 @command(app)
-def doctor(home: Home = "disk") -> None:
+def doctor(
+    home: Home = "disk",
+    *,
+    cache: CacheFolder = None,
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Delete the measurements that are kept, and do nothing else.")
+    ] = False,
+) -> None:
     """Print what the library sees of this machine, and what is amiss."""
-    import_module("outofcore.cli.doctor").doctor(home)
+    if clear_cache:
+        import_module("outofcore.cli.measured").clear(cache)
+    else:
+        import_module("outofcore.cli.doctor").doctor(home, cache)
 
 
 def main() -> None:

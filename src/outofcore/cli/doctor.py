@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 import outofcore
 from outofcore.cli.common import open_home
+from outofcore.cli.measured import cache_at, describe
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
@@ -18,21 +20,25 @@ from outofcore.report.machine import available_memory_bytes, this_machine, trans
 from outofcore.units import format_bytes, format_seconds
 
 
-def doctor(home: str) -> None:
+def doctor(home: str, cache: Path | None) -> None:
     """Print one line for each thing that matters, as it becomes known; an exclamation mark marks what is amiss.
+
+    Args:
+        home: as on the command line.
+        cache: the folder in which measurements are kept; None: the user's own.
 
     Raises:
         SpillError: the home cannot be used.
     """
     store = open_home(home)
     try:
-        for good, name, text in _findings(store):
+        for good, name, text in _findings(store, cache):
             print(f"{' ' if good else '!'} {name:<18} {text}", flush=True)
     finally:
         store.close()
 
 
-def _findings(store: HomeStore) -> Iterator[tuple[bool, str, str]]:
+def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str, str]]:
     machine = this_machine()
     yield True, "outofcore", f"{outofcore.__version__}, Python {machine.python}, {machine.kernel}"
     yield True, "PyTorch", f"{torch.__version__}, {torch.get_num_threads()} threads"
@@ -48,6 +54,7 @@ def _findings(store: HomeStore) -> Iterator[tuple[bool, str, str]]:
     native = load_native()
     good = native.library is not None
     yield good, "native arena", "works" if good else f"{native.reason}; steps run on malloc, which is slower"
+    yield True, "measurements", describe(cache_at(cache))
     yield from _home_findings(store)
     if isinstance(store, DiskHome):
         host = HostHome()
@@ -76,13 +83,16 @@ def _home_findings(store: HomeStore) -> Iterator[tuple[bool, str, str]]:
     except OutOfCoreError as error:
         yield False, name, f"cannot be measured: {error}"
         return
-    costs = link.home
     yield (
         True,
         f"{store.name} speed",
-        f"out {_rate(costs.bytes_per_s_out)}, in {_rate(costs.bytes_per_s_in)}; both at once "
-        f"{_rate(link.both_bytes_per_s_out)} and {_rate(link.both_bytes_per_s_in)}; "
-        f"latency {format_seconds(costs.latency_s)}",
+        f"out {_rate(link.alone.out)}, in {_rate(link.alone.into)}; latency {format_seconds(link.latency_s)}",
+    )
+    yield (
+        True,
+        f"{store.name} beside ops",
+        f"out {_rate(link.computing.out)}, in {_rate(link.computing.into)}; both at once {_rate(link.together.out)} "
+        f"and {_rate(link.together.into)}; ops take {link.compute_slowdown:.0%} longer for each",
     )
     if isinstance(store, DiskHome):
         text = "yes" if store.direct else "no: copies go through the page cache, which costs processor time"

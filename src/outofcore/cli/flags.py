@@ -77,6 +77,15 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = ()) -> Callab
                     raise
                 typer.echo(f"error: {error}", err=True)
                 raise typer.Exit(2) from error
+            except ModuleNotFoundError as error:
+                if debug or error.name != "torch":
+                    raise
+                typer.echo(
+                    "error: this command needs PyTorch, which is not installed; install it with: pip install torch. "
+                    "Without it work: plan --graph, validate and pack.",
+                    err=True,
+                )
+                raise typer.Exit(2) from error
 
         # typer reads a command's flags from these.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outofcore import planning
@@ -15,8 +16,9 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile
 from outofcore.presets import Device, device
+from outofcore.profiling.cache import open_cache
 from outofcore.profiling.estimate import blank_batch, estimated_costs
-from outofcore.profiling.links import measure_link
+from outofcore.profiling.links import known_link
 from outofcore.profiling.ops import profile_ops
 from outofcore.zoo import Workload
 
@@ -39,27 +41,29 @@ class Survey:
         return planning.in_core_budget(self.graph, self.costs)
 
 
-def survey(work: Workload, home: str, tell: Callable[[str, int, int], None]) -> Survey:
+def survey(work: Workload, home: str, tell: Callable[[str, int, int], None], cache: bool | Path = True) -> Survey:
     """Capture a workload's step and measure its ops and the home. The model is let go of again.
 
     Args:
         work: the workload.
         home: as on the command line.
         tell: called with the stage, and how much of it is done.
+        cache: as for ``outofcore.compile``.
 
     Raises:
         SpillError: the home cannot be used.
         CaptureError: the step cannot become one graph.
     """
+    kept = open_cache(cache)
     store = open_home(home)
     try:
         model = work.build()
         optimizer = work.optimizer(model)
         tell("capture", 0, 1)
         captured = capture_whole(work.make_step(model, optimizer), [model], [optimizer], next(work.batches()), {})
-        profiles = profile_ops(captured, advance=lambda done, total: tell("profile", done, total))
+        profiles = profile_ops(captured, advance=lambda done, total: tell("profile", done, total), cache=kept)
         tell("measure the home", 0, 1)
-        link = measure_link(store).home
+        link = known_link(store, kept).home
     finally:
         store.close()
     return Survey(captured.graph, Costs(tuple(profile.cost for profile in profiles), (link,)))
@@ -80,7 +84,9 @@ def imagine(work: Workload, target: Device, tell: Callable[[str, int, int], None
     return Survey(captured.graph, estimated_costs(captured, target))
 
 
-def subject_of(model: str, options: Mapping[str, Any], *, home: str, gpu: str | None, quiet: bool) -> Subject:
+def subject_of(
+    model: str, options: Mapping[str, Any], *, home: str, gpu: str | None, quiet: bool, cache: bool | Path = True
+) -> Subject:
     """A model of the zoo as a step to plan for: measured here, or imagined on another device.
 
     Args:
@@ -89,6 +95,7 @@ def subject_of(model: str, options: Mapping[str, Any], *, home: str, gpu: str | 
         home: as on the command line; of no matter where a device is named.
         gpu: a device's name among the presets; None: this machine.
         quiet: do not tell what goes on.
+        cache: as for ``outofcore.compile``; of no matter where a device is named.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured.
@@ -96,7 +103,7 @@ def subject_of(model: str, options: Mapping[str, Any], *, home: str, gpu: str | 
     target = None if gpu is None else device(gpu)
     work = find_workload(model, options)
     tell = _silent if quiet else _to_stderr
-    found = survey(work, home, tell) if target is None else imagine(work, target, tell)
+    found = survey(work, home, tell, cache) if target is None else imagine(work, target, tell)
     note = "" if target is None else target.describe()
     return Subject(work.describe(), GraphFile.of(found.graph, found.costs), note)
 

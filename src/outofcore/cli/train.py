@@ -99,6 +99,7 @@ def train(
     home: str,
     policy: str,
     picture: Path | None,
+    cache: bool | Path = True,
 ) -> None:
     """Train and print progress and a summary.
 
@@ -110,6 +111,7 @@ def train(
         home: "disk", "host" or a folder.
         policy: one of ``outofcore.planning.POLICIES``.
         picture: an HTML file to write the memory of the last step to.
+        cache: as for ``outofcore.compile``.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
@@ -123,7 +125,7 @@ def train(
     if budget is None:
         _print_summary(_loop(work, plain, steps, display, None), None, None)
         return
-    with outofcore.compile(plain, network, optimizer, budget=budget, home=home, policy=policy) as step:
+    with outofcore.compile(plain, network, optimizer, budget=budget, home=home, policy=policy, cache=cache) as step:
         step.on_progress = display.stage
         done = _loop(work, step, steps, display, step)
         _print_summary(done, step, budget)

@@ -11,6 +11,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -32,15 +34,18 @@ struct Request {
   bool reuses;        // an earlier request of the scope has bytes in common with this one
   int64_t in_use_in;  // the visit to the scope in which its piece was handed out and is not yet freed
 };
-struct Table {
-  Arena* arena;
-  std::vector<int64_t> first;
-  std::vector<Request> requests;
-};
 struct Event {
   int64_t freed, bytes, pointer;
 };
 using Log = std::vector<Event>;
+struct Table {
+  Arena* arena;
+  std::vector<int64_t> first;
+  std::vector<Request> requests;
+  Log visit;                         // what the thread has done in the scope that it is in
+  bool surprised = false;            // whether that went off the plan by a large request
+  std::map<int64_t, Log> surprises;  // by scope: the last visit that did
+};
 struct Thread {
   Request* first;
   Request* next;
@@ -48,6 +53,7 @@ struct Thread {
   Arena* arena;  // null: outside of any scope
   int64_t scope;
   int64_t visit;  // numbers each stay in a scope, from 1
+  Table* table;   // null: outside of any scope
   Log* log;
 };
 struct OffPlan {
@@ -103,6 +109,7 @@ void mark_free(Thread& t, const void* pointer) {
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
+  if (thread.table != nullptr) thread.table->visit.push_back({1, 0, reinterpret_cast<int64_t>(pointer)});
   if (thread.log != nullptr) thread.log->push_back({1, 0, reinterpret_cast<int64_t>(pointer)});
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
@@ -132,6 +139,7 @@ void* serve_off_plan(const Thread& t, int64_t bytes) {
   const std::lock_guard<std::mutex> guard(mutex);
   const int64_t live = arena.counters[kLive] + bytes;
   arena.counters[kLastScope] = t.scope;
+  t.table->surprised = true;
   if (live > arena.reserve) {
     add(arena, kRefused, 1);
     TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
@@ -167,6 +175,8 @@ struct PlannedAllocator final : c10::Allocator {
     Thread& t = thread;
     void* pointer = t.arena != nullptr && bytes != 0 ? serve(t, static_cast<int64_t>(bytes))
                                                      : stock.load()->raw_allocate(bytes);
+    if (t.table != nullptr && bytes != 0)
+      t.table->visit.push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
     if (t.log != nullptr && bytes != 0)
       t.log->push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
@@ -174,6 +184,17 @@ struct PlannedAllocator final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
+
+// Ends the visit of the thread to a scope; what it did is kept if it went off the plan.
+void leave(Thread& t) {
+  Table* table = t.table;
+  t.arena = nullptr;
+  t.table = nullptr;
+  if (table == nullptr) return;
+  if (table->surprised) table->surprises[t.scope] = table->visit;
+  table->surprised = false;
+  table->visit.clear();
+}
 
 PlannedAllocator& allocator = *new PlannedAllocator;  // never destroyed: storages keep a pointer to it
 
@@ -232,7 +253,7 @@ EXPORT void outofcore_arena_counters(const Arena* arena, int64_t* counters) {
 
 // Scope s has requests first[s] up to first[s + 1]; an address of 0 stands for the stock allocator.
 EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* first, const int64_t* requests) {
-  auto* table = new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}};
+  auto* table = new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, false, {}};
   for (int64_t i = 0; i < first[scopes]; ++i)
     table->requests.push_back({requests[2 * i], reinterpret_cast<char*>(requests[2 * i + 1]), false, 0});
   for (int64_t s = 0; s < scopes; ++s)
@@ -245,11 +266,12 @@ EXPORT void outofcore_table_free(Table* table) { delete table; }
 
 EXPORT void outofcore_begin(Table* table, int scope) {
   Thread& t = thread;
-  t.arena = nullptr;
+  leave(t);
   if (scope < 0 || scope + 1 >= static_cast<int>(table->first.size())) return;
   t.first = t.next = table->requests.data() + table->first[scope];
   t.end = table->requests.data() + table->first[scope + 1];
   t.arena = table->arena;
+  t.table = table;
   t.scope = scope;
   t.visit = ++visits;
 }
@@ -258,8 +280,20 @@ EXPORT void outofcore_end() {
   if (t.arena == nullptr) return;
   for (; t.next != t.end; ++t.next)
     if (t.next->address != nullptr) add(*t.arena, kUnclaimed, 1);
-  t.arena = nullptr;
+  leave(t);
 }
+
+// The scopes whose last visit went off the plan by a large request; their logs stay until the table is told to forget.
+EXPORT int64_t outofcore_table_surprises(const Table* table) {
+  return static_cast<int64_t>(table->surprises.size());
+}
+EXPORT int64_t outofcore_table_surprise(const Table* table, int64_t index) {
+  return std::next(table->surprises.begin(), index)->first;
+}
+EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope) {
+  return &table->surprises.at(scope);
+}
+EXPORT void outofcore_table_forget(Table* table) { table->surprises.clear(); }
 
 EXPORT Log* outofcore_record_begin() { return thread.log = new Log; }
 EXPORT void outofcore_record_end() { thread.log = nullptr; }

@@ -220,15 +220,31 @@ class ScopeTable:
                 requests[row] = count, 0 if offset == STOCK else arena.address + offset
                 row += 1
         library = arena.native.library
+        self._library = library
+        self._table: int | None = None
         if library is None:
             self.begin = _nothing
             self.end = _nothing
             return
         first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
         table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
+        self._table = table
         weakref.finalize(self, _free_table, library, table, self._region).atexit = False
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
         self.end = library.outofcore_end
+
+    def surprises(self) -> dict[int, list[Event]]:
+        """By scope, what its thread did with the allocator in the last visit that went off the plan.
+
+        Only requests of 64 KiB and more count; each such visit is told of once. Not to be called inside of a scope.
+        """
+        library, table = self._library, self._table
+        if library is None or table is None:
+            return {}
+        scopes = [library.outofcore_table_surprise(table, i) for i in range(library.outofcore_table_surprises(table))]
+        found = {s: _events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
+        library.outofcore_table_forget(table)
+        return found
 
 
 class Recorder:
@@ -265,14 +281,7 @@ class Recorder:
             return
         library.outofcore_record_end()
         library.outofcore_uninstall()
-        count = library.outofcore_record_size(self._log)
-        if count:
-            data = (ctypes.c_int64 * (3 * count)).from_address(library.outofcore_record_data(self._log))
-            numbers = list(data)
-            self.events = [
-                Event(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
-                for freed, size, pointer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-            ]
+        self.events = _events(library, self._log)
         library.outofcore_record_free(self._log)
         self._log = None
 
@@ -304,6 +313,18 @@ def _install(library: ctypes.PyDLL) -> None:
 
 def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
     library.outofcore_arena_drop(handle)
+
+
+def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
+    """A log of the native allocator's."""
+    count = library.outofcore_record_size(log)
+    if not count:
+        return []
+    numbers = list((ctypes.c_int64 * (3 * count)).from_address(library.outofcore_record_data(log)))
+    return [
+        Event(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
+        for freed, size, pointer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    ]
 
 
 def _free_table(library: ctypes.PyDLL, table: int, region: Region) -> None:

@@ -114,6 +114,9 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
         captured: the step.
         program: a program of ``captured.graph``, with offsets within the arena.
         arena: at least ``program.arena_bytes`` large.
+
+    Raises:
+        GraphError: the program copies a workspace, or uses another home than the first.
     """
     binder = _Binder(captured, program, arena)
     awaited = {(wait.queue, wait.count) for i in program.instructions for wait in i.waits}
@@ -159,6 +162,11 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
             block = program.blocks[instruction.block]
             if block.storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
+            if instruction.home:
+                raise GraphError(
+                    f"instruction {index} copies to or from home {instruction.home}; a step runs with its first home "
+                    "only: plan it with costs that name one home"
+                )
             kind = Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
             copies[kind].append(
                 BoundCopy(

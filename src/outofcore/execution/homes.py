@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.execution.folders import default_spill_directory, in_memory
+from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.execution.memory import Region, address_of, advise_pages, map_anonymous, tensor_over
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import KIB, PAGE_BYTES, format_bytes, round_up
@@ -33,6 +33,11 @@ class HomeStore(Protocol):
     @property
     def name(self) -> str:
         """The name in costs and reports: "host", "disk"."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Names the link: homes of one identity are equally fast."""
         ...
 
     @property
@@ -142,6 +147,12 @@ class DiskHome:
     def name(self) -> str:
         """The name in costs and reports."""
         return "disk"
+
+    @property
+    def identity(self) -> str:
+        """The file system: all folders on it share a disk."""
+        device = self.directory.stat().st_dev
+        return f"disk-{os.major(device)}:{os.minor(device)}-{file_system_of(self.directory)}"
 
     @property
     def bytes(self) -> int:
@@ -260,6 +271,11 @@ class HostHome:
     @property
     def name(self) -> str:
         """The name in costs and reports."""
+        return "host"
+
+    @property
+    def identity(self) -> str:
+        """All host memory is alike."""
         return "host"
 
     @property

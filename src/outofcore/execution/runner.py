@@ -18,7 +18,8 @@ from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.slots import Slots
-from outofcore.execution.state import StateKeeper
+from outofcore.execution.state import State, StateKeeper
+from outofcore.execution.surprises import requests_seen
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
@@ -45,6 +46,7 @@ class Runner:
         requests: for each op what it asks of the allocator.
         first_requests: the same for the first run of ops that then ask for other memory.
         keeper: the states of all captures of this step.
+        states: of this capture by storage, where the keeper has adopted it before.
     """
 
     def __init__(
@@ -54,14 +56,16 @@ class Runner:
         requests: Sequence[Requests],
         first_requests: dict[int, Requests],
         keeper: StateKeeper,
+        states: dict[int, State] | None = None,
     ) -> None:
         self.captured = captured
         self.program = program
         self._requests = requests
         self._first_requests = first_requests
         self._keeper = keeper
-        self._states = keeper.adopt(captured)
+        self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
+        self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
         self._moved = {
             storage
             for i in program.instructions
@@ -81,6 +85,10 @@ class Runner:
             for state in (self._states[captured.values[binding.value].storage],)
         ]
         self._owned = [(b, b.owner) for b in captured.states if isinstance(b.owner, StateOwner)]
+
+    def replanned(self, program: Program, requests: Sequence[Requests]) -> Runner:
+        """A runner of another program for the same capture, whose states are those of now."""
+        return Runner(self.captured, program, requests, self._first_requests, self._keeper, self._states)
 
     def enter(self, arena: Arena, slots_of: Slots) -> None:
         """Make this runner's program the one in the arena; no other may be.
@@ -144,10 +152,10 @@ class Runner:
             raise StateError("the step was run before its program was in the arena")
         self._take_over()
         ports, results = self._ports(leaves)
-        table = placed.table
+        table = self._table = placed.table
         if placed.first_table is not None:
             if any(update.is_first() for update in self._updates):
-                table = placed.first_table
+                table, self._table = placed.first_table, None
             else:
                 self._placed = placed = replace(placed, first_table=None)
                 self._first_requests = {}
@@ -169,6 +177,19 @@ class Runner:
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
+
+    def surprises(self) -> dict[int, Requests]:
+        """What ops asked for in the last run, those alone that asked for 64 KiB or more that no plan foresaw."""
+        if self._placed is None or self._table is None:
+            return {}
+        found: dict[int, Requests] = {}
+        for scope, events in self._table.surprises().items():
+            run = self._placed.bound.runs[scope]
+            seen = requests_seen(run, self._requests[run.op], events)
+            # Of several runs of an op, the one that needs the most.
+            if run.op not in found or seen.workspace_bytes > found[run.op].workspace_bytes:
+                found[run.op] = seen
+        return found
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, tuple[int, int]], dict[int, torch.Tensor]]:
         """The caller's memory: where inputs come from, and fresh memory where outputs go."""

@@ -2,10 +2,11 @@
 
 lower(graph, costs, plan)    -> Program with blocks, no addresses and no waits
 (planning.addresses.place)   -> the same with an offset for each block
-wire(graph, program)         -> the same with the fewest waits that make it safe
+wire(graph, program, costs)  -> the same with the fewest waits that make it safe
 """
 
 from outofcore.lowering.instructions import lower
+from outofcore.lowering.slots import room_at_homes
 from outofcore.lowering.waits import wire
 
-__all__ = ["lower", "wire"]
+__all__ = ["lower", "room_at_homes", "wire"]

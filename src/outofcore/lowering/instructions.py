@@ -11,7 +11,7 @@ from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Run
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Run
 
 
 @dataclass
@@ -38,13 +38,15 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.version = [0] * len(self.graph.storages)
-        self.home: list[int | None] = [None] * len(self.graph.storages)  # the version at home
+        # For each storage the version that lies at each home.
+        self.homes: list[dict[int, int]] = [{} for _ in self.graph.storages]
+        self.lodgings: dict[int, int] = {}
         recomputes = any(d.residency is Residency.RECOMPUTE for d in self.plan.decisions)
         self.history = History.of(self.graph) if recomputes else None
 
     def run(self) -> Program:
         graph, n = self.graph, len(self.graph.ops)
-        version, home = self.version, self.home
+        version, homes = self.version, self.homes
         releases: dict[int, list[Decision]] = defaultdict(list)
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
@@ -63,13 +65,14 @@ class _Lowering:
             fetches[decision.fetch_at - n if gap.end >= n else decision.fetch_at].append(decision)
             if gap.end >= n:
                 cyclic.add(gap.storage)
+                self.lodgings[gap.storage] = decision.home
             elif gap.storage not in last_fetch or gap > last_fetch[gap.storage].gap:
                 last_fetch[gap.storage] = decision
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
             if storage.kind is StorageKind.INPUT or storage.id in cyclic:
-                home[storage.id] = 0
+                homes[storage.id][self.lodgings.get(storage.id, 0)] = 0
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
 
@@ -88,10 +91,10 @@ class _Lowering:
                 else:
                     block = self._new_stay(storage)
                 self.block_of[storage] = block
-                held = home[storage]
+                held = homes[storage].get(decision.home)
                 if held is None:
                     raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
-                self.instructions.append(CopyIn(block, held))
+                self.instructions.append(CopyIn(block, held, home=decision.home))
             if op.id in replays:
                 self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
             self._run_op(op)
@@ -103,22 +106,23 @@ class _Lowering:
                 if graph.storages[storage].kind is StorageKind.CONSTANT:
                     continue
                 changed_input = graph.storages[storage].kind is StorageKind.INPUT and version[storage] > 0
-                if (storage in outputs or changed_input) and home[storage] != version[storage]:
+                if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
-                    home[storage] = version[storage]
+                    homes[storage][0] = version[storage]
                 self._end(self.block_of.pop(storage))
             for decision in leaving.pop(op.id, ()):
                 storage = decision.gap.storage
                 block = self.block_of.pop(storage)
-                if decision.residency is Residency.RECOMPUTE or home[storage] == version[storage]:
+                if decision.residency is Residency.RECOMPUTE or homes[storage].get(decision.home) == version[storage]:
                     self._end(block)
                     continue
-                self.instructions.append(CopyOut(block, version[storage]))
-                home[storage] = version[storage]
+                self.instructions.append(CopyOut(block, version[storage], home=decision.home))
+                homes[storage][decision.home] = version[storage]
                 self.dying[storage] = block
         for storage in graph.outputs:
-            if home[storage] != version[storage] and storage in self.block_of:
-                self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
+            lodging = self.lodgings.get(storage, 0)
+            if homes[storage].get(lodging) != version[storage] and storage in self.block_of:
+                self.instructions.append(CopyOut(self.block_of[storage], version[storage], home=lodging))
         for block in self.dying.values():
             self._end(block)
         return self._program()
@@ -141,7 +145,13 @@ class _Lowering:
                 raise GraphError(f"the times of a decision are out of order: {decision}")
             if decision.residency is Residency.RECOMPUTE:
                 self._check_recompute(decision)
+            if not 0 <= decision.home < max(len(self.costs.homes), 1):
+                raise GraphError(
+                    f"there is no home {decision.home}; the costs name {len(self.costs.homes)}: {decision}"
+                )
             if gap.start < 0:
+                if decision.home:
+                    raise GraphError(f"an input comes from the first home, and from no other: {decision}")
                 arriving.add(gap.storage)
             found.append(decision)
         for storage in self.graph.storages:
@@ -175,7 +185,7 @@ class _Lowering:
         from the run or copy-in that brings it to the last run that reads it. What is on the device is
         read in place: it is at the version of now, so no op that runs again writes it.
         """
-        graph, history, version, home = self.graph, self.history, self.version, self.home
+        graph, history, version, homes = self.graph, self.history, self.version, self.homes
         if history is None:
             return
         targets = {(storage, version[storage]) for storage in storages}
@@ -185,7 +195,10 @@ class _Lowering:
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]
 
-        runs = replay(history, targets, lambda content: on_device(content) or home[content[0]] == content[1])
+        def at_home(content: Content) -> bool:
+            return content[1] in homes[content[0]].values()
+
+        runs = replay(history, targets, lambda content: on_device(content) or at_home(content))
         last_need = {content: op for op in runs for content in history.needs(graph.ops[op])}
         blocks: dict[Content, int] = {}
         for index in runs:
@@ -194,7 +207,8 @@ class _Lowering:
             for storage, needed in needs.items():
                 if (storage, needed) not in blocks and not on_device((storage, needed)):
                     blocks[storage, needed] = self._new_stay(storage)
-                    self.instructions.append(CopyIn(blocks[storage, needed], needed))
+                    nearest = min(home for home, held in homes[storage].items() if held == needed)
+                    self.instructions.append(CopyIn(blocks[storage, needed], needed, home=nearest))
             makes = dict(history.makes(op))
             used: dict[int, int] = {}
             for storage in op.touched:
@@ -238,7 +252,8 @@ class _Lowering:
                 blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
         changed = {s.id for s in graph.storages if s.kind is StorageKind.INPUT and version[s.id] > 0}
         results = sorted(set(graph.outputs) | (graph.persistent - set(self.wrapping)) | changed)
-        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results))
+        lodgings = tuple(Lodging(storage, home) for storage, home in sorted(self.lodgings.items()) if home)
+        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results), lodgings)
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:

@@ -10,28 +10,31 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import replace
 
+from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
-from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, queue_of
+from outofcore.lowering.slots import room_at_homes
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, lane_of
 
-_QUEUES = (Queue.COMPUTE, Queue.COPY_OUT, Queue.COPY_IN)
-_Clock = tuple[int, int, int]  # how many instructions of each queue are surely done
+# How many instructions of each queue are surely done: the ops, then for each home copies out and copies in.
+_Clock = tuple[int, ...]
 
 
 def _later(a: _Clock, b: _Clock) -> _Clock:
-    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]))
+    return a if a is b else tuple(map(max, a, b))
 
 
 class _Ground:
     """Who last touched each byte of the arena, as disjoint intervals in order of address."""
 
-    def __init__(self) -> None:
+    def __init__(self, nothing: _Clock) -> None:
+        self._nothing = nothing
         self._starts: list[int] = []
         self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
 
     def take(self, start: int, end: int) -> _Clock:
         """When all of [start, end) is free."""
-        needed: _Clock = (0, 0, 0)
+        needed = self._nothing
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
             piece_end, clock = self._pieces[at]
@@ -64,21 +67,35 @@ class _Ground:
         self._pieces[first:last] = new_pieces
 
 
-def wire(graph: StepGraph, program: Program) -> Program:
+def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
     """Give each instruction of a placed program the waits that it needs, and no more.
 
     An instruction waits for whoever wrote what it reads, for whoever still reads what it overwrites
     (in a block, in a home slot, or in the bytes of a block that was there before), unless its own
-    queue or another wait implies it.
+    queue or another wait implies it. A copy out to a home that is full also waits for its room.
+
+    Args:
+        graph: the step.
+        program: placed.
+        costs: with the capacities of the homes; None: they hold anything.
+
+    Raises:
+        GraphError: a home cannot hold what the program copies there, or a workspace is copied.
     """
-    ground = _Ground()
-    counts = [0, 0, 0]
+    room = room_at_homes(graph, costs, program) if costs is not None else {}
+    if room is None:
+        raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
+    lanes = _lanes(program)
+    numbers = {lane: number for number, lane in enumerate(lanes)}
+    nothing: _Clock = (0,) * len(lanes)
+    ground = _Ground(nothing)
+    counts = [0] * len(lanes)
     clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
     written: dict[int, _Clock] = {}  # block -> when its contents are there
     touched: dict[int, _Clock] = {}  # block -> when everybody is done with it
-    slot_written: dict[int, _Clock] = {}  # storage -> when its home holds what was last copied out
-    slot_read: dict[int, _Clock] = {}
-    nothing: _Clock = (0, 0, 0)
+    # (storage, home) -> when the slot there holds what was last copied out, and when nobody reads it any more
+    slot_written: dict[tuple[int, int], _Clock] = {}
+    slot_read: dict[tuple[int, int], _Clock] = {}
     deaths: dict[int, list[Block]] = defaultdict(list)
     for block in program.blocks:
         if not (block.wraps and block.born == block.dies == 0):
@@ -91,11 +108,11 @@ def wire(graph: StepGraph, program: Program) -> Program:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
                     ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, nothing))
-                # A wrapping block that comes back later in the step starts afresh.
-                written.pop(block.id, None)
-                touched.pop(block.id, None)
+                    # A wrapping block that comes back later in the step starts afresh.
+                    written.pop(block.id, None)
+                    touched.pop(block.id, None)
             next_death += 1
-        queue = _QUEUES.index(queue_of(instruction))
+        queue = numbers[lane_of(instruction)]
         needed = nothing
         if isinstance(instruction, Run):
             op = graph.ops[instruction.op]
@@ -108,9 +125,12 @@ def wire(graph: StepGraph, program: Program) -> Program:
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
-            needed = slot_written.get(storage, nothing)
+            needed = slot_written.get((storage, instruction.home), nothing)
             if isinstance(instruction, CopyOut):
-                needed = _later(needed, slot_read.get(storage, nothing))
+                needed = _later(needed, slot_read.get((storage, instruction.home), nothing))
+            if index in room:
+                after = numbers[Queue.COPY_IN, instruction.home]
+                needed = _later(needed, tuple(room[index] if q == after else 0 for q in range(len(lanes))))
         for block_id, writes_it in accesses:
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
@@ -120,19 +140,17 @@ def wire(graph: StepGraph, program: Program) -> Program:
         known = clocks.get((queue, counts[queue] - 1), nothing)
         waits: list[Wait] = []
         # The queue whose news imply most comes first, so that the other wait may be found superfluous.
-        missing = [q for q in range(3) if q != queue and needed[q] > known[q]]
+        missing = [q for q in range(len(lanes)) if q != queue and needed[q] > known[q]]
         merged = {q: clocks[q, needed[q]] for q in missing}
         for q in sorted(missing, key=lambda q: -sum(merged[q][p] >= needed[p] for p in missing)):
             if needed[q] > known[q]:
-                waits.append(Wait(_QUEUES[q], needed[q]))
+                waits.append(Wait(lanes[q][0], needed[q], lanes[q][1]))
                 known = _later(known, merged[q])
         done = list(known)
         done[queue] = counts[queue]
-        clock: _Clock = (done[0], done[1], done[2])
+        clock = tuple(done)
         clocks[queue, counts[queue]] = clock
-        own: list[int] = [0, 0, 0]
-        own[queue] = counts[queue]
-        mine: _Clock = (own[0], own[1], own[2])
+        mine = tuple(counts[queue] if q == queue else 0 for q in range(len(lanes)))
         for block_id, writes_it in accesses:
             touched[block_id] = _later(touched.get(block_id, nothing), mine)
             if writes_it:
@@ -141,6 +159,14 @@ def wire(graph: StepGraph, program: Program) -> Program:
             storage = program.blocks[instruction.block].storage
             if storage is not None:
                 target = slot_written if isinstance(instruction, CopyOut) else slot_read
-                target[storage] = _later(target.get(storage, nothing), mine)
+                slot = (storage, instruction.home)
+                target[slot] = _later(target.get(slot, nothing), mine)
         instructions.append(replace(instruction, waits=tuple(waits)))
     return replace(program, instructions=tuple(instructions))
+
+
+def _lanes(program: Program) -> list[tuple[Queue, int]]:
+    """The queues: the ops, and for each home its copies out and its copies in."""
+    homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
+    copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
+    return [(Queue.COMPUTE, 0), *copies]

@@ -9,7 +9,7 @@ from outofcore.analysis.gaps import constant_bytes, is_large, large_needs, place
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
-from outofcore.lowering import lower, wire
+from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.offload_all import offload_all
@@ -125,9 +125,12 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
             plan = policy(room)
         except BudgetError:
             return None
-        program = place(lower(graph, costs, plan), budget)
+        lowered = lower(graph, costs, plan)
+        if room_at_homes(graph, costs, lowered) is None:
+            return None
+        program = place(lowered, budget)
         if program.arena_bytes <= budget:
-            program = wire(graph, program)
+            program = wire(graph, program, costs)
             return Planned(plan, program, simulate(graph, costs, program))
         over = program.arena_bytes - budget
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
@@ -187,12 +190,15 @@ def op_times(planned: Planned) -> tuple[float, ...]:
 def worth(costs: Costs, planned: Planned) -> float:
     """What plans are compared by: step time, and a little for every second of copying.
 
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time.
+    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
+    home says how much, the simulated time has it already.
     """
-    home = costs.homes[0] if costs.homes else None
+    if costs.homes and costs.homes[0].compute_slowdown:
+        return planned.timeline.step_seconds
     copying = 0.0
     for instruction in planned.program.instructions:
-        if home is not None and not isinstance(instruction, Run):
+        if costs.homes and not isinstance(instruction, Run):
+            home = costs.homes[instruction.home]
             count = planned.program.blocks[instruction.block].bytes
             copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
     return planned.timeline.step_seconds + _INTERFERENCE * copying
@@ -262,8 +268,11 @@ def plan_step(
 
 def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
     """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
-    program = place(lower(graph, costs, plan), budget)
+    lowered = lower(graph, costs, plan)
+    if room_at_homes(graph, costs, lowered) is None:
+        return None
+    program = place(lowered, budget)
     if program.arena_bytes > budget:
         return None
-    program = wire(graph, program)
+    program = wire(graph, program, costs)
     return Planned(plan, program, simulate(graph, costs, program))

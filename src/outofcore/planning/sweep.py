@@ -11,7 +11,7 @@ before all others, and whoever is still there when one of them comes keeps off i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -47,14 +47,17 @@ class _Sweep:
         self.free_to = [FAR]
 
     def run(self, tightest: bool) -> Ints:
-        returning: list[tuple[int, int, int]] = []  # bytes whose place is fixed, and a time at which they are taken
+        returning: list[tuple[int, int, int]] = []  # a time at which bytes are taken whose place is fixed, and these
         at = self.free_from[0]
         for index in sorted(self.wrapping, key=lambda i: (-self.alignments[i], -self.sizes[i], i)):
             at = round_up(at, self.alignments[index])
             self.offsets[index] = at
             span = (at, at + self.sizes[index])
-            returning += [(*span, self.first[index][0]), (*span, self.second[index][0])]
+            returning += [(self.first[index][0], *span), (self.second[index][0], *span)]
             at += self.sizes[index]
+        returning.sort()
+        times = [when for when, _, _ in returning]
+        spans = np.array([(low, high) for _, low, high in returning], dtype=np.int64).reshape(-1, 2)
         for time, kind, _, index in self._events():
             begin, end = self.offsets[index], self.offsets[index] + self.sizes[index]
             if kind == 0:
@@ -62,8 +65,8 @@ class _Sweep:
             elif kind == 1:
                 self._take(begin, end)
             else:
-                dies = self.first[index][1]
-                barred = [(low, high) for low, high, when in returning if time < when < dies]
+                # They come back while this one lives.
+                barred = spans[bisect_right(times, time) : bisect_left(times, self.first[index][1])]
                 begin = self._find(self.sizes[index], self.alignments[index], barred, tightest)
                 self.offsets[index] = begin
                 self._take(begin, begin + self.sizes[index])
@@ -80,14 +83,17 @@ class _Sweep:
             events += [(self.second[index][1], 0, 0, index), (self.second[index][0], 1, 0, index)]
         return sorted(events)
 
-    def _find(self, size: int, alignment: int, barred: list[tuple[int, int]], tightest: bool) -> int:
+    def _find(self, size: int, alignment: int, barred: Ints, tightest: bool) -> int:
         found, room = FAR, 4 * FAR
-        for begin, end in _without(zip(self.free_from, self.free_to, strict=True), barred):
-            offset = round_up(begin, alignment)
-            if offset + size <= end and end - begin < room:
-                if not tightest:
-                    return offset
-                found, room = offset, end - begin
+        # Most stretches are too small: who is not is found out before anything else is done.
+        stretches = [(a, b) for a, b in zip(self.free_from, self.free_to, strict=True) if b - a >= size]
+        for begin, end in _without(stretches, barred, size) if len(barred) else stretches:
+            if end - begin < room:
+                offset = round_up(begin, alignment)
+                if offset + size <= end:
+                    if not tightest:
+                        return offset
+                    found, room = offset, end - begin
         return found
 
     def _give(self, begin: int, end: int) -> None:
@@ -109,20 +115,23 @@ class _Sweep:
         self.free_to[at : at + 1] = [b for _, b in pieces]
 
 
-def _without(stretches: Iterator[tuple[int, int]], barred: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What is left of stretches in order of address; ``barred`` is in that order too."""
-    if not barred:
-        yield from stretches
-        return
-    at = 0
+def _without(stretches: Iterable[tuple[int, int]], barred: Ints, least: int) -> Iterator[tuple[int, int]]:
+    """What is left of stretches in order of address, where that is ``least`` bytes or more.
+
+    Args:
+        stretches: half-open, in order, and apart from each other.
+        barred: rows of begin and end, not empty, in any order; two of them may meet if they are the same.
+        least: bytes.
+    """
+    # Between those that are barred there is room only where one does not begin at the end of the one below.
+    order = np.sort(barred, axis=0)
+    gaps = np.flatnonzero(order[1:, 0] - order[:-1, 1] >= least)
+    starts: list[int] = [-FAR, *order[gaps, 1].tolist(), int(order[-1, 1])]
+    ends: list[int] = [int(order[0, 0]), *order[gaps + 1, 0].tolist(), 2 * FAR]
     for begin, end in stretches:
-        while at < len(barred) and barred[at][1] <= begin:
+        at = bisect_right(ends, begin)
+        while at < len(starts) and starts[at] < end:
+            low, high = max(begin, starts[at]), min(end, ends[at])
+            if high - low >= least:
+                yield low, high
             at += 1
-        ahead, low = at, begin
-        while ahead < len(barred) and barred[ahead][0] < end:
-            if barred[ahead][0] > low:
-                yield low, barred[ahead][0]
-            low = max(low, barred[ahead][1])
-            ahead += 1
-        if low < end:
-            yield low, end

@@ -1,21 +1,46 @@
-"""What the link to a home gives: bytes per second each way, alone and both at once, and latency."""
+"""What the link to a home gives: alone, beside ops, and both ways at once; and what copies take from ops.
+
+A step copies while it computes, and both share cores and memory. So the rates to plan with are those measured beside
+ops; how much copies both ways take from each other, and all of them from ops, is measured as well (``Home``).
+"""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from outofcore.costs import Home
+from outofcore.errors import GraphError
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
+from outofcore.jsonfile import Node
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import machine_facts
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
+_log = logging.getLogger("outofcore.profiling")
+
 _LATENCY_COPIES = 9
+# The ops that copies are measured beside: a product of matrices, and a pass over memory that no cache holds.
+_MATRIX, _PASS_BYTES = 512, 32 * MIB
+# Disks fill up and grow old: what was measured longer ago is measured again.
+_FRESH_SECONDS = 7 * 24 * 3600.0
+
+_Action = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second each way."""
+
+    out: float
+    into: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +48,113 @@ class LinkReport:
     """A measured link.
 
     Attributes:
-        home: the costs of the home, from copies that ran alone.
-        both_bytes_per_s_out, both_bytes_per_s_in: each direction while the other runs as well.
+        name: of the home.
+        capacity: of the home, in bytes.
+        latency_s: of a copy of one page, alone.
+        alone: one way at a time, with nothing else to do.
+        computing: one way at a time, beside ops.
+        together: both ways at once, beside ops.
+        compute_alone_s: seconds of the ops, alone.
+        compute_single_s: likewise beside copies one way, the median of both ways.
+        compute_both_s: likewise beside copies both ways.
     """
 
-    home: Home
-    both_bytes_per_s_out: float
-    both_bytes_per_s_in: float
+    name: str
+    capacity: int | None
+    latency_s: float
+    alone: Rates
+    computing: Rates
+    together: Rates
+    compute_alone_s: float
+    compute_single_s: float
+    compute_both_s: float
 
     @property
-    def sharing(self) -> float:
-        """Throughput of both directions together over that of one alone, from about 1 (shared) to 2 (independent)."""
-        one = (self.home.bytes_per_s_out + self.home.bytes_per_s_in) / 2
-        return (self.both_bytes_per_s_out + self.both_bytes_per_s_in) / one
+    def contention(self) -> float:
+        """As in ``Home``: 0 for two links, 1 for one that both ways share."""
+        lost = [
+            1 - both / one
+            for both, one in (
+                (self.together.out, self.computing.out),
+                (self.together.into, self.computing.into),
+            )
+        ]
+        return min(max(sum(lost), 0.0), 1.0)
+
+    @property
+    def compute_slowdown(self) -> float:
+        """As in ``Home``: the share by which ops take longer for each copy that runs beside them."""
+        single = self.compute_single_s / self.compute_alone_s - 1
+        both = (self.compute_both_s / self.compute_alone_s - 1) / 2
+        return max((single + both) / 2, 0.0)
+
+    @property
+    def home(self) -> Home:
+        """The costs of the home as they hold during a step."""
+        return Home(
+            self.name,
+            self.capacity,
+            self.computing.out,
+            self.computing.into,
+            self.latency_s,
+            self.contention,
+            self.compute_slowdown,
+        )
 
 
-def measure_link(home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: float = 0.5) -> LinkReport:
+def known_link(home: HomeStore, cache: Cache | None, *, buffer_bytes: int = 64 * MIB) -> LinkReport:
+    """The link to a home as the cache has it, else measured now and kept.
+
+    Args:
+        home: an open or unopened home.
+        cache: None measures whatever was measured before.
+        buffer_bytes: rounded down to a power of two; what was measured with other buffers is another link.
+
+    Raises: as ``measure_link``.
+    """
+    size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
+    if cache is None:
+        return measure_link(home, buffer_bytes=size)
+    shelf, key = cache.shelf("links", machine_facts()), f"{home.identity}/{size}"
+    node = shelf.read().get(key)
+    if node is not None:
+        try:
+            measured = node.at("measured_at").number()
+            if 0 <= time.time() - measured < _FRESH_SECONDS:
+                return _read(node, home)
+        except GraphError as error:
+            _log.warning("the link is measured anew: %s", error)
+    report = measure_link(home, buffer_bytes=size)
+    shelf.write({key: {"measured_at": time.time(), **asdict(report)}})
+    return report
+
+
+def forget_link(home: HomeStore, cache: Cache) -> None:
+    """Let the link to a home be measured again when it is next asked for."""
+    shelf = cache.shelf("links", machine_facts())
+    stale = [key for key in shelf.read() if key.startswith(f"{home.identity}/")]
+    shelf.write({key: {"measured_at": 0.0} for key in stale})
+
+
+def _read(node: Node, home: HomeStore) -> LinkReport:
+    def positive(field: str, of: Node = node) -> float:
+        found = of.at(field)
+        if found.number() <= 0:
+            found.refuse("must be above zero")
+        return found.number()
+
+    alone, computing, together = (
+        Rates(positive("out", node.at(field)), positive("into", node.at(field)))
+        for field in ("alone", "computing", "together")
+    )
+    times = [positive(f"compute_{which}_s") for which in ("alone", "single", "both")]
+    # How much room there is may have changed.
+    return LinkReport(home.name, home.capacity, positive("latency_s"), alone, computing, together, *times)
+
+
+def measure_link(
+    home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: float = 1.2, compute: _Action | None = None
+) -> LinkReport:
     """Measure the link between memory and a home.
 
     Copies go between fresh page-aligned memory and room past the end of what the home holds, which is
@@ -48,10 +164,13 @@ def measure_link(home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: floa
     Args:
         home: an open or unopened home.
         buffer_bytes: size of a copy, rounded up to whole pages.
-        seconds: about how long to measure: a third each for out, in and both at once. At least two copies are timed.
+        seconds: about how long to measure: a sixth each for ops alone, for copies out and in alone, out and in
+            beside ops, and both at once beside ops. At least two copies are timed.
+        compute: what copies are measured beside; by default ops bound by arithmetic and by memory in turn, on as
+            many threads as PyTorch uses.
 
     Limits: a drive that slows down after its write cache has filled, and one that others use at the same time,
-    are seen only as they are in that half second.
+    are seen only as they are in that second; ops other than those measured may suffer more or less from copies.
 
     Raises:
         SpillError: the home has no room for the measurement.
@@ -63,10 +182,12 @@ def measure_link(home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: floa
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
     torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
-    # The first writes to fresh pages of memory and of a file cost more than all later ones.
+    work = compute or _ops()
+    # The first writes to fresh pages of memory and of a file cost more than all later ones; so does an op's first run.
     home.write(slot_in, outgoing)
     home.write(slot_out, outgoing)
     home.read(slot_in, incoming)
+    work()
 
     def put() -> None:
         home.write(slot_out, outgoing)
@@ -78,55 +199,74 @@ def measure_link(home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: floa
         [_timed(lambda: home.write(slot_out, outgoing[:PAGE_BYTES])) for _ in range(_LATENCY_COPIES)]
         + [_timed(lambda: home.read(slot_in, incoming[:PAGE_BYTES])) for _ in range(_LATENCY_COPIES)]
     )
-    out_s, in_s = (statistics.median(_repeated(copy, seconds / 3)) for copy in (put, get))
-    both_out_s, both_in_s = _together(put, get, seconds / 3)
-    costs = Home(
+    part = seconds / 6
+
+    def rates(out_s: float, in_s: float) -> Rates:
+        return Rates(_rate(size, out_s, latency), _rate(size, in_s, latency))
+
+    (compute_s,), (out_s,), (in_s,) = (_together(part, action) for action in (work, put, get))
+    beside_out, beside_in = _together(part, work, put), _together(part, work, get)
+    both = _together(part, work, put, get)
+    return LinkReport(
         name=home.name,
-        bytes=home.capacity,
-        bytes_per_s_out=_rate(size, out_s, latency),
-        bytes_per_s_in=_rate(size, in_s, latency),
+        capacity=home.capacity,
         latency_s=latency,
+        alone=rates(out_s, in_s),
+        computing=rates(beside_out[1], beside_in[1]),
+        together=rates(both[1], both[2]),
+        compute_alone_s=compute_s,
+        compute_single_s=(beside_out[0] + beside_in[0]) / 2,
+        compute_both_s=both[0],
     )
-    return LinkReport(costs, _rate(size, both_out_s, latency), _rate(size, both_in_s, latency))
 
 
 def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB, seconds: float = 0.2) -> float:
     """Bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return 2 * buffer_bytes / statistics.median(_repeated(lambda: target.copy_(source), seconds))
+    return 2 * buffer_bytes / _together(seconds, lambda: target.copy_(source))[0]
 
 
-def _timed(copy: Callable[[], object]) -> float:
+def _ops() -> _Action:
+    """Ops whose results take no new memory, so that no page fault disturbs them."""
+    left = torch.full((_MATRIX, _MATRIX), 0.5)
+    product = torch.empty_like(left)
+    source = torch.ones(_PASS_BYTES // 4)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(4):
+                torch.mm(left, left, out=product)
+            torch.add(source, 1.0, out=target)
+
+    return run
+
+
+def _timed(copy: _Action) -> float:
     start = time.perf_counter()
     copy()
     return time.perf_counter() - start
 
 
-def _repeated(copy: Callable[[], object], seconds: float) -> list[float]:
-    """Durations of copies one after the other for about so long, two at the least."""
-    times: list[float] = []
-    while len(times) < 2 or sum(times) < seconds:
-        times.append(_timed(copy))
-    return times
+def _together(seconds: float, *actions: _Action) -> list[float]:
+    """Median durations of actions that run beside each other, each for as long as any of the others does.
 
+    The first runs in this thread, the others in threads of their own. Each runs for about so long, and twice at least.
 
-def _together(put: Callable[[], object], get: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """Median durations of two kinds of copies, each running for as long as the other does.
-
-    Raises: what a copy raises.
+    Raises: what an action raises.
     """
     failures: list[Exception] = []
-    times: tuple[list[float], list[float]] = ([], [])
-    enough = (threading.Event(), threading.Event())
-    start = threading.Barrier(2)
+    times: list[list[float]] = [[] for _ in actions]
+    enough = [threading.Event() for _ in actions]
+    start = threading.Barrier(len(actions))
 
-    def run(which: int, copy: Callable[[], object]) -> None:
+    def run(which: int) -> None:
         try:
             start.wait()
-            # Go on until the other has enough too: a copy that runs alone would not count.
-            while not (enough[0].is_set() and enough[1].is_set()):
-                times[which].append(_timed(copy))
+            # Go on until the others have enough too: what runs alone would not count.
+            while not all(event.is_set() for event in enough):
+                times[which].append(_timed(actions[which]))
                 if len(times[which]) >= 2 and sum(times[which]) >= seconds:
                     enough[which].set()
         except Exception as error:
@@ -134,13 +274,15 @@ def _together(put: Callable[[], object], get: Callable[[], object], seconds: flo
             for event in enough:
                 event.set()
 
-    other = threading.Thread(target=run, args=(1, get), name="outofcore-measure")
-    other.start()
-    run(0, put)
-    other.join()
+    others = [threading.Thread(target=run, args=(which,), name="outofcore-measure") for which in range(1, len(actions))]
+    for other in others:
+        other.start()
+    run(0)
+    for other in others:
+        other.join()
     if failures:
         raise failures[0]
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [statistics.median(taken) for taken in times]
 
 
 def _rate(count: int, seconds: float, latency: float) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -26,6 +25,8 @@ from outofcore.costs import OpCost
 from outofcore.execution.arena import Arena, Recorder, ScopeTable
 from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.graph import Op
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import KeptProfiles, OpProfile
 from outofcore.program import Block, Program, Run
 from outofcore.units import MIB
 
@@ -38,17 +39,12 @@ _REPEATS = 5
 _ASSUMED_BYTES_PER_S = 4e9
 
 
-@dataclass(frozen=True)
-class OpProfile:
-    """What running an op takes, and what it asks of the allocator."""
-
-    cost: OpCost
-    requests: Requests
-    first_requests: Requests | None = None  # of its first run, where they differ
-
-
 def profile_ops(
-    captured: Captured, *, advance: Callable[[int, int], None] | None = None, measure_time: bool = True
+    captured: Captured,
+    *,
+    advance: Callable[[int, int], None] | None = None,
+    measure_time: bool = True,
+    cache: Cache | None = None,
 ) -> tuple[OpProfile, ...]:
     """Measure every op of a captured step, once per family.
 
@@ -58,7 +54,9 @@ def profile_ops(
         captured: the step.
         advance: called with (families measured, families) after each.
         measure_time: False learns only what is asked of the allocator, in a single run of each family.
+        cache: where families that were measured before are found, and the others are kept.
     """
+    kept = KeptProfiles(cache)
     families: dict[str, list[int]] = {}
     for op in captured.graph.ops:
         families.setdefault(op.family or f"#{op.id}", []).append(op.id)
@@ -67,13 +65,14 @@ def profile_ops(
     try:
         with _Bench(captured) as bench:
             for number, members in enumerate(families.values(), 1):
-                profile = bench.profile(members[0], measure_time)
+                profile = bench.profile(members[0], measure_time, kept)
                 for member in members:
                     found[member] = profile
                 if advance is not None:
                     advance(number, len(families))
     finally:
         torch.set_rng_state(state)
+        kept.save()
     return tuple(found[op.id] for op in captured.graph.ops)
 
 
@@ -105,11 +104,14 @@ class _Bench:
             self._arena = Arena(count + count // 4 + MIB, reserve=1 << 62)
         return self._arena
 
-    def profile(self, index: int, measure_time: bool) -> OpProfile:
+    def profile(self, index: int, measure_time: bool, kept: KeptProfiles) -> OpProfile:
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
+        known = kept.find(op, timed=measure_time, first=call.rehearse_first is not None)
+        if known is not None:
+            return known
         try:
             first = self._record(op, call.rehearse_first) if call.rehearse_first is not None else None
             requests = self._record(op, call.rehearse or call.func)
@@ -126,7 +128,9 @@ class _Bench:
             )
             return OpProfile(OpCost(count / _ASSUMED_BYTES_PER_S), Requests((), 0))
         workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
-        return OpProfile(OpCost(seconds, workspace), requests, first)
+        profile = OpProfile(OpCost(seconds, workspace), requests, first)
+        kept.add(op, profile, timed=measure_time)
+        return profile
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """A program of this op alone; where its arguments end, and where everything ends."""

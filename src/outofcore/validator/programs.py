@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.program import Block, CopyOut, Program, Queue, Run, queue_of
+from outofcore.program import Block, CopyOut, Program, Run
+from outofcore.validator.homes import check_capacity, check_homes
+from outofcore.validator.step import Order, Step
 
 
 def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
@@ -29,19 +31,20 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; each run finds
     its storages resident at the versions that plain execution would have (one that runs again only what it reads,
     less what it discards: of that it leaves garbage); blocks in use at the same time
-    do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; and at the
-    end of the step every result is at home and every block that wraps holds what the next step starts from.
+    do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; no home is
+    ever given more than it holds; and at the end of the step every result is at home and every block that wraps
+    holds what the next step starts from.
 
     Args:
         graph: the step.
         program: placed, or with all offsets -1. Of a program that is not placed the bytes are summed over
             the blocks alive at each instruction, and nothing is said about overlaps.
         budget: bytes of device memory.
-        costs: where given, workspaces are checked against them.
+        costs: where given, workspaces and homes are checked against them.
 
     Limits: a block that an op mutates in its first run must hold the former version even where the op does not read
-    it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The capacity of homes and the
-    alignment of offsets are not checked.
+    it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The
+    alignment of offsets is not checked.
 
     Raises:
         ValidationError: a promise is broken; names the instruction, op, module and storage.
@@ -50,39 +53,16 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     graph.check()
     if costs is not None:
         costs.check(graph)
-    step = _Step(graph, program)
+    step = Step(graph, program)
     _check_blocks(step)
     _check_instructions(step, costs)
     _check_coverage(step)
-    order = _Order(program)
+    lodgings = check_homes(step, costs)
+    order = Order(program)
     _check_room(step, budget)
-    _Replay(step, order).check()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is being validated, and how messages speak of it."""
-
-    graph: StepGraph
-    program: Program
-
-    def storage(self, storage: int) -> str:
-        return f"storage {storage} ({self.graph.storages[storage].name or 'unnamed'})"
-
-    def block(self, block: Block) -> str:
-        return f"block {block.id} of {'a workspace' if block.storage is None else self.storage(block.storage)}"
-
-    def op(self, op: int) -> str:
-        found = self.graph.ops[op]
-        module = f" of module {found.module}" if found.module else ""
-        return f"op {op}, {found.name}{module}" + (f" at {found.source}" if found.source else "")
-
-    def instruction(self, index: int) -> str:
-        instruction = self.program.instructions[index]
-        if isinstance(instruction, Run):
-            return f"instruction {index} (run of {self.op(instruction.op)})"
-        block = self.program.blocks[instruction.block]
-        return f"instruction {index} ({queue_of(instruction).value} of {self.block(block)})"
+    if costs is not None:
+        check_capacity(step, order, costs, lodgings)
+    _Replay(step, order, lodgings).check()
 
 
 def _is_held(block: Block, index: int) -> bool:
@@ -96,7 +76,7 @@ def _stay_of(block: Block, index: int) -> int:
     return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
 
 
-def _check_blocks(step: _Step) -> None:
+def _check_blocks(step: Step) -> None:
     """The blocks name storages that they can hold, over lifetimes that make sense."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
@@ -124,7 +104,7 @@ def _check_blocks(step: _Step) -> None:
         wrapping[block.storage] = index
 
 
-def _check_instructions(step: _Step, costs: Costs | None) -> None:
+def _check_instructions(step: Step, costs: Costs | None) -> None:
     """Every id names something, every block is held where it is used, and the blocks of a run are its op's."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
@@ -147,7 +127,7 @@ def _check_instructions(step: _Step, costs: Costs | None) -> None:
                 )
 
 
-def _check_run(step: _Step, index: int, run: Run, costs: Costs | None) -> None:
+def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     touched, name = step.graph.ops[run.op].touched, step.instruction(index)
@@ -162,7 +142,7 @@ def _check_run(step: _Step, index: int, run: Run, costs: Costs | None) -> None:
         raise ValidationError(f"{name} has a workspace of {given} bytes and needs {needed}")
 
 
-def _check_coverage(step: _Step) -> None:
+def _check_coverage(step: Step) -> None:
     """Every op runs; first runs come in graph order; only rerunnable ops run again."""
     upcoming = 0
     for index, instruction in enumerate(step.program.instructions):
@@ -180,41 +160,7 @@ def _check_coverage(step: _Step) -> None:
         raise ValidationError(f"{step.op(upcoming)} never runs")
 
 
-class _Order:
-    """Which instructions are certain to be over when another starts."""
-
-    def __init__(self, program: Program) -> None:
-        number = {queue: i for i, queue in enumerate(Queue)}
-        self.queue = [number[queue_of(instruction)] for instruction in program.instructions]
-        self.position: list[int] = []  # of each instruction on its queue, from 1
-        self._known: list[list[int]] = []  # of each instruction, how many of each queue are over when it starts
-        lines: list[list[int]] = [[] for _ in number]
-        for index, instruction in enumerate(program.instructions):
-            line = lines[self.queue[index]]
-            known = self._known_after(line[-1]) if line else [0] * len(number)
-            for wait in instruction.waits:
-                others = lines[number[wait.queue]]
-                if not 1 <= wait.count <= len(others):
-                    raise ValidationError(
-                        f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
-                        f"{len(others)} come before it; a wait must name one of them"
-                    )
-                known = [max(pair) for pair in zip(known, self._known_after(others[wait.count - 1]), strict=True)]
-            line.append(index)
-            self.position.append(len(line))
-            self._known.append(known)
-
-    def _known_after(self, index: int) -> list[int]:
-        known = list(self._known[index])
-        known[self.queue[index]] = self.position[index]
-        return known
-
-    def before(self, first: int, second: int) -> bool:
-        """Whether the first instruction has ended whenever the second starts."""
-        return self._known[second][self.queue[first]] >= self.position[first]
-
-
-def _check_room(step: _Step, budget: int) -> None:
+def _check_room(step: Step, budget: int) -> None:
     """Blocks alive at the same instruction do not overlap, and all of them fit the budget."""
     program = step.program
     is_placed = any(block.offset >= 0 for block in program.blocks)
@@ -253,7 +199,7 @@ def _check_room(step: _Step, budget: int) -> None:
         raise ValidationError(f"{peak} bytes are held at {peak_at}, more than the budget of {budget}")
 
 
-def _take(step: _Step, live: list[tuple[int, int, int]], block: Block, when: str) -> None:
+def _take(step: Step, live: list[tuple[int, int, int]], block: Block, when: str) -> None:
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -287,7 +233,7 @@ class _Cell:
 class _Replay:
     """Follows versions through blocks and homes, and checks that each conflict is ordered."""
 
-    def __init__(self, step: _Step, order: _Order) -> None:
+    def __init__(self, step: Step, order: Order, lodgings: dict[int, int]) -> None:
         graph, program = step.graph, step.program
         self.step, self.graph, self.program, self.order = step, graph, program, order
         # Versions before and after each op in plain execution.
@@ -303,9 +249,11 @@ class _Replay:
         # With a block that wraps, the user may have written to the device copy between two steps.
         inputs = {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
         at_home = inputs | (graph.persistent - self.wrapping.keys())
-        self.homes = [
-            _Cell(f"the home of {step.storage(s)}", 0 if s in at_home else None) for s in range(len(graph.storages))
-        ]
+        self.lodgings = lodgings
+        # By storage and home; none yet: what was never written there.
+        self.homes: dict[tuple[int, int], _Cell] = {}
+        for storage in sorted(at_home):
+            self._home(storage, lodgings.get(storage, 0)).version = 0
         self.stays: dict[tuple[int, int], _Cell] = {}
         # Who touched the arena's bytes last: cells over disjoint spans, by address.
         self.spans: list[tuple[int, int, _Cell]] = []
@@ -316,11 +264,17 @@ class _Replay:
                 self._run(index, instruction)
                 continue
             cell = self._cell(instruction.block, index)
-            home = self.homes[self.program.blocks[instruction.block].storage or 0]
+            home = self._home(self.program.blocks[instruction.block].storage or 0, instruction.home)
             source, target = (cell, home) if isinstance(instruction, CopyOut) else (home, cell)
             self._read(index, source, instruction.version)
             self._write(index, target, instruction.version)
         self._check_end()
+
+    def _home(self, storage: int, home: int) -> _Cell:
+        where = (
+            f"the home of {self.step.storage(storage)}" if home == 0 else f"{self.step.storage(storage)} at home {home}"
+        )
+        return self.homes.setdefault((storage, home), _Cell(where, None))
 
     def _run(self, index: int, run: Run) -> None:
         op = self.graph.ops[run.op]
@@ -387,7 +341,10 @@ class _Replay:
             raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
         if not set(self.program.results) <= set(range(len(self.final))):
             raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
-        ends = [(self.homes[storage], self.final[storage], "is a result") for storage in self.program.results]
+        ends = [
+            (self._home(storage, self.lodgings.get(storage, 0)), self.final[storage], "is a result")
+            for storage in self.program.results
+        ]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
             untouched = _Cell(self.step.block(block), None if stay else 0)

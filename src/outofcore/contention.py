@@ -1,0 +1,90 @@
+"""How long instructions take that run beside each other, where copies slow each other and ops down.
+
+The model: while copies run both ways between the device and a home, each goes at a speed of ``1 - contention / 2``;
+while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds
+change whenever an instruction starts or ends, and hold in between (processor sharing).
+
+Limits: all ops are taken to suffer alike, and copies to one home not to slow those to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outofcore.costs import Home
+from outofcore.program import Program, Queue, Timeline, Wait, lane_of
+
+_Lane = tuple[Queue, int]
+
+
+def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
+    """When each instruction runs, taking from the others what it takes.
+
+    Args:
+        program: wired; what it waits for can be satisfied.
+        alone: when each would run if instructions left each other alone; of it their lengths count.
+        homes: say how much they do not; one for each that the program copies to.
+    """
+    # Planners call this often: lanes are numbers, and what runs together is a bit for each.
+    lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
+    for index, instruction in enumerate(program.instructions):
+        lines.setdefault(lane_of(instruction), []).append(index)
+    numbers = {lane: number for number, lane in enumerate(lines)}
+    waits = [[(numbers[_lane(w)], w.count) for w in i.waits if _lane(w) in numbers] for i in program.instructions]
+    left = [end - start for start, end in zip(alone.starts, alone.ends, strict=True)]  # seconds at full speed
+    starts, ends = [0.0] * len(left), [0.0] * len(left)
+    pending = list(lines.values())
+    done = [0] * len(pending)
+    running: dict[int, int] = {}  # the instruction at work on each lane
+    together: dict[int, list[tuple[int, float]]] = {}  # by what runs: each lane, and how many times as long it takes
+    mask, now = 0, 0.0
+    while True:
+        for lane, line in enumerate(pending):
+            if lane not in running and done[lane] < len(line):
+                index = line[done[lane]]
+                for other, count in waits[index]:
+                    if done[other] < count:
+                        break
+                else:
+                    running[lane] = index
+                    starts[index] = now
+                    mask |= 1 << lane
+        if not running:
+            return Timeline(tuple(starts), tuple(ends), now)
+        stretched = together.get(mask)
+        if stretched is None:
+            stretched = together[mask] = _stretched(
+                [lane for lane in lines if numbers[lane] in running], numbers, homes
+            )
+        step = min([left[running[lane]] * times for lane, times in stretched])
+        now += step
+        for lane, times in stretched:
+            index = running[lane]
+            if left[index] * times == step:
+                ends[index] = now
+                del running[lane]
+                mask ^= 1 << lane
+                done[lane] += 1
+            else:
+                left[index] -= step / times
+
+
+def _lane(wait: Wait) -> _Lane:
+    return wait.queue, 0 if wait.queue is Queue.COMPUTE else wait.home
+
+
+def _stretched(
+    running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
+) -> list[tuple[int, float]]:
+    """The number of each lane at work, and how many times as long its instruction takes beside the others."""
+    slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue is not Queue.COMPUTE)
+    found: list[tuple[int, float]] = []
+    for lane in running:
+        queue, home = lane
+        if queue is Queue.COMPUTE:
+            times = 1.0 + slowdown
+        else:
+            other = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
+            times = 1.0 / (1.0 - homes[home].contention / 2) if (other, home) in running else 1.0
+        found.append((numbers[lane], times))
+    return found

@@ -1,0 +1,175 @@
+"""Measurements kept on disk, so that no process has to take them again.
+
+A cache is a folder. In it lies a file of JSON for each kind of measurement and each set of facts on which
+such measurements depend (the machine, its threads, the version of PyTorch): other facts, another file.
+
+Safe under concurrent use: a file is replaced as a whole, so a reader finds the old or the new one; a writer adds
+to what is there while it holds a lock, so that two writers lose nothing. What is damaged, or of another
+format, is left out of account, said in the log, and written anew. A folder that cannot be written to costs
+time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outofcore.errors import GraphError, InputError
+from outofcore.execution.folders import user_cache_folder
+from outofcore.jsonfile import Node, read_json, write_json
+
+_log = logging.getLogger("outofcore.profiling")
+
+FORMAT = "outofcore-measured/1"
+
+# A file holds no more than this; what was written longest ago goes first.
+_MOST_ENTRIES = 20_000
+# How long a writer waits for another one before it gives up: what it has measured is then lost, not wrong.
+_LOCK_SECONDS = 5.0
+_LOCK_POLL_SECONDS = 0.01
+_ENDINGS = (".json", ".lock", ".part")
+
+
+def default_cache_folder() -> Path:
+    """Where measurements are kept if nothing else is said. It need not exist."""
+    return user_cache_folder() / "measured"
+
+
+def open_cache(given: bool | str | os.PathLike[str]) -> Cache | None:
+    """The cache that a user means: True for the default folder, False for none, or a folder.
+
+    Raises:
+        InputError: a folder is named that is something else.
+    """
+    if given is False:
+        return None
+    folder = default_cache_folder() if given is True else Path(given)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"the cache {folder} is not a folder; name a folder, or go without a cache")
+    return Cache(folder)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Measurements in a folder, which is made when something is first written."""
+
+    folder: Path
+
+    def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
+        """The measurements of one kind, such as "ops", that were taken where these facts held.
+
+        Args:
+            kind: begins the name of the file.
+            facts: what the measurements depend on; text, numbers, truth values and lists of those.
+        """
+        settled = json.dumps(facts, sort_keys=True, default=str)
+        digest = hashlib.sha256(f"{FORMAT}\0{settled}".encode()).hexdigest()
+        return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(settled))
+
+    def files(self) -> list[Path]:
+        """The files of the cache, in order."""
+        try:
+            return sorted(p for p in self.folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
+        except OSError:
+            return []
+
+    def bytes(self) -> int:
+        """What they take."""
+        total = 0
+        for path in self.files():
+            with contextlib.suppress(FileNotFoundError):  # another process may clear it meanwhile
+                total += path.stat().st_size
+        return total
+
+    def clear(self) -> int:
+        """Delete the files of the cache, and nothing else in its folder; how many there were.
+
+        Raises:
+            InputError: one cannot be deleted.
+        """
+        found = self.files()
+        for path in found:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(f"cannot delete {path}: {error.strerror}; delete the folder by hand") from error
+        return len(found)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """One file of a cache."""
+
+    path: Path
+    facts: Mapping[str, object]
+
+    def read(self) -> dict[str, Node]:
+        """All entries by key; none where the file is missing or damaged."""
+        if not self.path.exists():
+            return {}
+        try:
+            root = read_json(self.path, FORMAT)
+            facts = root.at("facts")
+            if facts.value != self.facts:
+                facts.refuse("are not those by which the file is named")
+            entries = root.at("entries")
+            return {key: Node(value, entries.file, f"entries.{key}") for key, value in entries.mapping().items()}
+        except (GraphError, InputError) as error:
+            _log.warning("measurements are taken anew, for those kept cannot be read: %s", error)
+            return {}
+
+    def write(self, entries: Mapping[str, object]) -> None:
+        """Add entries, or put them in place of those with the same key.
+
+        Raises nothing if the disk will not have them: the log says so, and they are not kept.
+        """
+        if not entries:
+            return
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked() as locked:
+                if not locked:
+                    _log.warning("measurements are not kept: %s is being written by another process", self.path)
+                    return
+                kept = {key: node.value for key, node in self.read().items() if key not in entries}
+                together = [*kept.items(), *entries.items()][-_MOST_ENTRIES:]
+                self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+        except (OSError, InputError) as error:
+            _log.warning("measurements are not kept: %s", error)
+
+    def _replace(self, content: Mapping[str, object]) -> None:
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.stem}-", suffix=".part")
+        os.close(descriptor)
+        part = Path(name)
+        try:
+            write_json(part, content)
+            part.replace(self.path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock of the file; False if another process keeps it for too long."""
+        # A file of its own: the lock of one that is replaced would be that of the former one.
+        with self.path.with_suffix(".lock").open("wb") as lock:
+            until = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        yield False
+                        return
+                    time.sleep(_LOCK_POLL_SECONDS)
+                else:
+                    break
+            yield True

@@ -1,0 +1,192 @@
+"""Plans of a captured step: the first one, and another where steps have shown that it was wrong.
+
+It was wrong if steps took longer or shorter than predicted, or if an op asked for memory that no plan foresaw.
+Each is mended once for a captured step, and never again, so that no step is planned for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from outofcore import planning
+from outofcore.analysis.requests import Requests
+from outofcore.capture import Captured
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.execution.homes import HomeStore
+from outofcore.execution.runner import Runner
+from outofcore.execution.state import StateKeeper
+from outofcore.planning import Planned
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import OpProfile, keep_profiles
+from outofcore.profiling.links import forget_link
+from outofcore.profiling.refine import is_off, refined
+from outofcore.program import Timeline
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore")
+
+# How many steps are measured, after the first, before the prediction is judged.
+_MEASURED_STEPS = 3
+# A link that is so much slower or faster in steps than it was measured is measured again by the next process.
+_OTHER_LINK = 1.25
+
+
+@dataclass
+class Entry:
+    """A captured step, planned."""
+
+    captured: Captured
+    costs: Costs
+    planned: Planned
+    runner: Runner
+    profiles: tuple[OpProfile, ...]
+    refined: bool = False  # whether measured steps have had their say
+    surprised: bool = False  # whether a plan was made for requests that the first one did not foresee
+    runs: int = 0
+    measured: list[Timeline] = field(default_factory=list[Timeline])
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans for one compiled step.
+
+    Attributes:
+        budget: bytes.
+        policy: one of ``planning.POLICIES``.
+        keeper: the states of all captures of the step.
+        home: where bytes live that are not on the device.
+        cache: where measurements are kept, if anywhere.
+    """
+
+    budget: int
+    policy: str
+    keeper: StateKeeper
+    home: HomeStore
+    cache: Cache | None
+
+    def plan(
+        self,
+        captured: Captured,
+        costs: Costs,
+        profiles: tuple[OpProfile, ...],
+        describe: Callable[[int], str] | None = None,
+    ) -> Entry:
+        """The first plan of a captured step.
+
+        Raises:
+            BudgetError: the budget cannot hold it.
+        """
+        planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, describe)
+        return self._entry(captured, costs, profiles, planned)
+
+    def plan_in_core(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...]) -> Entry | None:
+        """The plan in which nothing moves, if the budget holds it."""
+        planned = planning.fit_once(captured.graph, costs, self.budget, planning.keep_all(self.budget))
+        return None if planned is None else self._entry(captured, costs, profiles, planned)
+
+    def _entry(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], planned: Planned) -> Entry:
+        requests = [profile.requests for profile in profiles]
+        first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
+        runner = Runner(captured, planned.program, requests, first, self.keeper)
+        return Entry(captured, costs, planned, runner, profiles)
+
+    def after(self, entry: Entry, timeline: Timeline) -> Entry | None:
+        """The plan to go on with after a step, where it is another one than before.
+
+        Args:
+            entry: what ran.
+            timeline: of its last step.
+        """
+        surprises = entry.runner.surprises()
+        entry.runs += 1
+        # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
+        if entry.runs == 1:
+            return None
+        if surprises and not entry.surprised:
+            entry.surprised = True
+            return self._foreseeing(entry, surprises)
+        if entry.refined:
+            return None
+        entry.measured.append(timeline)
+        if len(entry.measured) < _MEASURED_STEPS:
+            return None
+        entry.refined = True
+        measured, entry.measured = entry.measured, []
+        if entry.planned.plan.policy == "keep-all" or not is_off(entry.planned.timeline.step_seconds, measured):
+            return None
+        return self._measured(entry, measured)
+
+    def _measured(self, entry: Entry, measured: Sequence[Timeline]) -> Entry | None:
+        """Planned with the times that ops and copies took in steps."""
+        graph = entry.captured.graph
+        costs = refined(entry.costs, entry.planned.program, measured, entry.runner.spilled)
+        try:
+            planned = planning.plan_step(graph, costs, self.budget, self.policy)
+        except BudgetError as error:
+            _log.warning("the plan stays as it is, although its prediction was off: %s", error)
+            return None
+        _log.info(
+            "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
+            entry.planned.timeline.step_seconds,
+            measured[-1].step_seconds,
+            planned.timeline.step_seconds,
+            planned.plan.policy,
+        )
+        profiles = tuple(replace(p, cost=cost) for p, cost in zip(entry.profiles, costs.ops, strict=True))
+        if self.cache is not None:
+            keep_profiles(self.cache, graph, profiles)
+            if _differ(entry.costs, costs):
+                forget_link(self.home, self.cache)
+        return self._again(entry, costs, planned, profiles)
+
+    def _foreseeing(self, entry: Entry, surprises: Mapping[int, Requests]) -> Entry | None:
+        """Planned with the requests that ops turned out to make; None where the budget cannot hold those."""
+        graph = entry.captured.graph
+        profiles, ops = list(entry.profiles), list(entry.costs.ops)
+        for index, seen in surprises.items():
+            cost = ops[index]
+            # Never less than before: an op that asked for more may yet ask for less again.
+            ops[index] = replace(cost, workspace_bytes=max(cost.workspace_bytes, seen.workspace_bytes))
+            profiles[index] = replace(profiles[index], cost=ops[index], requests=seen)
+            _log.info(
+                "op %d (%s, %s) asked for memory that no plan foresaw: scratch memory of %s, and not of %s",
+                index,
+                graph.ops[index].name,
+                graph.ops[index].source,
+                format_bytes(seen.workspace_bytes),
+                format_bytes(cost.workspace_bytes),
+            )
+        costs = replace(entry.costs, ops=tuple(ops))
+        try:
+            planned = planning.plan_step(graph, costs, self.budget, self.policy)
+        except BudgetError as error:
+            _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
+            return None
+        _log.info(
+            "planned again for %d ops: %.3f s predicted by %s",
+            len(surprises),
+            planned.timeline.step_seconds,
+            planned.plan.policy,
+        )
+        if self.cache is not None:
+            keep_profiles(self.cache, graph, profiles, only=surprises)
+        return self._again(entry, costs, planned, tuple(profiles))
+
+    def _again(self, entry: Entry, costs: Costs, planned: Planned, profiles: tuple[OpProfile, ...]) -> Entry:
+        runner = entry.runner.replanned(planned.program, [profile.requests for profile in profiles])
+        return Entry(entry.captured, costs, planned, runner, profiles, refined=entry.refined, surprised=entry.surprised)
+
+
+def _differ(before: Costs, after: Costs) -> bool:
+    """Whether the rates of a link are not what they were."""
+    return any(
+        max(a / b, b / a) > _OTHER_LINK
+        for old, new in zip(before.homes, after.homes, strict=True)
+        for a, b in (
+            (old.bytes_per_s_out, new.bytes_per_s_out),
+            (old.bytes_per_s_in, new.bytes_per_s_in),
+        )
+    )

@@ -1,0 +1,100 @@
+"""What lies where outside the device: that homes exist, and that none is ever given more than it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outofcore.costs import Costs
+from outofcore.errors import ValidationError
+from outofcore.graph import StorageKind
+from outofcore.program import CopyIn, CopyOut, Run
+from outofcore.validator.step import Order, Step
+
+_Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, the copy
+
+
+def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
+    """Every home that is named exists, and what lodges elsewhere than at the first persists.
+
+    Returns:
+        For each storage that lodges elsewhere than at the first home: where.
+
+    Raises:
+        ValidationError: a home or a lodging makes no sense.
+    """
+    graph, program = step.graph, step.program
+    count = None if costs is None else max(len(costs.homes), 1)
+
+    def exists(home: int) -> bool:
+        return home >= 0 and (count is None or home < count)
+
+    for index, instruction in enumerate(program.instructions):
+        if not isinstance(instruction, Run) and not exists(instruction.home):
+            raise ValidationError(f"{step.instruction(index)} names home {instruction.home}, which does not exist")
+    found: dict[int, int] = {}
+    for lodging in program.lodgings:
+        if lodging.storage not in graph.persistent:
+            raise ValidationError(f"storage {lodging.storage} lodges at home {lodging.home}, but does not persist")
+        name = step.storage(lodging.storage)
+        if not exists(lodging.home):
+            raise ValidationError(f"{name} lodges at home {lodging.home}, which does not exist")
+        if lodging.storage in found:
+            raise ValidationError(f"{name} lodges at home {lodging.home}, and at home {found[lodging.storage]} as well")
+        found[lodging.storage] = lodging.home
+    return found
+
+
+def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
+    """At the start of every copy out, its home has room for it, whatever the queues do.
+
+    A slot counts until its last copy in has certainly ended. What is seen between two steps counts always.
+
+    Raises:
+        ValidationError: a home may be given more than it holds.
+    """
+    graph, program = step.graph, step.program
+    size = [storage.bytes for storage in graph.storages]
+    copies: list[_Copy] = [
+        (index, program.blocks[instruction.block].storage or 0, instruction)
+        for index, instruction in enumerate(program.instructions)
+        if not isinstance(instruction, Run)
+    ]
+    moved = {storage for _, storage, _ in copies}
+    device = {block.storage for block in program.blocks if block.wraps}
+    always = {s for s in moved if s in graph.outputs or graph.storages[s].kind is StorageKind.INPUT}
+    always |= {s for s in graph.persistent if s not in device and graph.uses[s]} | lodgings.keys()
+    for home, place in enumerate(costs.homes):
+        if place.bytes is None:
+            continue
+        here = {s for s in always if lodgings.get(s, 0) == home}
+        held = sum(size[s] for s in here)
+        if held > place.bytes:
+            raise ValidationError(
+                f"home {home} ({place.name}) holds {place.bytes} bytes, and what lies there from step to step "
+                f"takes {held}"
+            )
+        ends = _last_reads([copy for copy in copies if copy[2].home == home])
+        taken: dict[int, int] = {}  # the copy out that took a slot -> its bytes
+        for index, storage, instruction in copies:
+            if instruction.home != home or storage in here or not isinstance(instruction, CopyOut):
+                continue
+            taken = {slot: count for slot, count in taken.items() if not order.before(ends[slot], index)}
+            taken[index] = size[storage]
+            total = held + sum(taken.values())
+            if total > place.bytes:
+                raise ValidationError(
+                    f"{step.instruction(index)} may start while home {home} ({place.name}) of "
+                    f"{place.bytes} bytes has to hold {total}; it must wait, or go elsewhere"
+                )
+
+
+def _last_reads(copies: Sequence[_Copy]) -> dict[int, int]:
+    """For each copy out of one home the last copy in of what it took there; itself where nothing is read back."""
+    found: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, storage, instruction in reversed(copies):
+        if isinstance(instruction, CopyOut):
+            found[index] = last.pop(storage, index)
+        else:
+            last.setdefault(storage, index)
+    return found

@@ -1,0 +1,227 @@
+"""Profiles in a cache: what was measured once is not measured again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import outofcore
+from outofcore.analysis.requests import Elsewhere, Request, Requests, Result, Scratch
+from outofcore.capture import Captured
+from outofcore.capture.whole import capture_whole
+from outofcore.costs import OpCost
+from outofcore.graph import Op, StepGraph
+from outofcore.jsonfile import Node
+from outofcore.profiling import kept as module
+from outofcore.profiling import ops as profiling_ops
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import KeptProfiles, OpProfile, is_keepable, keep_profiles, machine_facts, op_shelf
+from outofcore.profiling.ops import profile_ops
+
+
+def make(width: int = 64) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer
+
+
+def captured(width: int = 64) -> Captured:
+    step, model, optimizer = make(width)
+    return capture_whole(step, [model], [optimizer], (torch.ones(8, 32),), {})
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that were measured, and not found."""
+    names: list[str] = []
+    original = profiling_ops._Bench._record
+
+    def record(self: Any, op: Op, func: Callable[..., object]) -> Requests:
+        names.append(op.name)
+        return original(self, op, func)
+
+    monkeypatch.setattr(profiling_ops._Bench, "_record", record)
+    return names
+
+
+def test_a_second_profile_measures_nothing_and_is_the_same(tmp_path: Path, timed: list[str]) -> None:
+    first = profile_ops(captured(), cache=Cache(tmp_path))
+    assert timed
+    timed.clear()
+    assert profile_ops(captured(), cache=Cache(tmp_path)) == first
+    assert timed == []
+    # What another model has in common is found, and the rest is measured.
+    profile_ops(captured(width=48), cache=Cache(tmp_path))
+    assert 0 < len(timed) < len(first)
+
+
+def test_without_a_cache_everything_is_measured(timed: list[str]) -> None:
+    profile_ops(captured())
+    count = len(timed)
+    profile_ops(captured())
+    assert len(timed) == 2 * count
+
+
+def test_a_profile_without_times_does_for_memory_alone(tmp_path: Path, timed: list[str]) -> None:
+    untimed = profile_ops(captured(), measure_time=False, cache=Cache(tmp_path))
+    count = len(timed)
+    assert profile_ops(captured(), measure_time=False, cache=Cache(tmp_path)) == untimed
+    assert len(timed) == count
+    full = profile_ops(captured(), cache=Cache(tmp_path))
+    assert len(timed) == 2 * count
+    assert sum(profile.cost.seconds for profile in full) > 0
+    assert [p.requests for p in full] == [p.requests for p in untimed]
+    assert profile_ops(captured(), measure_time=False, cache=Cache(tmp_path)) == full
+
+
+def test_other_settings_are_another_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path)
+    usual = op_shelf(cache).path
+    assert op_shelf(cache).path == usual
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert op_shelf(cache).path != usual
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in (("get_num_threads", lambda: 77), ("__version__", "9.9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, value)
+            assert op_shelf(cache).path != usual
+    monkeypatch.setattr(module, "this_machine", lambda: replace(original(), cpu="8086"))
+    assert op_shelf(cache).path != usual
+    assert machine_facts()["cpu"] == "8086"
+
+
+original = module.this_machine
+
+
+def test_what_may_mean_something_else_tomorrow_is_not_kept() -> None:
+    op = Op(0, "aten.mm.default", (), (), (), family="aten.mm.default(float32[2,2]{2,1})")
+    assert is_keepable(op)
+    assert is_keepable(replace(op, name="optimizer.AdamW"))
+    assert not is_keepable(replace(op, name="optimizer.MyAdamW", random=True))
+    assert not is_keepable(replace(op, name="mine.mm.default"))
+    assert not is_keepable(replace(op, family=""))
+    assert not is_keepable(replace(op, family="aten.mm.default(<object at 0x7f00>)"))
+
+
+PLACEMENTS = st.one_of(
+    st.builds(Result, st.integers(0, 9)), st.builds(Scratch, st.integers(0, 1 << 40)), st.just(Elsewhere())
+)
+REQUESTS = st.builds(
+    lambda items, count: Requests(tuple(items), count),
+    st.lists(st.builds(Request, st.integers(0, 1 << 40), PLACEMENTS), max_size=4),
+    st.integers(0, 1 << 40),
+)
+PROFILES = st.builds(
+    OpProfile,
+    st.builds(OpCost, st.floats(0, 1e6), st.integers(0, 1 << 40)),
+    REQUESTS,
+    st.none() | REQUESTS,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROFILES)
+def test_profiles_survive_the_file(profile: OpProfile) -> None:
+    text = json.dumps(module._content(profile, timed=True))
+    assert module._profile(Node(json.loads(text), "file")) == (profile, True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        {},
+        {"seconds": -1.0},
+        {"seconds": "much"},
+        {"workspace_bytes": -1},
+        {"requests": None},
+        {"requests": {"bytes": 0, "list": [[5]]}},
+        {"requests": {"bytes": 0, "list": [[5, "nowhere", 1]]}},
+        {"requests": {"bytes": 0, "list": [[5, "result"]]}},
+        {"requests": {"bytes": 0, "list": [[-5, "elsewhere"]]}},
+    ],
+)
+def test_a_damaged_entry_is_measured_anew(
+    tmp_path: Path, wrong: object, timed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Cache(tmp_path)
+    first = profile_ops(captured(), cache=cache)
+    shelf, before = op_shelf(cache), len(timed)
+    key, node = next(iter(shelf.read().items()))
+    usual = {k: v for k, v in node.mapping().items() if wrong != {}}
+    shelf.write({key: {**usual, **wrong} if isinstance(wrong, dict) else wrong})
+    with caplog.at_level(logging.WARNING, "outofcore.profiling"):
+        again = profile_ops(captured(), cache=cache)
+    assert "measured anew" in caplog.text
+    assert 1 <= len(timed) - before <= 2  # an update of an optimizer has a first run besides
+    assert [p.requests for p in again] == [p.requests for p in first]
+    timed.clear()
+    assert profile_ops(captured(), cache=cache) == again
+    assert timed == []
+
+
+def test_measured_steps_replace_what_ops_took_alone(tmp_path: Path) -> None:
+    family = "aten.mm.default(…)"
+    graph = StepGraph((), tuple(Op(i, "aten.mm.default", (0,), (), (), family=family) for i in range(3)))
+    profiles = [OpProfile(OpCost(s, w), Requests((), w)) for s, w in ((1.0, 0), (5.0, 4096), (2.0, 64))]
+    cache = Cache(tmp_path)
+    keep_profiles(cache, graph, profiles)
+    found = KeptProfiles(cache).find(graph.ops[0], timed=True, first=False)
+    assert found == OpProfile(OpCost(2.0, 4096), Requests((), 4096))
+    keep_profiles(cache, graph, [OpProfile(OpCost(9.0), Requests((), 0))] * 3, only=[])
+    assert KeptProfiles(cache).find(graph.ops[0], timed=True, first=False) == found
+
+
+def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch, outofcore\n"
+        "from outofcore.profiling import links, ops\n"
+        "from test_kept import make\n"
+        "measured = []\n"
+        "time, link = ops._Bench._time, links.measure_link\n"
+        "ops._Bench._time = lambda self, op, requests: measured.append(op.name) or time(self, op, requests)\n"
+        "links.measure_link = lambda home, **kw: measured.append('link') or link(home, **kw)\n"
+        "step, model, optimizer = make()\n"
+        "with outofcore.compile(step, model, optimizer, budget='64MiB', cache=sys.argv[1]) as compiled:\n"
+        "    compiled(torch.ones(8, 32))\n"
+        "print(len(measured))\n"
+    )
+    counts = [
+        int(subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True).stdout)
+        for _ in range(2)
+    ]
+    assert counts[0] > 1
+    assert counts[1] == 0
+
+
+def test_a_cache_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    step, model, optimizer = make()
+    with pytest.raises(outofcore.errors.InputError, match="not a folder"):
+        outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path / "file")

@@ -1,0 +1,183 @@
+"""A plan is made again where steps show that it was wrong: once each for times and for memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outofcore
+from outofcore.analysis.requests import Result, Scratch
+from outofcore.execution.native import load_native
+from outofcore.profiling import ops as profiling_ops
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.kept import KeptProfiles, OpProfile
+from outofcore.units import KIB, MIB
+
+native = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+# Bytes of scratch memory that the operator below asks for.
+SCRATCH = [128 * KIB]
+
+
+@torch.library.custom_op("outofcore_tests::moody", mutates_args=())
+def moody(x: torch.Tensor) -> torch.Tensor:
+    """Adds one, by way of scratch memory that it asks for before its result."""
+    scratch = torch.empty(SCRATCH[0] // 4)
+    scratch.fill_(1.0)
+    return x + scratch[: x.shape[-1]]
+
+
+@moody.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture(autouse=True)
+def _usual_mood() -> Iterator[None]:
+    SCRATCH[0] = 128 * KIB
+    yield
+    SCRATCH[0] = 128 * KIB
+
+
+def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(moody(x)), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer
+
+
+def losses(step: Callable[..., torch.Tensor], moods: list[int]) -> list[float]:
+    found = []
+    for mood in moods:
+        SCRATCH[0] = mood
+        found.append(step(torch.ones(256, 256)).item())
+    return found
+
+
+def replanned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "planned again for" in r.getMessage()]
+
+
+@native
+def test_scratch_memory_that_grows_is_planned_for_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "outofcore")
+    usual, more, most = 128 * KIB, MIB, 2 * MIB
+    moods = [usual, usual, more, more, more, usual, most, most]
+    expected = losses(make()[0], moods)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget="256MiB", cache=tmp_path) as compiled:
+        assert losses(compiled, moods[:2]) == expected[:2]
+        first = compiled.planned
+        assert compiled.stats.off_plan == 0
+        assert losses(compiled, moods[2:3]) == expected[2:3]
+        # The scratch memory, and the result, whose turn had not come.
+        assert compiled.stats.off_plan == 2
+        (index,) = (op.id for op in compiled.captured.graph.ops if "moody" in op.name)
+        assert losses(compiled, moods[3:5]) == expected[3:5]
+        assert compiled.planned is not first
+        assert compiled.costs.ops[index].workspace_bytes == more
+        assert compiled.stats.off_plan == 2
+        assert len(replanned(caplog)) == 1
+        assert f"op {index} (outofcore_tests.moody" in caplog.text
+        assert "scratch memory of 1.00 MiB, and not of 128 KiB" in caplog.text
+        # Whatever it does now, one new plan is enough: other requests are served from the reserve and counted.
+        assert losses(compiled, moods[5:]) == expected[5:]
+        assert compiled.stats.off_plan > 2
+        assert len(replanned(caplog)) == 1
+
+
+@native
+def test_what_the_budget_cannot_hold_is_served_from_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outofcore")
+    step, model, optimizer = make()
+    usual, more = 128 * KIB, 16 * MIB
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=smallest, cache=False) as compiled:
+        assert smallest < more
+        expected = losses(make()[0], [usual] * 2 + [more] * 2)
+        assert losses(compiled, [usual] * 2) == expected[:2]
+        assert compiled._arena is not None
+        compiled._arena.set_reserve(more + MIB)
+        assert losses(compiled, [more] * 2) == expected[2:]
+        assert compiled.stats.off_plan == 4
+    assert replanned(caplog) == []
+    assert sum("the plan stays as it is" in r.getMessage() for r in caplog.records) == 1
+
+
+@native
+def test_the_first_step_may_ask_for_anything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outofcore")
+    step, model, optimizer = make()
+    moods = [128 * KIB, 128 * KIB]
+    with outofcore.compile(step, model, optimizer, budget="256MiB", cache=False) as compiled:
+        original = profiling_ops.profile_ops
+
+        def then_grow(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            SCRATCH[0] = MIB  # for the first step alone
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("outofcore.step.profile_ops", then_grow)
+            compiled(torch.ones(256, 256))
+        losses(compiled, moods)
+        assert compiled.stats.off_plan == 2
+    assert replanned(caplog) == []
+
+
+@native
+def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
+    """As if the profile had been taken on a day when a product of matrices needed no scratch memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    cache, x = Cache(tmp_path), torch.ones(4, 16, 32, 32)
+    with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
+        compiled(x)
+        graph, profiles = compiled.captured.graph, compiled._entries[compiled._signature].profiles  # type: ignore[index]
+    known = [i for i, p in enumerate(profiles) if p.cost.workspace_bytes >= MIB // 8 and p.first_requests is None]
+    if not known:
+        pytest.skip("no op of this step needs scratch memory on this machine")
+    op, profile = graph.ops[known[0]], profiles[known[0]]
+    kept = KeptProfiles(cache)
+    less = [r for r in profile.requests.requests if not isinstance(r.placement, Scratch)]
+    wrong = OpProfile(
+        replace(profile.cost, workspace_bytes=0), replace(profile.requests, requests=tuple(less), workspace_bytes=0)
+    )
+    kept.add(op, wrong, timed=True)
+    kept.save()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
+        for _ in range(3):
+            compiled(x)
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert compiled.costs.ops[known[0]].workspace_bytes == profile.cost.workspace_bytes
+    found = KeptProfiles(cache).find(op, timed=True, first=False)
+    assert found is not None
+    assert found.cost.workspace_bytes == profile.cost.workspace_bytes
+    assert [r.bytes for r in found.requests.requests] == [r.bytes for r in profile.requests.requests]
+    assert any(isinstance(r.placement, Result) for r in found.requests.requests)

@@ -1,0 +1,44 @@
+"""Homes in graph files: what copies take from each other and from ops is kept, and absent where it is nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outofcore.costs import Costs, Home
+from outofcore.errors import GraphError
+from outofcore.graph import StepGraph
+from outofcore.graphfile import GraphFile, read_graph, write_graph
+
+
+def written(path: Path, home: Home) -> dict[str, object]:
+    write_graph(path, GraphFile.of(StepGraph((), ()), Costs((), (home,))))
+    return json.loads(path.read_text(encoding="utf-8"))["homes"][0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3))
+def test_shares_survive(tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float) -> None:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown)
+    written(path, home)
+    assert read_graph(path).costs.homes == (home,)
+
+
+def test_a_link_that_shares_nothing_is_written_as_ever(tmp_path: Path) -> None:
+    content = written(tmp_path / "graph.json", Home("host", None, 1e9, 2e9))
+    assert set(content) == {"name", "bytes", "bytes_per_s_out", "bytes_per_s_in", "latency_s"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5)])
+def test_impossible_shares_are_refused(tmp_path: Path, field: str, value: float) -> None:
+    path = tmp_path / "graph.json"
+    content = written(path, Home("host", None, 1e9, 2e9))
+    root = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**root, "homes": [{**content, field: value}]}), encoding="utf-8")
+    with pytest.raises(GraphError, match=rf"homes\[0\]\.{field}"):
+        read_graph(path)

@@ -1,0 +1,255 @@
+"""Steps with two homes: exact instructions, capacities, and what must hold of random plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import oracle
+import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+from mutations import MUTATIONS, with_instruction
+from strategies import costs_for, graphs, plans_for
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import GraphError, ValidationError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planfile import PlanFile, read_plan, write_plan
+from outofcore.planning import place
+from outofcore.program import CopyIn, CopyOut, Lodging, Program, Queue, Run, Wait
+from outofcore.simulator import simulate
+from outofcore.validator import validate
+
+SIZE = 1 << 20
+HOST = Home("host", SIZE, bytes_per_s_out=SIZE, bytes_per_s_in=SIZE)
+DISK = Home("disk", None, bytes_per_s_out=SIZE / 4, bytes_per_s_in=SIZE / 4)
+A, B, W = 0, 1, 2
+
+
+def step() -> StepGraph:
+    """Two activations that are used at both ends, and a parameter that changes in the middle."""
+    ops = (
+        Op(0, "make a", (), (), (A,)),
+        Op(1, "make b", (), (), (B,)),
+        Op(2, "idle", (), (), ()),
+        Op(3, "update", (W,), (W,), ()),
+        Op(4, "use a", (A,), (), ()),
+        Op(5, "use b", (B,), (), ()),
+    )
+    activations = tuple(Storage(i, SIZE, StorageKind.ACTIVATION, "ab"[i]) for i in range(2))
+    return StepGraph((*activations, Storage(W, SIZE, StorageKind.PARAMETER, "w")), ops)
+
+
+def costs(host: Home = HOST) -> Costs:
+    return Costs(tuple(OpCost(1.0) for _ in step().ops), (host, DISK))
+
+
+def offload(storage: int, start: int, end: int, release: int, fetch: int, home: int) -> Decision:
+    return Decision(Gap(storage, start, end), Residency.OFFLOAD, release, fetch, home)
+
+
+def program_of(*decisions: Decision, host: Home = HOST) -> Program:
+    given = costs(host)
+    program = wire(step(), place(lower(step(), given, Plan("test", 0, decisions))), given)
+    validate(step(), program, program.arena_bytes, given)
+    return program
+
+
+TO_BOTH = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 1))
+
+
+def test_each_home_has_its_own_link() -> None:
+    program = program_of(*TO_BOTH)
+    wrapping = next(b.id for b in program.blocks if b.wraps)
+    a, b, a_back, b_back = (block.id for block in program.blocks if not block.wraps)
+    assert program.instructions == (
+        Run(0, (a,)),
+        CopyOut(a, 1, (Wait(Queue.COMPUTE, 1),), home=0),
+        Run(1, (b,), waits=program.instructions[2].waits),
+        CopyOut(b, 1, (Wait(Queue.COMPUTE, 2),), home=1),
+        Run(2, ()),
+        Run(3, (wrapping,)),
+        CopyIn(a_back, 1, program.instructions[6].waits, home=0),
+        Run(4, (a_back,), waits=(Wait(Queue.COPY_IN, 1, 0),)),
+        CopyIn(b_back, 1, program.instructions[8].waits, home=1),
+        Run(5, (b_back,), waits=(Wait(Queue.COPY_IN, 1, 1),)),
+    )
+    timeline = simulate(step(), costs(), program)
+    out = {i.home: timeline.ends[at] - timeline.starts[at] for at, i in _copies(program, CopyOut)}
+    assert out == {0: 1.0, 1: 4.0}
+
+
+def _copies(program: Program, kind: type[CopyIn] | type[CopyOut]) -> list[tuple[int, CopyIn | CopyOut]]:
+    return [(at, i) for at, i in enumerate(program.instructions) if isinstance(i, kind)]
+
+
+def test_what_lies_at_one_home_is_stale_at_the_other() -> None:
+    """A copy out to each, since each holds only what was written there."""
+    graph = StepGraph(
+        (Storage(0, SIZE, StorageKind.ACTIVATION),),
+        (Op(0, "make", (), (), (0,)), *(Op(i, "use", (0,) if i % 2 == 0 else (), (), ()) for i in range(1, 7))),
+    )
+    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
+    for homes, copies in (((0, 1, 0), 2), ((0, 0, 0), 1), ((1, 0, 0), 2)):
+        decisions = [offload(0, 2 * i, 2 * i + 2, 2 * i + 1, 2 * i + 2, home) for i, home in enumerate(homes)]
+        program = wire(graph, place(lower(graph, given, Plan("test", 0, tuple(decisions)))), given)
+        validate(graph, program, program.arena_bytes, given)
+        assert len(_copies(program, CopyOut)) == copies
+        assert tuple(i.home for _, i in _copies(program, CopyIn)) == homes
+
+
+def test_a_parameter_lodges_where_its_cyclic_gap_says() -> None:
+    program = program_of(offload(W, 3, 9, 4, 9, 1))
+    assert program.lodgings == (Lodging(W, 1),)
+    assert program.results == (W,)
+    assert [(i.home, i.version) for _, i in _copies(program, CopyIn)] == [(1, 0)]
+    assert [(i.home, i.version) for _, i in _copies(program, CopyOut)] == [(1, 1)]
+    with pytest.raises(ValidationError, match="holds nothing to rely on"):
+        validate(step(), replace(program, lodgings=()), program.arena_bytes, costs())
+    for lodging, message in (
+        (Lodging(A, 1), "does not persist"),
+        (Lodging(W, 2), "does not exist"),
+        (Lodging(W, 0), "as well"),
+    ):
+        broken = replace(program, lodgings=(*program.lodgings, lodging) if lodging.home == 0 else (lodging,))
+        with pytest.raises(ValidationError, match=message):
+            validate(step(), broken, program.arena_bytes, costs())
+
+
+def test_a_full_home_is_waited_for() -> None:
+    """Host memory holds one storage: the second goes there only when the first has come back."""
+    graph = StepGraph(
+        (Storage(A, SIZE, StorageKind.ACTIVATION), Storage(B, SIZE, StorageKind.ACTIVATION)),
+        (
+            Op(0, "make a", (), (), (A,)),
+            Op(1, "idle", (), (), ()),
+            Op(2, "use a, make b", (A,), (), (B,)),
+            Op(3, "idle", (), (), ()),
+            Op(4, "use b", (B,), (), ()),
+        ),
+    )
+    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
+    plan = Plan("test", 0, (offload(A, 0, 2, 1, 2, 0), offload(B, 2, 4, 3, 4, 0)))
+    lowered = place(lower(graph, given, plan))
+    assert room_at_homes(graph, given, lowered) == {5: 1}
+    program = wire(graph, lowered, given)
+    validate(graph, program, program.arena_bytes, given)
+    # Wired as if the home held anything, the copy waits for the op alone, which implies the copy in.
+    second = _copies(program, CopyOut)[1][0]
+    loose = with_instruction(program, second, replace(program.instructions[second], waits=()))
+    with pytest.raises(ValidationError, match="may start"):
+        validate(graph, loose, program.arena_bytes, given)
+
+
+def test_more_than_a_home_holds_is_refused() -> None:
+    decisions = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 0))
+    lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
+    assert room_at_homes(step(), costs(), lowered) is None
+    with pytest.raises(GraphError, match="more to a home than it holds"):
+        wire(step(), lowered, costs())
+    loose = wire(step(), lowered)
+    with pytest.raises(ValidationError, match=f"home 0 \\(host\\) of {SIZE} bytes has to hold {2 * SIZE}"):
+        validate(step(), loose, loose.arena_bytes, costs())
+    validate(step(), loose, loose.arena_bytes, costs(replace(HOST, bytes=2 * SIZE)))
+
+
+def test_what_lies_at_home_from_step_to_step_takes_room() -> None:
+    decisions = (offload(W, 3, 9, 4, 9, 0), offload(A, 0, 4, 1, 4, 0))
+    lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
+    assert room_at_homes(step(), costs(), lowered) is None
+    with pytest.raises(ValidationError, match="has to hold"):
+        validate(step(), wire(step(), lowered), lowered.arena_bytes, costs())
+    tiny = costs(replace(HOST, bytes=SIZE - 1))
+    alone = wire(step(), place(lower(step(), costs(), Plan("test", 0, decisions[:1]))))
+    assert room_at_homes(step(), tiny, alone) is None
+    with pytest.raises(ValidationError, match="from step to step"):
+        validate(step(), alone, alone.arena_bytes, tiny)
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [(offload(A, 0, 4, 1, 4, 2), "there is no home 2"), (offload(A, 0, 4, 1, 4, -1), "there is no home -1")],
+)
+def test_a_plan_that_names_no_home_is_refused(decision: Decision, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        lower(step(), costs(), Plan("test", 0, (decision,)))
+
+
+def test_files_keep_the_homes(tmp_path: Path) -> None:
+    program = program_of(*TO_BOTH, offload(W, 3, 9, 4, 9, 1))
+    written = PlanFile(1, Plan("test", 0, TO_BOTH), program, 1.0)
+    write_plan(tmp_path / "plan.json", written, ["a", "b", "w"])
+    assert read_plan(tmp_path / "plan.json", ["a", "b", "w"]) == written
+
+
+def test_files_without_homes_mean_the_first(tmp_path: Path) -> None:
+    written = PlanFile(1, Plan("test", 0, ()), program_of(offload(A, 0, 4, 1, 4, 0)), 1.0)
+    path = tmp_path / "plan.json"
+    write_plan(path, written, ["a", "b", "w"])
+    text = path.read_text()
+    assert ',"home":0' in text
+    path.write_text(text.replace(',"home":0', "").replace(',"lodgings":[]', ""))
+    assert read_plan(path, ["a", "b", "w"]) == written
+
+
+Task = tuple[StepGraph, Costs, Plan]
+LIMITS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """A graph, costs with one home or two that may be small, and a plan that the homes may hold or not."""
+    graph = draw(graphs(max_layers=3))
+    given = draw(costs_for(graph))
+    plan = draw(plans_for(graph, len(given.homes)))
+    everything = sum(s.bytes for s in graph.storages)
+    sizes = st.one_of(st.none(), st.integers(0, everything))
+    return graph, replace(given, homes=tuple(replace(home, bytes=draw(sizes)) for home in given.homes)), plan
+
+
+def lowered_or_none(task: Task) -> Program | None:
+    graph, given, plan = task
+    try:
+        return place(lower(graph, given, plan))
+    except GraphError as error:  # at another home than the one it left for
+        assert "before anything was copied out" in str(error)
+        return None
+
+
+@LIMITS
+@given(tasks(), st.randoms(use_true_random=False))
+def test_programs_are_right_wherever_the_homes_hold_them(task: Task, random: Random) -> None:
+    graph, given, _ = task
+    lowered = lowered_or_none(task)
+    assume(lowered is not None)
+    assert lowered is not None
+    if room_at_homes(graph, given, lowered) is None:
+        event("too much")
+        with pytest.raises(ValidationError, match=r"has to hold|from step to step"):
+            validate(graph, wire(graph, lowered), lowered.arena_bytes, given)
+        return
+    program = wire(graph, lowered, given)
+    validate(graph, program, program.arena_bytes, given)
+    assert simulate(graph, given, program).step_seconds >= given.compute_seconds * (1 - 1e-9)
+    assert oracle.faults_on_schedule(graph, program, random) == []
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@settings(LIMITS, max_examples=20)
+@given(task=tasks(), random=st.randoms(use_true_random=False))
+def test_broken_programs_are_caught(name: str, task: Task, random: Random) -> None:
+    graph, given, _ = task
+    lowered = lowered_or_none(task)
+    assume(lowered is not None)
+    assert lowered is not None
+    roomy = replace(given, homes=tuple(replace(home, bytes=None) for home in given.homes))
+    program = wire(graph, lowered, roomy)
+    for description, broken in islice(MUTATIONS[name](graph, program, random), 2):
+        with pytest.raises(ValidationError):
+            validate(graph, broken, program.arena_bytes, roomy)
+            pytest.fail(f"{description}: accepted")
