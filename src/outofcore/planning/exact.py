@@ -17,6 +17,7 @@ The optimum is one over schedules in which
 - each gap of a large storage is kept, offloaded or recomputed as a whole; from one op to the very next it is kept;
 - values leave right after the use that begins their gap, and come back in the order of their next uses;
 - what is dropped is computed again right before an op that uses it, or on the way to something else that is;
+- what is made again reads from a block that is being copied out only while that copy lasts;
 - while ops run again no copies-in start but those that they read, except during the last of them;
 - all goes to the first home, and addresses do not matter.
 

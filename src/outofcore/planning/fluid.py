@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
@@ -167,22 +167,25 @@ class Fluid:
         passed = [s for s in dropped if s not in due and current[s] in made]
         for choice in product((True, False), repeat=len(passed)):
             kept = [s for s, is_kept in zip(passed, choice, strict=True) if is_kept]
-            found = self._replay(moment, [*due, *kept], runs)
-            if found is not None:
-                yield found
+            pending = any(moment.ready[s] > moment.last for s in {s for i in runs for s in self.graph.ops[i].reads})
+            for in_place in (False, True) if pending else (False,):
+                found = self._replay(moment, [*due, *kept], runs, in_place)
+                if found is not None:
+                    yield found
 
-    def _replay(self, moment: Moment, storages: list[int], runs: tuple[int, ...]) -> Moment | None:
+    def _replay(self, moment: Moment, storages: list[int], runs: tuple[int, ...], in_place: bool) -> Moment | None:
+        """Runs that make storages; ``in_place``: what is being copied out is read where it is, and stays so long."""
         graph, history, op = self.graph, self.history, moment.op
         targets = {(s, history.version_at(s, op)) for s in storages}
         last_need = {content: index for index in runs for content in history.needs(graph.ops[index])}
         ready: dict[Content, float] = {}  # what has a block of its own, and from when on it is there
         in_free, now = moment.in_free, moment
+        pinned: set[int] = set()
 
         def on_device(content: Content) -> bool:
             storage, version = content
             place = moment.places[storage]
-            # What is still being copied out may be read where it is.
-            is_here = place is Place.HERE or (place is Place.AWAY and moment.ready[storage] > moment.last)
+            is_here = place is Place.HERE or (in_place and place is Place.AWAY and moment.ready[storage] > moment.last)
             return is_here and version == history.version_at(storage, op)
 
         for index in runs:
@@ -197,6 +200,8 @@ class Fluid:
                     earliest = max(earliest, ready[content])
                 elif on_device(content):
                     earliest = max(earliest, moment.arrive[storage])
+                    if moment.places[storage] is Place.AWAY:
+                        pinned.add(storage)
                 else:
                     in_free = max(in_free, moment.ready[storage], moment.last) + self.in_seconds[storage]
                     ready[content] = in_free
@@ -218,7 +223,14 @@ class Fluid:
         places, written = list(now.places), list(now.written)
         for storage in storages:
             places[storage], written[storage] = Place.HERE, ready[storage, history.version_at(storage, op)]
-        chain = Event(Residency.RECOMPUTE, tuple(sorted(storages)), op, now.last)
+        chain = Event(Residency.RECOMPUTE, tuple(sorted(storages)), op, now.last, pinned=frozenset(pinned))
+        held_on = tuple((moment.ready[s], self.sizes[s]) for s in sorted(pinned))
+        left = list(now.frees)
+        for item in held_on:
+            if item not in left:
+                return None  # it was gone before the last run could have read it
+            left.remove(item)
+        now = replace(now, frees=tuple(left), pinned=held_on)
         return advanced(now, now.last, chain, in_free=in_free, places=tuple(places), written=tuple(written), replayed=1)
 
     def _run(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
@@ -265,6 +277,7 @@ class Fluid:
         places, home = list(moment.places), list(moment.home)
         ready, written = list(moment.ready), list(moment.written)
         frees, gone = [(end, scratch)], list[tuple[float, int]]()
+        frees += [(max(time, end), count) for time, count in moment.pinned]
         out_free, penalty = moment.out_free, moment.penalty
         for storage in op.creates:
             places[storage] = Place.HERE
@@ -323,6 +336,7 @@ class Fluid:
             penalty=penalty,
             frees=tuple(frees),
             replayed=0,
+            pinned=(),
         )
 
 

@@ -29,6 +29,7 @@ class Event:
         op: the op, or that before which it happens.
         start: seconds from the start of the step.
         gone: of an op: when the bytes of which storage have left.
+        pinned: of runs: what they read from where it was being copied out.
     """
 
     what: Residency
@@ -36,6 +37,7 @@ class Event:
     op: int
     start: float
     gone: tuple[tuple[float, int], ...] = ()
+    pinned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +59,7 @@ class Moment:
         held: bytes taken at ``last``.
         frees: when how many of them come back, in order.
         penalty: seconds by which the choices so far are dearer than the linear program's.
+        pinned: bytes that are read where they are copied out from, before the next op: they come back after it.
         finished: all ops are done.
         replayed: 1 if ops ran again since the last op.
         before: how it came about.
@@ -77,6 +80,7 @@ class Moment:
     held: int
     frees: tuple[tuple[float, int], ...]
     penalty: float
+    pinned: tuple[tuple[float, int], ...] = ()
     finished: bool = False
     replayed: int = 0
     before: Moment | None = None
@@ -85,7 +89,7 @@ class Moment:
     @property
     def key(self) -> tuple[object, ...]:
         """The same for moments that differ in nothing but times."""
-        return (self.op, self.places, self.home, self.begun)
+        return (self.op, self.places, self.home, self.begun, len(self.pinned))
 
     def dominates(self, other: Moment) -> bool:
         """Whether nothing is later than in another moment with the same key."""

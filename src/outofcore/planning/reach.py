@@ -65,6 +65,7 @@ def decisions_of(fluid: Fluid, moment: Moment) -> tuple[Decision, ...]:
         use_from = event.op
         for storage in storages:
             back[storage, fluid.next_use[storage][min(use_from, n)]] = event.op
+    read = {(s, fluid.next_use[s][event.op]): event.op for event in events for s in event.pinned}
     found: list[Decision] = []
     for storage in graph.storages:
         if storage.kind is StorageKind.INPUT and graph.uses[storage.id]:
@@ -75,7 +76,9 @@ def decisions_of(fluid: Fluid, moment: Moment) -> tuple[Decision, ...]:
             if fate is Residency.KEEP:
                 continue
             gap = fluid.gaps[storage, event.op]
-            found.append(_decision(fluid, gap, fate, event, begins, back))
+            made = _decision(fluid, gap, fate, event, begins, back)
+            held_to = read.get((storage, gap.end % n), -1) + 1  # what is read where it is must not be counted on
+            found.append(replace(made, release_by=min(max(made.release_by, held_to), made.fetch_at)))
     return tuple(sorted(found, key=lambda d: d.gap))
 
 
