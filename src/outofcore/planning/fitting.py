@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from math import inf
 
 from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower
-from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.auto import auto
 from outofcore.planning.offload_all import offload_all
@@ -18,22 +18,14 @@ from outofcore.planning.placing import (
     fit,
     fit_once,
     keep_all,
-    op_times,
     small_region_bytes,
     worth,
 )
-from outofcore.planning.pooch import pooch
-from outofcore.planning.priced import priced
-from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
-from outofcore.planning.superneurons import superneurons
-from outofcore.planning.tflms import tflms
-from outofcore.planning.window import window
+from outofcore.planning.published import PUBLISHED, plans_of, rivals
 from outofcore.units import format_bytes
 
 # How many storages an error message names.
 _NAMED = 8
-# How often the priced policy is asked again, with times from the simulation.
-_REFINEMENTS = 4
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
@@ -85,44 +77,12 @@ def explain_too_small(
     return BudgetError("\n".join(lines), smallest)
 
 
-def _smallest(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+def _offloaded(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     gentle = fit(graph, costs, budget, lambda room: offload_all(graph, room))
-    return gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
+    planned = gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
+    return [planned] if planned else []
 
 
-def _windows(graph: StepGraph, costs: Costs, budget: int, reaches: Sequence[float]) -> list[Planned]:
-    planned = [fit(graph, costs, budget, lambda room, r=r: window(graph, costs, room, reach=r)) for r in reaches]
-    return [p for p in planned if p is not None]
-
-
-def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[float]) -> list[Planned]:
-    """Plans by ``priced``, each made again with the times at which ops really start, while that helps."""
-    if not costs.homes:
-        return []
-    found: list[Planned] = []
-    for transit in transits:
-        times: Sequence[float] | None = None
-        best: Planned | None = None
-        for _ in range(_REFINEMENTS):
-
-            def policy(room: int, transit: float = transit, times: Sequence[float] | None = times) -> Plan:
-                return priced(graph, costs, room, transit=transit, times=times)
-
-            planned = fit(graph, costs, budget, policy)
-            if planned is None:
-                break
-            if best is not None and worth(costs, planned) >= worth(costs, best):
-                break
-            best = planned
-            times = op_times(planned)
-            if planned.timeline.step_seconds <= costs.compute_seconds * 1.005:
-                break
-        found += [best] if best else []
-    return found
-
-
-# The published policies that ``auto`` takes its start from, and is never slower than.
-_RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint", "tflms", "pooch")
 POLICIES = ("auto", "keep-all", "offload-all", "pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
 
 
@@ -155,15 +115,11 @@ def plan_step(
         if in_core is not None:
             return in_core
     if policy == "auto":
-        others = [planned for name in _RIVALS for planned in _plans(graph, costs, budget, name)]
-        found = auto(graph, costs, budget) + others
-        if not found:
-            found = _plans(graph, costs, budget, "offload-all")
-        # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
-        least = min((planned.timeline.step_seconds for planned in others), default=float("inf"))
-        found = [planned for planned in found if planned.timeline.step_seconds <= least]
+        found = _best(graph, costs, budget)
+    elif policy == "offload-all":
+        found = _offloaded(graph, costs, budget)
     else:
-        found = _plans(graph, costs, budget, policy)
+        found = plans_of(graph, costs, budget, policy) if policy in PUBLISHED else []
     if not found:
         raise BudgetError(
             f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
@@ -173,36 +129,13 @@ def plan_step(
     return min(found, key=lambda p: worth(costs, p))
 
 
-def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Planned]:
-    """The plans of a published policy, or of a building block."""
-    match policy:
-        case "window":
-            return _windows(graph, costs, budget, (1.5,))
-        case "priced":
-            return _priced(graph, costs, budget, (1.0,))
-        case "sqrt-checkpoint":
-            plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
-            return _found([fit_once(graph, costs, budget, plan) for plan in plans])
-        case "superneurons":
-            both = (False, True) if costs.homes else (True,)
-            return _found([fit(graph, costs, budget, _superneurons(graph, costs, again)) for again in both])
-        case "tflms":
-            return _found([fit(graph, costs, budget, _tflms(graph, costs, waits)) for waits in (False, True)])
-        case "pooch":
-            return _found([fit(graph, costs, budget, lambda room: pooch(graph, costs, room))])
-        case "offload-all":
-            return _found([_smallest(graph, costs, budget)])
-        case _:
-            return []  # keep-all, which has been tried
-
-
-def _found(plans: Sequence[Planned | None]) -> list[Planned]:
-    return [planned for planned in plans if planned is not None]
-
-
-def _superneurons(graph: StepGraph, costs: Costs, recompute: bool) -> Callable[[int], Plan]:
-    return lambda room: superneurons(graph, costs, room, recompute=recompute)
-
-
-def _tflms(graph: StepGraph, costs: Costs, synchronous: bool) -> Callable[[int], Plan]:
-    return lambda room: tflms(graph, costs, room, synchronous=synchronous)
+def _best(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+    """Plans of ``auto`` and of published policies, none of them slower than any published policy's."""
+    found = auto(graph, costs, budget)
+    least = min((planned.timeline.step_seconds for planned in found), default=inf)
+    others = rivals(graph, costs, budget, least)
+    if not found and not others:
+        found = _offloaded(graph, costs, budget)
+    # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
+    least = min((planned.timeline.step_seconds for planned in others), default=inf)
+    return [planned for planned in (*found, *others) if planned.timeline.step_seconds <= least]

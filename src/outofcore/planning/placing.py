@@ -24,6 +24,8 @@ from outofcore.units import PAGE_BYTES, round_up
 _ATTEMPTS = 16
 # After how many of them what stays between two ops in a row has to leave as well, where blocks stick out.
 _PATIENCE = 5
+# How much larger an arena is in which plans are placed only to see what they would take.
+_EASY = 1.1
 # What share of the seconds of copies that are hidden behind compute the compute is longer.
 _INTERFERENCE = 0.05
 
@@ -65,6 +67,12 @@ def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned
     if program.arena_bytes > budget:
         return None
     return _finish(graph, costs, plan, program)
+
+
+def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned:
+    """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy."""
+    lowered = lower(graph, costs, plan)
+    return _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
 
 
 def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
