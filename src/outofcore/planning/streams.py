@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from outofcore.graph import StorageKind
 from outofcore.planning.model import Ints, Model
+from outofcore.planning.relaxation import core_of
 
 _WHOLE = 1 - 1e-6
 # What a second of copying costs where it is hidden behind compute.
@@ -65,20 +66,22 @@ class Streams:
         return keep
 
 
-def solve(model: Model, again: Mapping[int, float]) -> Streams | None:
+def solve(model: Model, again: Mapping[int, float], transit: float = 0.0, fixed: Mapping[int, bool] | None = None) -> Streams | None:
     """Solve the relaxation; None if there is no home or no solution.
 
     Args:
         model: the step under its limit.
         again: by gap, for those that may be computed again, the seconds that this takes.
     """
-    return None if model.home is None else _Program(model, again).solve()
+    return None if model.home is None else _Program(model, again, transit, fixed or {}).solve()
 
 
 @dataclass
 class _Program:
     model: Model
     again: Mapping[int, float]
+    transit: float
+    fixed: Mapping[int, bool]
     cost: list[float] = field(default_factory=list[float])
     low: list[float] = field(default_factory=list[float])
     high: list[float] = field(default_factory=list[float])
@@ -102,6 +105,9 @@ class _Program:
         waits = [self._column(1.0, high=infinity) for _ in range(n + 1)]
         outs = [self._column(0.0, high=infinity) for _ in range(n)]
         ins = [self._column(0.0, high=infinity) for _ in range(n)]
+        # Of that, what is still to leave when the op is done, and what has arrived before it starts.
+        after = [self._column(0.0, high=infinity) for _ in range(n)]
+        ahead = [self._column(0.0, high=infinity) for _ in range(n)]
         # What flows in time: by op, before which time passes.
         passing: list[dict[int, float]] = [{waits[i]: 1.0} for i in range(n + 1)]
         leaving: list[dict[int, float]] = [{} for _ in range(n)]
@@ -119,7 +125,7 @@ class _Program:
             if info.arriving:
                 arrived[end] += count
                 continue
-            kept[g] = self._column(-_WEIGHT * home.in_seconds(info.bytes))
+            kept[g] = self._column(-_WEIGHT * home.in_seconds(info.bytes), float(self.fixed.get(g, False)), float(self.fixed.get(g, True)))
             shares = {kept[g]: 1.0}
             if g in self.again:
                 repeated[g] = self._column(self.again[g] - _WEIGHT * home.in_seconds(info.bytes))
@@ -144,26 +150,30 @@ class _Program:
                 bound = 0.0
                 terms[kept[cyclic[storage]]] = terms.get(kept[cyclic[storage]], 0.0) - 1.0
             self.rows.append((bound, infinity, terms))
+        for i in range(n):
+            # While op i runs: what is on its way at its start, less what flows meanwhile.
+            for rate, way, rest in ((home.bytes_per_s_out, outs, after), (home.bytes_per_s_in, ins, ahead)):
+                self.rows.append((-rate * seconds[i], infinity, {rest[i]: 1.0, way[i]: -1.0}))
         for i in range(n + 1):
-            before = seconds[i - 1] if i else 0.0
             row: dict[int, float] = {c: home.bytes_per_s_out * v for c, v in passing[i].items()}
             if i:
-                row[outs[i - 1]] = -1.0
+                row[after[i - 1]] = -1.0
                 for column, count in leaving[i - 1].items():
                     row[column] = row.get(column, 0.0) - count
             if i < n:
                 row[outs[i]] = 1.0
-            self.rows.append((-home.bytes_per_s_out * before, infinity, row))
+            self.rows.append((0.0, infinity, row))
             if i == n:
                 break
             row = {c: home.bytes_per_s_in * v for c, v in passing[i].items()}
             if i:
                 row[ins[i - 1]] = 1.0
-            row[ins[i]] = -1.0
+            row[ahead[i]] = -1.0
             for column, count in needed[i].items():
                 row[column] = row.get(column, 0.0) - count
-            self.rows.append((arrived[i] - home.bytes_per_s_in * seconds[i], infinity, row))
-        self._memory(kept, outs, ins)
+            self.rows.append((arrived[i], infinity, row))
+        if not self._memory(kept, repeated, outs, ins):
+            return None
         values = self._least()
         if values is None:
             return None
@@ -175,18 +185,28 @@ class _Program:
         starts = [late[0], *accumulate((s + w for s, w in zip(seconds, late[1:], strict=True)), initial=late[0])][1:]
         return Streams(np.clip(shares_kept, 0, 1), np.clip(shares_again, 0, 1), tuple(starts), flowing)
 
-    def _memory(self, kept: dict[int, int], outs: list[int], ins: list[int]) -> None:
+    def _memory(self, kept: dict[int, int], repeated: dict[int, int], outs: list[int], ins: list[int]) -> bool:
         model = self.model
+        n = len(outs)
+        whole = [0.0] * n
         around: list[dict[int, float]] = [{} for _ in outs]
         for g, column in kept.items():
             info = model.gaps[g]
-            for first, last in model.inside(info):
+            start, end = core_of(model, info, self.transit)
+            core = ((min(start, n), n), (0, max(end - n, 0))) if info.cyclic else ((start, max(start, end)),)
+            for (first, last), (a, b) in zip(model.inside(info), core, strict=True):
                 for index in range(first, last):
-                    around[index][column] = float(info.bytes)
+                    if a <= index < b:
+                        around[index][column] = float(info.bytes)
+                    else:  # there, unless it is computed again
+                        whole[index] += info.bytes
+                        if g in repeated:
+                            around[index][repeated[g]] = -float(info.bytes)
         for index, terms in enumerate(around):
             terms[outs[index]] = 1.0
             terms[ins[index]] = 1.0
-            self.rows.append((-highspy.kHighsInf, float(model.free[index]), terms))
+            self.rows.append((-highspy.kHighsInf, float(model.free[index]) - whole[index], terms))
+        return True
 
     def _least(self) -> NDArray[np.float64] | None:
         lp = highspy.HighsLp()
