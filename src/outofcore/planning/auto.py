@@ -1,15 +1,17 @@
 """The best plan that is found: ``policy="auto"``.
 
-What to compute again is found by ``dropping`` and ``annealing``, what to offload by linear programming
-(``priced``), and both at once by ``mixed``. How much of the bytes that are too many is computed again, and how much
-is offloaded, is a single number; so is the guess of the time that copies take. For pairs of the two the step is
-simulated with addresses that are somewhat too generous (``outlook``), on a grid and then nearer and nearer to the best.
-Only the most promising are placed within the budget, and made again with the times at which ops really start.
+Several ways of saying what is computed again are tried: nothing; what a relaxation says (``streams``), asked
+once more with the seconds that chains then really take; and what ``dropping`` finds when only a share of the bytes that
+are too many is to be computed again, on a grid of shares and then between the best of them. For each it is decided
+what to offload, and the step is rehearsed (``mixed``). The best are tuned, placed within the budget and simulated.
+
+Without homes everything that does not stay is computed again; what that is, is found by ``dropping`` and then
+``annealing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,31 +20,28 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
 from outofcore.planning.annealing import anneal
-from outofcore.planning.chains import Choices
+from outofcore.planning.chains import AGAIN, Choices
 from outofcore.planning.contents import Contents
 from outofcore.planning.dropping import Dropping
-from outofcore.planning.mixed import mixed
+from outofcore.planning.mixed import Offer, Rest, again_decisions
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.placing import Planned, fit_locally, op_times, outlook, room_for_large, worth
+from outofcore.planning.placing import Planned, fit_locally, room_for_large
+from outofcore.planning.streams import solve
 
 # Changes that the annealing tries for each gap that could be computed again, and the most of them.
 _TRIES, _MOST_TRIES = 300, 300_000
 # Steps no longer than this, in multiples of their ops, are not worth any more search.
 _GOOD = 1.0005
 # Shares of the overload that are offloaded, to start with; the rest is computed again.
-_SHARES = (1.0, 0.0, 0.25, 0.5, 0.75)
+_SHARES = (0.25, 0.5)
 # How often the best share is looked for more closely.
-_ZOOMS = 2
-# How often over the copies of a gap are charged the seconds that they take.
-_TRANSITS = (1.0, 0.0, 2.0, 4.0)
-# How many of the promising plans are placed within the budget, and how many more if none could be.
-_PLACED, _PATIENCE = 2, 6
-# How often a plan is made again with the times at which ops really start.
-_REFINEMENTS = 4
+_ZOOMS = 1
+# How often the relaxation is asked what to compute again.
+_ASKED = 2
+# How many offers are tuned, and how many ops their rehearsals may run through, at most and for small steps.
+_TUNED, _REHEARSED, _MOST_REHEARSALS = 2, 60_000, 600
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
-
-Key = tuple[float, float]  # share, transit
 
 
 def auto(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
@@ -67,104 +66,98 @@ class _Search:
     costs: Costs
     budget: int
     found: list[Planned] = field(default_factory=list[Planned])
+    offers: list[Offer] = field(default_factory=list[Offer])
+    shares: dict[float, float] = field(default_factory=dict[float, float])
 
     def __post_init__(self) -> None:
         room = room_for_large(self.graph, self.costs, self.budget)
         self.model = Model.of(self.graph, self.costs, room)
         self.contents = Contents.of(self.graph, self.costs)
-        self.nothing: Ints = np.zeros(len(self.graph.ops), dtype=np.int64)
-        self.dropped: dict[float, Choices | None] = {}
-        self.looks: dict[Key, float] = {}
-
-    # Without homes
 
     def compute_again(self) -> None:
-        """Plans that only compute again."""
+        """Without homes."""
 
         def policy(spared: Ints) -> Plan | None:
             free = np.where(self.model.free > 0, np.maximum(self.model.free - spared, 0), self.model.free)
-            model = replace(self.model, free=free)
-            choices = Choices(model, self.contents)
-            return mixed(choices, model, spared, 0.0) if _dropped(choices, _TRIES) else None
+            choices = Choices(replace(self.model, free=free), self.contents)
+            if not _dropped(choices, _TRIES):
+                return None
+            return Plan("auto", self.model.limit, again_decisions(choices))
 
         planned = fit_locally(self.graph, self.costs, self.budget, policy, _NEVER_AWAY)
         self.found += [planned] if planned else []
 
-    # With homes
-
     def mix(self) -> None:
-        """Plans that offload and compute again."""
-        self._look((1.0, 1.0))
-        if self._place((1.0, 1.0)) <= self.costs.compute_seconds * _GOOD:
-            return
-        for share in _SHARES:
-            self._look((share, 1.0))
-        for _ in range(_ZOOMS):
-            self._zoom()
-        best = self._promising()[0][0]
-        for transit in _TRANSITS:
-            self._look((best, transit))
-        placed = 1
-        for number, key in enumerate(self._promising()):
-            if key == (1.0, 1.0):
-                continue
-            if placed > _PLACED and (self.found or number >= _PATIENCE):
-                break
-            self._place(key)
-            placed += 1
+        """With homes."""
+        kept = Choices(self.model, self.contents)
+        self._offer(kept)
+        if not self._is_good():
+            self._ask_relaxation(kept)
+            for share in _SHARES:
+                self._share(kept, share)
+            for _ in range(_ZOOMS):
+                self._zoom(kept)
+        tries = min(_REHEARSED // max(len(self.graph.ops), 1), _MOST_REHEARSALS)
+        self.offers.sort(key=lambda offer: offer.value)
+        tuned = [offer.tuned(tries) for offer in self.offers[:_TUNED]]
+        for offer in sorted([*tuned, *self.offers[_TUNED:]], key=lambda offer: offer.value):
+            planned = fit_locally(self.graph, self.costs, self.budget, offer.plan)
+            self.found += [planned] if planned else []
+            if len(self.found) >= _TUNED:
+                return
 
-    def _promising(self) -> list[Key]:
-        """The shares and transits looked at, the best first."""
-        return sorted(self.looks, key=lambda key: (self.looks[key], key))
+    def _is_good(self) -> bool:
+        return any(offer.value <= self.costs.compute_seconds * _GOOD for offer in self.offers)
 
-    def _zoom(self) -> None:
-        shares = sorted(share for share, transit in self.looks if transit == 1.0)
-        at = min(range(len(shares)), key=lambda i: (self.looks[shares[i], 1.0], i))
+    def _offer(self, choices: Choices) -> float:
+        offer = Offer.of(Rest.of(choices, self.model))
+        if offer is None:
+            return float("inf")
+        self.offers.append(offer)
+        return offer.value
+
+    def _ask_relaxation(self, kept: Choices) -> None:
+        """Compute again what the relaxation says, first as if all else were there, then with what it said before."""
+        seconds = _chain_seconds(kept)
+        for _ in range(_ASKED):
+            streams = solve(self.model, seconds)
+            if streams is None:
+                return
+            choices = Choices(self.model, self.contents)
+            for g in choices.free:
+                if streams.again[g] >= 0.5:
+                    choices.set(g, AGAIN, choices.end[g])
+            Dropping(choices).settle(keep=False)
+            self._offer(choices)
+            seconds = _chain_seconds(choices)
+
+    def _share(self, kept: Choices, share: float) -> None:
+        """Compute again so much that this share of the bytes that are too many is left."""
+        excess = max(int((kept.held + kept.need).max(initial=0)) - self.model.limit, 0)
+        choices = Choices(self.model, self.contents, self.model.limit + int(excess * share))
+        self.shares[share] = self._offer(choices) if _dropped(choices, 0) else float("inf")
+
+    def _zoom(self, kept: Choices) -> None:
+        values = {0.0: float("inf"), 1.0: float("inf")} | self.shares
+        shares = sorted(values)
+        at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
         for near in (at - 1, at + 1):
             if 0 <= near < len(shares):
-                self._look(((shares[at] + shares[near]) / 2, 1.0))
+                self._share(kept, (shares[at] + shares[near]) / 2)
 
-    def _look(self, key: Key) -> None:
-        if key in self.looks:
-            return
-        plan = self._plan(key, self.nothing, None)
-        seconds = float("inf")
-        if plan is not None:
-            seconds = worth(self.costs, outlook(self.graph, self.costs, self.budget, plan))
-        self.looks[key] = seconds
 
-    def _plan(self, key: Key, spared: Ints, times: Sequence[float] | None) -> Plan | None:
-        share, transit = key
-        choices = self._choices(share)
-        return None if choices is None else mixed(choices, self.model, spared, transit, times)
-
-    def _choices(self, share: float) -> Choices | None:
-        """What is computed again if a share of the bytes that are too many is not."""
-        if share not in self.dropped:
-            kept = Choices(self.model, self.contents)
-            excess = max(int((kept.held + kept.need).max(initial=0)) - self.model.limit, 0)
-            choices = Choices(self.model, self.contents, self.model.limit + int(excess * share))
-            self.dropped[share] = choices if share >= 1 or _dropped(choices, 0) else None
-        return self.dropped[share]
-
-    def _place(self, key: Key) -> float:
-        """Plans placed within the budget, made again with the times at which ops really start while that helps."""
-        times: Sequence[float] | None = None
-        least = float("inf")
-        for _ in range(_REFINEMENTS):
-
-            def policy(spared: Ints, times: Sequence[float] | None = times) -> Plan | None:
-                return self._plan(key, spared, times)
-
-            planned = fit_locally(self.graph, self.costs, self.budget, policy)
-            if planned is None or worth(self.costs, planned) >= least:
-                break
-            self.found.append(planned)
-            least = worth(self.costs, planned)
-            times = op_times(planned)
-            if least <= self.costs.compute_seconds * _GOOD:
-                break
-        return least
+def _chain_seconds(choices: Choices) -> Mapping[int, float]:
+    """For each gap that may be computed again the seconds of that, with everything else as it is."""
+    found: dict[int, float] = {}
+    for g in choices.free:
+        if choices.kind[g] == AGAIN:
+            at = choices.fetch[g]
+            found[g] = choices.chains[at].seconds / len(choices.targets[at])
+            continue
+        chain = choices.chain(choices.end[g], (g,))
+        if chain is not None:
+            found[g] = chain.seconds
+    return found
 
 
 def _dropped(choices: Choices, tries: int) -> bool:

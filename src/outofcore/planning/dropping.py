@@ -20,6 +20,8 @@ from outofcore.planning.chains import AGAIN, KEPT, Choices
 _OFTEN = 10
 # How often all gaps are looked at when things are settled.
 _ROUNDS = 4
+# How many changes are tried for each gap, and for so many more, until dropping is given up: chains have grown too long.
+_PATIENCE, _LEAST = 100, 50
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Dropping:
         self.total = int(self.over.sum())
 
     def drop(self) -> bool:
-        """Drop gap after gap until there is no overload; False if some is left that no further drop lessens."""
+        """Drop gap after gap until there is no overload; False if some is left."""
         choices = self.choices
         heap: list[tuple[float, int]] = []
         loaded = np.concatenate(([0], np.cumsum(self.over > 0))).tolist()
@@ -53,7 +55,8 @@ class Dropping:
                 if found is not None:
                     heapq.heappush(heap, (found[0], g))
         dropped = 0
-        while self.total and heap:
+        enough = self.evaluations + _PATIENCE * (len(choices.free) + _LEAST)
+        while self.total and heap and self.evaluations < enough:
             _, g = heapq.heappop(heap)
             found = self._rate(g)
             if found is None:

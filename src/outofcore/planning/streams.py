@@ -66,7 +66,9 @@ class Streams:
         return keep
 
 
-def solve(model: Model, again: Mapping[int, float], transit: float = 0.0, fixed: Mapping[int, bool] | None = None) -> Streams | None:
+def solve(
+    model: Model, again: Mapping[int, float], transit: float = 0.0, fixed: Mapping[int, bool] | None = None
+) -> Streams | None:
     """Solve the relaxation; None if there is no home or no solution.
 
     Args:
@@ -125,7 +127,9 @@ class _Program:
             if info.arriving:
                 arrived[end] += count
                 continue
-            kept[g] = self._column(-_WEIGHT * home.in_seconds(info.bytes), float(self.fixed.get(g, False)), float(self.fixed.get(g, True)))
+            kept[g] = self._column(
+                -_WEIGHT * home.in_seconds(info.bytes), float(self.fixed.get(g, False)), float(self.fixed.get(g, True))
+            )
             shares = {kept[g]: 1.0}
             if g in self.again:
                 repeated[g] = self._column(self.again[g] - _WEIGHT * home.in_seconds(info.bytes))
