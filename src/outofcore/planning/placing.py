@@ -24,6 +24,8 @@ from outofcore.units import PAGE_BYTES, round_up
 _ATTEMPTS = 16
 # After how many of them what stays between two ops in a row has to leave as well, where blocks stick out.
 _PATIENCE = 5
+# By how many ops the stretch in which blocks stick out is widened each time.
+_WIDER = 4
 # How much larger an arena is in which plans are placed only to see what they would take.
 _EASY = 1.1
 # What share of the seconds of copies that are hidden behind compute the compute is longer.
@@ -142,7 +144,9 @@ def fit_locally(
             return _finish(graph, costs, plan, program)
         stuck = _stuck(program, budget, n)
         for first, last, over in stuck:
-            spared[first:last] += max(over // 2, PAGE_BYTES)
+            # Ever more ops around them: what is in the way of a block need not be so over all of its life.
+            wider = _WIDER * attempt
+            spared[max(first - wider, 0) : last + wider] += max(over // 2, PAGE_BYTES)
         if attempt >= _PATIENCE:
             apart.update(op for first, last, _ in stuck for op in range(max(first - 1, 0), min(last + 1, n)))
     return None

@@ -12,6 +12,7 @@ the first time in mind.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,9 @@ from outofcore.costs import Home
 from outofcore.plan import Decision, Residency
 from outofcore.planning.model import Ints, Model
 from outofcore.planning.timing import copies_needed
+
+# How much earlier than just in time copies-in may start, in multiples of their seconds.
+SLACK = 1.5
 
 
 @dataclass(frozen=True)
@@ -40,23 +44,25 @@ class Rehearsal:
     flowing: Ints
     waited: dict[int, float]
     copied: float
+    starts: tuple[float, ...]  # of each op
 
 
-def rehearse(model: Model, keep: NDArray[np.bool_], runs: int = 2) -> Rehearsal:
+def rehearse(model: Model, keep: NDArray[np.bool_], runs: int = 2, slack: float = SLACK) -> Rehearsal:
     """Run through a step.
 
     Args:
         model: the step under its limit; with a home.
         keep: for each gap whether it is kept; arriving gaps are never kept, whatever it says.
         runs: how often.
+        slack: how much earlier than just in time copies-in may start, in multiples of their seconds.
     """
     flowing: Ints = np.zeros(len(model.graph.ops), dtype=np.int64)
     if model.home is None:
-        return Rehearsal((), model.times[-1], flowing, {}, 0.0)
+        return Rehearsal((), model.times[-1], flowing, {}, 0.0, model.times)
     keep = keep & ~np.array([info.arriving for info in model.gaps], dtype=np.bool_)
-    found = Rehearsal((), 0.0, flowing, {}, 0.0)
-    for _ in range(runs):
-        found = _Run(model, model.home, keep, found.flowing).run()
+    found = _Run(model, model.home, keep, flowing, None, slack).run()
+    for _ in range(runs - 1):
+        found = _Run(model, model.home, keep, found.flowing, found.starts, slack).run()
     return found
 
 
@@ -66,6 +72,8 @@ class _Run:
     home: Home
     keep: NDArray[np.bool_]
     reserved: Ints
+    starts: tuple[float, ...] | None  # when each op started in the run before
+    slack: float
     release: dict[int, int] = field(default_factory=dict[int, int])
     fetch: dict[int, int] = field(default_factory=dict[int, int])
     waited: dict[int, float] = field(default_factory=dict[int, float])
@@ -89,6 +97,8 @@ class _Run:
                 leaving[model.gaps[g].gap.start].append(g)
         ends = {g: model.gaps[g].gap.end - (n if model.gaps[g].cyclic else 0) for g in away}
         coming = deque(sorted(away, key=lambda g: (ends[g], g)))
+        soonest = self._soonest(coming, ends)
+        began: list[float] = []
         flowing: Ints = np.zeros(n, dtype=np.int64)
         pending: deque[tuple[float, int]] = deque()  # when a copy-out is done, and of which gap
         outgoing = ahead = 0  # bytes that leave, and that have come for later ops
@@ -104,6 +114,8 @@ class _Run:
                 g = coming[0]
                 info, end = model.gaps[g], ends[g]
                 if end > op:
+                    if soonest and self.starts and self.starts[op + 1] <= soonest[g]:
+                        break
                     if not info.cyclic and not info.arriving and g not in self.release and info.gap.start < op:
                         break  # it is still leaving
                     if info.gap.start >= op and not info.cyclic:
@@ -132,6 +144,7 @@ class _Run:
                 now = self._wait(now, done, gap)
                 outgoing -= model.gaps[gap].bytes
                 self.release[gap] = op
+            began.append(now)
             now += model.costs.ops[op].seconds
             for g in leaving[op]:
                 if not dirty[g]:
@@ -142,7 +155,17 @@ class _Run:
                 outgoing += model.gaps[g].bytes
         copied = sum(home.in_seconds(model.gaps[g].bytes) for g in away)
         copied += sum(home.out_seconds(model.gaps[g].bytes) for g in away if dirty[g])
-        return Rehearsal(self._decisions(away), max(now, out_done), flowing, self.waited, copied)
+        return Rehearsal(self._decisions(away), max(now, out_done), flowing, self.waited, copied, (*began, now))
+
+    def _soonest(self, coming: Iterable[int], ends: dict[int, int]) -> dict[int, float]:
+        """When each copy-in may start: so much earlier than it has to, by the times of the run before."""
+        found: dict[int, float] = {}
+        due = float("inf")
+        for g in reversed(list(coming)) if self.starts else ():
+            seconds = self.home.in_seconds(self.model.gaps[g].bytes)
+            due = min(due, self.starts[ends[g]] if self.starts else 0.0) - seconds
+            found[g] = due - self.slack * seconds
+        return found
 
     def _decisions(self, away: list[int]) -> tuple[Decision, ...]:
         n = len(self.model.graph.ops)
