@@ -23,13 +23,13 @@ from outofcore.planning.annealing import anneal
 from outofcore.planning.chains import AGAIN, Choices
 from outofcore.planning.contents import Contents
 from outofcore.planning.dropping import Dropping
-from outofcore.planning.mixed import Offer, Rest, again_decisions
+from outofcore.planning.mixed import Offer, again_decisions, eased
 from outofcore.planning.model import Ints, Model
 from outofcore.planning.placing import Planned, fit_locally, room_for_large
 from outofcore.planning.streams import solve
 
 # Changes that the annealing tries for each gap that could be computed again, and the most of them.
-_TRIES, _MOST_TRIES = 300, 300_000
+_TRIES, _MOST_TRIES = 600, 400_000
 # Steps no longer than this, in multiples of their ops, are not worth any more search.
 _GOOD = 1.0005
 # Shares of the overload that are offloaded, to start with; the rest is computed again.
@@ -110,7 +110,8 @@ class _Search:
         return any(offer.value <= self.costs.compute_seconds * _GOOD for offer in self.offers)
 
     def _offer(self, choices: Choices) -> float:
-        offer = Offer.of(Rest.of(choices, self.model))
+        rest = eased(choices, self.model)
+        offer = None if rest is None else Offer.of(rest)
         if offer is None:
             return float("inf")
         self.offers.append(offer)

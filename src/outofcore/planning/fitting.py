@@ -78,6 +78,8 @@ def explain_too_small(
 
 
 def _offloaded(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+    if not costs.homes:
+        return []
     gentle = fit(graph, costs, budget, lambda room: offload_all(graph, room))
     planned = gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
     return [planned] if planned else []

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outofcore.costs import Costs
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.chains import AGAIN, Choices
+from outofcore.planning.chains import AGAIN, AWAY, KEPT, Choices
 from outofcore.planning.contents import AT_HOME
 from outofcore.planning.model import GapInfo, Ints, Model
 from outofcore.planning.rehearsal import Rehearsal, rehearse
@@ -31,6 +31,10 @@ from outofcore.planning.tuning import lighten, tune, value
 
 # How many times its seconds a copy is charged for in the simpler relaxation.
 _TRANSITS = (1.0, 0.0)
+# What a second of copying counts at least beside a second of the step.
+_WEIGHT = 1e-3
+# How often things are changed because they take too much room.
+_EASINGS = 60
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,13 @@ class Rest:
         seconds = [cost.seconds for cost in model.costs.ops]
         for at, chain in choices.chains.items():
             seconds[at] += chain.seconds
+            if model.home is not None:
+                seconds[at] += sum(model.home.in_seconds(count) for count in chain.copied)
         left: list[GapInfo] = []
         whole: dict[Gap, Gap] = {}
         for g, info in enumerate(model.gaps):
             gap = info.gap
-            readers = _readers(choices, choices.content[g])
+            readers = [] if choices.kind[g] == AWAY else _readers(choices, choices.content[g])
             if choices.kind[g] == AGAIN:
                 free[choices.fetch[g] : gap.end] -= info.bytes
             elif info.arriving:
@@ -96,6 +102,45 @@ class Rest:
         return Plan("auto", self.model.limit, tuple(sorted((*self.again, *found), key=lambda d: d.gap)))
 
 
+def eased(choices: Choices, model: Model) -> Rest | None:
+    """The rest of a step, with less computed again where that takes too much room; None if it always does.
+
+    What a chain reads need not be back by then: the chain can copy it in for itself. What is computed again early need
+    not be. And what takes too long a chain can be offloaded after all.
+    """
+    for _ in range(_EASINGS):
+        rest = Rest.of(choices, model)
+        short = np.flatnonzero(rest.model.free < 0)
+        if not len(short):
+            return rest
+        changed: set[int] = set()
+        for at in short.tolist():
+            if not any(choices.start[g] < at <= choices.end[g] for g in changed):
+                g = _easing(choices, at)
+                if g is None:
+                    return None
+                changed.add(g)
+    return None
+
+
+def _easing(choices: Choices, at: int) -> int | None:
+    """Make room before an op by changing a gap, which is told; None if no change does."""
+    gaps = choices.model.gaps
+    over = [g for g, info in enumerate(gaps) if info.gap.start < at < info.gap.end and not info.arriving]
+    over = [g for g in over if not gaps[g].cyclic]
+    read = [g for g in over if choices.kind[g] == KEPT and _readers(choices, choices.content[g])]
+    read = [g for g in read if min(_readers(choices, choices.content[g])) <= at]
+    early = [g for g in over if choices.kind[g] == AGAIN and choices.fetch[g] <= at]
+    for options, kind in ((early, AGAIN), (read, AWAY)):
+        for g in sorted(options, key=lambda g: (-choices.bytes[g], g)):
+            if choices.set(g, kind, choices.end[g]) is not None:
+                return g
+    for g in sorted(choices.targets.get(at, ())):
+        if choices.set(g, KEPT, choices.end[g]) is not None:
+            return g
+    return None
+
+
 def again_decisions(choices: Choices) -> tuple[Decision, ...]:
     """The decisions of what is computed again."""
     gaps = choices.model.gaps
@@ -124,7 +169,7 @@ class Offer:
     @property
     def value(self) -> float:
         """What offers are compared by: seconds, and a little for every copy."""
-        return value(self.rehearsal)
+        return value(self.rest.model, self.rehearsal)
 
     @staticmethod
     def of(rest: Rest) -> Offer | None:
@@ -150,11 +195,12 @@ def _kept(model: Model) -> Iterator[NDArray[np.bool_]]:
     """What to keep, as the relaxations say."""
     if len(model.free) and int(model.free.min()) < 0:
         return
+    slowdown = model.home.compute_slowdown if model.home else 0.0
     streams = solve(model, {})
     if streams is not None:
         yield streams.rounded(model)
     for transit in _TRANSITS:
-        relaxed = relax(model, transit=transit)
+        relaxed = relax(model, transit=transit, weight=max(slowdown, _WEIGHT))
         if relaxed is not None:
             keep = relaxed.rounded(model)
             if lighten(model, keep, random.Random(0)):

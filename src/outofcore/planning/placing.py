@@ -26,10 +26,12 @@ _ATTEMPTS = 16
 _PATIENCE = 5
 # By how many ops the stretch in which blocks stick out is widened each time.
 _WIDER = 4
+# Over how many ops a block that sticks out may be held for its neighbours to leave between any two ops.
+_BRIEF = 12
 # How much larger an arena is in which plans are placed only to see what they would take.
 _EASY = 1.1
-# What share of the seconds of copies that are hidden behind compute the compute is longer.
-_INTERFERENCE = 0.05
+# What a second of copying counts beside a second of the step: of plans as quick as each other, the one that moves less.
+_INTERFERENCE = 0.002
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def fit_locally(
             wider = _WIDER * attempt
             spared[max(first - wider, 0) : last + wider] += max(over // 2, PAGE_BYTES)
         if attempt >= _PATIENCE:
-            apart.update(op for first, last, _ in stuck for op in range(max(first - 1, 0), min(last + 1, n)))
+            for first, last, _ in stuck:
+                if last - first <= _BRIEF:
+                    apart.update(range(max(first - 1, 0), min(last + 1, n)))
     return None
 
 
@@ -202,8 +206,7 @@ def op_times(planned: Planned) -> tuple[float, ...]:
 def worth(costs: Costs, planned: Planned) -> float:
     """What plans are compared by: step time, and a little for every second of copying.
 
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
-    home says how much, the simulated time has it already.
+    What copies take from the ops beside them, the simulated time has already, where the home says how much that is.
     """
     if costs.homes and costs.homes[0].compute_slowdown:
         return planned.timeline.step_seconds

@@ -52,15 +52,17 @@ def rivals(graph: StepGraph, costs: Costs, budget: int, seconds: float) -> list[
 
 def _ways(graph: StepGraph, costs: Costs, budget: int, policy: str) -> Sequence[Asked]:
     """The variants of a policy, of which the simulator takes the best."""
+    if not costs.homes and policy not in ("sqrt-checkpoint", "superneurons"):
+        return ()  # they offload
     match policy:
         case "pooch":
             return (lambda room: pooch(graph, costs, room),)
         case "priced":
-            return (lambda room: priced(graph, costs, room),) if costs.homes else ()
+            return (lambda room: priced(graph, costs, room),)
         case "sqrt-checkpoint":
             return [_sqrt_checkpoint(graph, budget, count) for count in segment_counts(graph)]
         case "superneurons":
-            return [_superneurons(graph, costs, again) for again in ((False, True) if costs.homes else (True,))]
+            return [_superneurons(graph, costs, again) for again in (False, True)]
         case "tflms":
             return [_tflms(graph, costs, synchronous) for synchronous in (False, True)]
         case "window":

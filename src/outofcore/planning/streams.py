@@ -1,8 +1,8 @@
 """The relaxation of planning in which copies are streams beside the ops.
 
-Like ``relaxation``, with two differences. What leaves takes room until it has flowed out, and what comes back from when it
-flows in; both links flow only while time passes, be it that an op runs, runs again, or waits. And a share of a
-gap may be computed again:
+Like ``relaxation``, with two differences. What leaves takes room until it has flowed out, and what comes back
+from when it flows in; both links flow only while time passes, be it that an op runs, runs again, or waits. And
+a share of a gap may be computed again:
 
     minimise  sum of waits w_i + sum of seconds_g * again_g + weight * (seconds of copies)
     where     kept_g + away_g + again_g = 1
@@ -28,11 +28,10 @@ from numpy.typing import NDArray
 
 from outofcore.graph import StorageKind
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.relaxation import core_of
 
 _WHOLE = 1 - 1e-6
-# What a second of copying costs where it is hidden behind compute.
-_WEIGHT = 0.01
+# What a second of copying counts at least beside a second of the step.
+_WEIGHT = 0.002
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,13 @@ def solve(
         model: the step under its limit.
         again: by gap, for those that may be computed again, the seconds that this takes.
     """
-    return None if model.home is None else _Program(model, again, transit, fixed or {}).solve()
+    return None if model.home is None else _Program(model, again).solve()
 
 
 @dataclass
 class _Program:
     model: Model
     again: Mapping[int, float]
-    transit: float
-    fixed: Mapping[int, bool]
     cost: list[float] = field(default_factory=list[float])
     low: list[float] = field(default_factory=list[float])
     high: list[float] = field(default_factory=list[float])
@@ -103,6 +100,7 @@ class _Program:
         if home is None or (n and int(model.free.min()) < 0):
             return None
         infinity = highspy.kHighsInf
+        weight = max(home.compute_slowdown, _WEIGHT)
         seconds = [cost.seconds for cost in model.costs.ops]
         waits = [self._column(1.0, high=infinity) for _ in range(n + 1)]
         outs = [self._column(0.0, high=infinity) for _ in range(n)]
@@ -127,12 +125,10 @@ class _Program:
             if info.arriving:
                 arrived[end] += count
                 continue
-            kept[g] = self._column(
-                -_WEIGHT * home.in_seconds(info.bytes), float(self.fixed.get(g, False)), float(self.fixed.get(g, True))
-            )
+            kept[g] = self._column(-weight * home.in_seconds(info.bytes))
             shares = {kept[g]: 1.0}
             if g in self.again:
-                repeated[g] = self._column(self.again[g] - _WEIGHT * home.in_seconds(info.bytes))
+                repeated[g] = self._column(self.again[g] - weight * home.in_seconds(info.bytes))
                 shares[repeated[g]] = 1.0
                 passing[end][repeated[g]] = self.again[g]
                 self.rows.append((-infinity, 1.0, shares))
@@ -143,7 +139,7 @@ class _Program:
                 continue
             if info.cyclic and storage not in model.changed:
                 continue
-            copy = self._column(_WEIGHT * home.out_seconds(info.bytes))
+            copy = self._column(weight * home.out_seconds(info.bytes))
             leaving[info.gap.start][copy] = home.out_seconds(info.bytes) * home.bytes_per_s_out
             # All copies of one stretch so far, this one among them, are at least what is away.
             earlier = sent.setdefault((storage, info.segment), {})
@@ -176,8 +172,7 @@ class _Program:
             for column, count in needed[i].items():
                 row[column] = row.get(column, 0.0) - count
             self.rows.append((arrived[i], infinity, row))
-        if not self._memory(kept, repeated, outs, ins):
-            return None
+        self._memory(kept, outs, ins)
         values = self._least()
         if values is None:
             return None
@@ -189,28 +184,18 @@ class _Program:
         starts = [late[0], *accumulate((s + w for s, w in zip(seconds, late[1:], strict=True)), initial=late[0])][1:]
         return Streams(np.clip(shares_kept, 0, 1), np.clip(shares_again, 0, 1), tuple(starts), flowing)
 
-    def _memory(self, kept: dict[int, int], repeated: dict[int, int], outs: list[int], ins: list[int]) -> bool:
+    def _memory(self, kept: dict[int, int], outs: list[int], ins: list[int]) -> None:
         model = self.model
-        n = len(outs)
-        whole = [0.0] * n
         around: list[dict[int, float]] = [{} for _ in outs]
         for g, column in kept.items():
             info = model.gaps[g]
-            start, end = core_of(model, info, self.transit)
-            core = ((min(start, n), n), (0, max(end - n, 0))) if info.cyclic else ((start, max(start, end)),)
-            for (first, last), (a, b) in zip(model.inside(info), core, strict=True):
+            for first, last in model.inside(info):
                 for index in range(first, last):
-                    if a <= index < b:
-                        around[index][column] = float(info.bytes)
-                    else:  # there, unless it is computed again
-                        whole[index] += info.bytes
-                        if g in repeated:
-                            around[index][repeated[g]] = -float(info.bytes)
+                    around[index][column] = float(info.bytes)
         for index, terms in enumerate(around):
             terms[outs[index]] = 1.0
             terms[ins[index]] = 1.0
-            self.rows.append((-highspy.kHighsInf, float(model.free[index]) - whole[index], terms))
-        return True
+            self.rows.append((-highspy.kHighsInf, float(model.free[index]), terms))
 
     def _least(self) -> NDArray[np.float64] | None:
         lp = highspy.HighsLp()

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from outofcore.planning.model import Ints, Model
 from outofcore.planning.rehearsal import Rehearsal, rehearse
 
-# What share of the seconds of copies counts as if they were seconds of the step.
-_WEIGHT = 0.05
+# What a second of copying counts at least beside a second of the step.
+_WEIGHT = 0.002
 # How often a gap is drawn from those that were waited for.
 _WAITED = 0.6
 
 
-def value(rehearsal: Rehearsal) -> float:
-    """What rehearsals are compared by."""
-    return rehearsal.seconds + _WEIGHT * rehearsal.copied
+def value(model: Model, rehearsal: Rehearsal) -> float:
+    """What rehearsals are compared by: their seconds, and what copies take from the ops beside them."""
+    slowdown = model.home.compute_slowdown if model.home else 0.0
+    return rehearsal.seconds + max(slowdown, _WEIGHT) * rehearsal.copied
 
 
 def lighten(model: Model, keep: NDArray[np.bool_], draw: random.Random, but: int = -1) -> bool:
@@ -70,6 +71,6 @@ def tune(model: Model, keep: NDArray[np.bool_], tries: int) -> tuple[NDArray[np.
         if changed[g] and not lighten(model, changed, draw, g):
             continue
         found = rehearse(model, changed)
-        if value(found) <= value(best):
+        if value(model, found) <= value(model, best):
             keep, best = changed, found
     return keep, best
