@@ -33,6 +33,8 @@ from outofcore.planning.tuning import lighten, tune, value
 _TRANSITS = (1.0, 0.0)
 # What a second of copying counts at least beside a second of the step.
 _WEIGHT = 1e-3
+# How many ops the rehearsals may run through, by which choices are tuned once more when room is to be spared.
+_RETUNED = 24_000
 # How often things are changed because they take too much room.
 _EASINGS = 60
 
@@ -188,7 +190,9 @@ class Offer:
         keep = self.keep.copy()
         if not lighten(model, keep, random.Random(0)):
             return None
-        return self.rest.plan(rehearse(model, keep))
+        if not spared.any():
+            return self.rest.plan(self.rehearsal)
+        return self.rest.plan(tune(model, keep, _RETUNED // max(len(model.graph.ops), 1))[1])
 
 
 def _kept(model: Model) -> Iterator[NDArray[np.bool_]]:
