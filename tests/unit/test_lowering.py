@@ -90,10 +90,10 @@ def test_a_parameter_at_home_between_steps_is_written_back() -> None:
     assert program_of(step(), offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4)) == (
         CopyIn(0, 0),
         CopyIn(1, 0),
-        Run(0, (0, 1, 2), None, (Wait(Queue.COPY_IN, 2),)),
+        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 2),)),
         Run(1, (2, 3)),
         CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
-        Run(2, (2, 0, 4)),
+        Run(2, (2, 1, 4)),
         # Its new block lies where a or x lay.
         CopyIn(5, 0, (Wait(Queue.COMPUTE, 3),)),
         Run(3, (5, 4), None, (Wait(Queue.COPY_IN, 3),)),

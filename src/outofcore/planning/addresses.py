@@ -17,7 +17,7 @@ from outofcore.units import PAGE_BYTES, round_up
 
 # How much to search for a placement, in neighbours looked at (see ``packing``): policies ask for one many
 # times, so a fifth of a second at most.
-_EFFORT = 1_000_000
+EFFORT = 1_000_000
 
 
 def _rectangle(block: Block, end: int) -> Rectangle:
@@ -27,16 +27,17 @@ def _rectangle(block: Block, end: int) -> Rectangle:
     return Rectangle(block.id, 0, end, block.bytes, gap=gap)
 
 
-def _pack(blocks: Sequence[Block], end: int, capacity: int | None) -> Packing:
-    return pack([_rectangle(block, end) for block in blocks], capacity=capacity, effort=_EFFORT)
+def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
+    return pack([_rectangle(block, end) for block in blocks], capacity=capacity, effort=effort)
 
 
-def place(program: Program, capacity: int | None = None) -> Program:
+def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
     """Give each block an offset.
 
     Args:
         program: as lowered.
         capacity: bytes that would do; the search stops at the first placement that stays within them.
+        effort: see ``packing.pack``; 0: the quick ways only.
 
     Returns:
         The program with all offsets set and ``arena_bytes`` the height reached, which may lie above
@@ -45,9 +46,9 @@ def place(program: Program, capacity: int | None = None) -> Program:
     end = len(program.instructions)
     small = [b for b in program.blocks if not is_large(b.bytes)]
     large = [b for b in program.blocks if is_large(b.bytes)]
-    low = _pack(small, end, None)
+    low = _pack(small, end, None, effort)
     base = round_up(low.height, PAGE_BYTES)
-    high = _pack(large, end, None if capacity is None else max(capacity - base, 0))
+    high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
     offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
     blocks = tuple(replace(b, offset=offsets[b.id]) for b in program.blocks)

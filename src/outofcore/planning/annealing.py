@@ -21,6 +21,8 @@ from outofcore.planning.chains import AGAIN, KEPT, Choices
 _HOT, _COLD = 0.3, 0.001
 # How prices change, and after how many tries.
 _RISE, _FALL, _EVERY = 1.3, 0.97, 50
+# How many ops of chains a try may look at, on average.
+_WORK = 60
 # How far prices may fall and rise from where they start.
 _LEAST, _MOST = 1e-2, 1e4
 
@@ -61,7 +63,10 @@ class _Walk:
         choices, draw = self.choices, self.draw
         over = choices.over()
         fine = float(self.price @ over)
+        enough = choices.work + self.tries * _WORK
         for turn in range(self.tries):
+            if choices.work > enough:
+                break
             if turn % _EVERY == _EVERY - 1:
                 self.price *= _FALL
                 self.price[over > 0] *= _RISE / _FALL

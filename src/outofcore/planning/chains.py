@@ -51,6 +51,7 @@ class Choices:
         fetch: of each gap the op before which it comes back, if it is computed again.
         chains: by the op before which they run.
         seconds: of all chains.
+        work: ops in all chains that were looked at so far; effort is counted in them.
     """
 
     model: Model
@@ -60,6 +61,7 @@ class Choices:
     fetch: list[int] = field(default_factory=list[int])
     chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
     seconds: float = 0.0
+    work: int = 0
 
     def __post_init__(self) -> None:
         model, contents = self.model, self.contents
@@ -154,6 +156,7 @@ class Choices:
                     if there:
                         continue
                 pending.append(need)
+        self.work += len(runs)
         order = sorted(runs)
         last: dict[int, int] = {}
         for op in order:

@@ -20,6 +20,8 @@ from outofcore.planning.chains import AGAIN, KEPT, Choices
 _OFTEN = 10
 # How often all gaps are looked at when things are settled.
 _ROUNDS = 4
+# How many ops of chains are looked at for each gap, and for so many more, until chains have grown too long.
+_PATIENCE, _LEAST = 1000, 50
 
 
 @dataclass
@@ -28,14 +30,13 @@ class Dropping:
 
     Attributes:
         choices: what is changed.
-        evaluations: changes tried so far; effort is counted in them.
     """
 
     choices: Choices
-    evaluations: int = 0
     total: int = field(init=False)  # overload
 
     def __post_init__(self) -> None:
+        self.enough = self.choices.work + _PATIENCE * (len(self.choices.free) + _LEAST)
         self._measure()
 
     def _measure(self) -> None:
@@ -43,7 +44,7 @@ class Dropping:
         self.total = int(self.over.sum())
 
     def drop(self) -> bool:
-        """Drop gap after gap until there is no overload; False if some is left that no further drop lessens."""
+        """Drop gap after gap until there is no overload; False if some is left."""
         choices = self.choices
         heap: list[tuple[float, int]] = []
         loaded = np.concatenate(([0], np.cumsum(self.over > 0))).tolist()
@@ -53,7 +54,7 @@ class Dropping:
                 if found is not None:
                     heapq.heappush(heap, (found[0], g))
         dropped = 0
-        while self.total and heap:
+        while self.total and heap and choices.work < self.enough:
             _, g = heapq.heappop(heap)
             found = self._rate(g)
             if found is None:
@@ -78,7 +79,6 @@ class Dropping:
         meetings = choices.meetings(g)
         best: tuple[float, int] | None = None
         for fetch in dict.fromkeys((choices.end[g], *meetings[:1], *meetings[-1:])):
-            self.evaluations += 1
             undo = choices.set(g, AGAIN, fetch)
             if undo is None:
                 continue
@@ -100,7 +100,7 @@ class Dropping:
         self._measure()
         for _ in range(rounds):
             again = sorted((choices.fetch[g], g) for g in choices.free if choices.kind[g] == AGAIN)
-            if not [g for _, g in again if self._settled(g, keep)]:
+            if choices.work > self.enough or not [g for _, g in again if self._settled(g, keep)]:
                 return
 
     def _settled(self, g: int, keep: bool) -> bool:
@@ -110,7 +110,6 @@ class Dropping:
         options = [(AGAIN, at) for at in (*choices.meetings(g), end) if at != now]
         best: tuple[float, int, int] | None = None
         for kind, fetch in self._with_keeping(options, end, keep):
-            self.evaluations += 1
             undo = choices.set(g, kind, fetch, before)
             if undo is None:
                 continue

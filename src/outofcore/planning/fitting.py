@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from math import inf
 
 from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
 from outofcore.costs import Costs
@@ -19,23 +20,15 @@ from outofcore.planning.placing import (
     fit_once,
     fit_or_height,
     keep_all,
-    op_times,
     small_region_bytes,
     worth,
 )
-from outofcore.planning.pooch import pooch
-from outofcore.planning.priced import priced
-from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.published import PUBLISHED, plans_of, rivals
 from outofcore.planning.streamed import tries
-from outofcore.planning.superneurons import superneurons
-from outofcore.planning.tflms import tflms
-from outofcore.planning.window import window
 from outofcore.units import format_bytes
 
 # How many storages an error message names.
 _NAMED = 8
-# How often the priced policy is asked again, with times from the simulation.
-_REFINEMENTS = 4
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
@@ -87,44 +80,12 @@ def explain_too_small(
     return BudgetError("\n".join(lines), smallest)
 
 
-def _smallest(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+def _offloaded(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     if not costs.homes:
-        return None
+        return []
     gentle = fit(graph, costs, budget, lambda room: offload_all(graph, room))
-    return gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
-
-
-def _windows(graph: StepGraph, costs: Costs, budget: int, reaches: Sequence[float]) -> list[Planned]:
-    if not costs.homes:
-        return []
-    planned = [fit(graph, costs, budget, lambda room, r=r: window(graph, costs, room, reach=r)) for r in reaches]
-    return [p for p in planned if p is not None]
-
-
-def _priced(graph: StepGraph, costs: Costs, budget: int, transits: Sequence[float]) -> list[Planned]:
-    """Plans by ``priced``, each made again with the times at which ops really start, while that helps."""
-    if not costs.homes:
-        return []
-    found: list[Planned] = []
-    for transit in transits:
-        times: Sequence[float] | None = None
-        best: Planned | None = None
-        for _ in range(_REFINEMENTS):
-
-            def policy(room: int, transit: float = transit, times: Sequence[float] | None = times) -> Plan:
-                return priced(graph, costs, room, transit=transit, times=times)
-
-            planned = fit(graph, costs, budget, policy)
-            if planned is None:
-                break
-            if best is not None and worth(costs, planned) >= worth(costs, best):
-                break
-            best = planned
-            times = op_times(planned)
-            if planned.timeline.step_seconds <= costs.compute_seconds * 1.005:
-                break
-        found += [best] if best else []
-    return found
+    planned = gentle or fit(graph, costs, budget, lambda room: offload_all(graph, room, strict=True))
+    return [planned] if planned else []
 
 
 def _streamed(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
@@ -144,8 +105,6 @@ def _streamed(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     return found
 
 
-# The published policies that ``auto`` takes its start from, and is never slower than.
-_RIVALS = ("priced", "window", "superneurons", "sqrt-checkpoint", "tflms", "pooch")
 POLICIES = (
     "auto",
     "keep-all",
@@ -194,15 +153,13 @@ def plan_step(
     if found:
         return min(found, key=lambda p: p.timeline.step_seconds)
     if policy == "auto":
-        others = [planned for name in _RIVALS for planned in _plans(graph, costs, budget, name)]
-        found = auto(graph, costs, budget) + others
-        if not found:
-            found = _plans(graph, costs, budget, "offload-all")
-        # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
-        least = min((planned.timeline.step_seconds for planned in others), default=float("inf"))
-        found = [planned for planned in found if planned.timeline.step_seconds <= least]
+        found = _best(graph, costs, budget)
+    elif policy == "streamed":
+        found = _streamed(graph, costs, budget)
+    elif policy == "offload-all":
+        found = _offloaded(graph, costs, budget)
     else:
-        found = _plans(graph, costs, budget, policy)
+        found = plans_of(graph, costs, budget, policy) if policy in PUBLISHED else []
     if not found:
         bounded = any(home.bytes is not None for home in costs.homes)
         raise BudgetError(
@@ -214,38 +171,13 @@ def plan_step(
     return min(found, key=lambda p: worth(costs, p))
 
 
-def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[Planned]:
-    """The plans of a published policy, or of a building block."""
-    match policy:
-        case "window":
-            return _windows(graph, costs, budget, (1.5,))
-        case "priced":
-            return _priced(graph, costs, budget, (1.0,))
-        case "sqrt-checkpoint":
-            plans = [sqrt_checkpoint(graph, budget, segments=count) for count in segment_counts(graph)]
-            return _found([fit_once(graph, costs, budget, plan) for plan in plans])
-        case "superneurons":
-            both = (False, True) if costs.homes else (True,)
-            return _found([fit(graph, costs, budget, _superneurons(graph, costs, again)) for again in both])
-        case "streamed":
-            return _streamed(graph, costs, budget)
-        case "tflms":
-            return _found([fit(graph, costs, budget, _tflms(graph, costs, waits)) for waits in (False, True)])
-        case "pooch":
-            return _found([fit(graph, costs, budget, lambda room: pooch(graph, costs, room))])
-        case "offload-all":
-            return _found([_smallest(graph, costs, budget)])
-        case _:
-            return []  # keep-all, which has been tried
-
-
-def _found(plans: Sequence[Planned | None]) -> list[Planned]:
-    return [planned for planned in plans if planned is not None]
-
-
-def _superneurons(graph: StepGraph, costs: Costs, recompute: bool) -> Callable[[int], Plan]:
-    return lambda room: superneurons(graph, costs, room, recompute=recompute)
-
-
-def _tflms(graph: StepGraph, costs: Costs, synchronous: bool) -> Callable[[int], Plan]:
-    return lambda room: tflms(graph, costs, room, synchronous=synchronous)
+def _best(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+    """Plans of ``auto`` and of published policies, none of them slower than any published policy's."""
+    found = auto(graph, costs, budget)
+    least = min((planned.timeline.step_seconds for planned in found), default=inf)
+    others = rivals(graph, costs, budget, least)
+    if not found and not others:
+        found = _offloaded(graph, costs, budget)
+    # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
+    least = min((planned.timeline.step_seconds for planned in others), default=inf)
+    return [planned for planned in (*found, *others) if planned.timeline.step_seconds <= least]

@@ -24,8 +24,14 @@ from outofcore.units import PAGE_BYTES, round_up
 _ATTEMPTS = 16
 # After how many of them what stays between two ops in a row has to leave as well, where blocks stick out.
 _PATIENCE = 5
-# What share of the seconds of copies that are hidden behind compute the compute is longer.
-_INTERFERENCE = 0.05
+# By how many ops the stretch in which blocks stick out is widened each time.
+_WIDER = 4
+# Over how many ops a block that sticks out may be held for its neighbours to leave between any two ops.
+_BRIEF = 12
+# How much larger an arena is in which plans are placed only to see what they would take.
+_EASY = 1.1
+# What a second of copying counts beside a second of the step: of plans as quick as each other, the one that moves less.
+_INTERFERENCE = 0.002
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,12 @@ def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tu
     if program.arena_bytes > budget:
         return program.arena_bytes, None
     return program.arena_bytes, _finish(graph, costs, plan, program)
+
+
+def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned:
+    """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy."""
+    lowered = lower(graph, costs, plan)
+    return _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
 
 
 def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
@@ -144,9 +156,13 @@ def fit_locally(
             return _finish(graph, costs, plan, program)
         stuck = _stuck(program, budget, n)
         for first, last, over in stuck:
-            spared[first:last] += max(over // 2, PAGE_BYTES)
+            # Ever more ops around them: what is in the way of a block need not be so over all of its life.
+            wider = _WIDER * attempt
+            spared[max(first - wider, 0) : last + wider] += max(over // 2, PAGE_BYTES)
         if attempt >= _PATIENCE:
-            apart.update(op for first, last, _ in stuck for op in range(max(first - 1, 0), min(last + 1, n)))
+            for first, last, _ in stuck:
+                if last - first <= _BRIEF:
+                    apart.update(range(max(first - 1, 0), min(last + 1, n)))
     return None
 
 
@@ -200,8 +216,7 @@ def op_times(planned: Planned) -> tuple[float, ...]:
 def worth(costs: Costs, planned: Planned) -> float:
     """What plans are compared by: step time, and a little for every second of copying.
 
-    Copies that hide behind compute still take memory bandwidth from it: on a CPU, some 5 % of their time. Where the
-    home says how much, the simulated time has it already.
+    What copies take from the ops beside them, the simulated time has already, where the home says how much that is.
     """
     if costs.homes and costs.homes[0].compute_slowdown:
         return planned.timeline.step_seconds
