@@ -84,8 +84,14 @@ def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tu
 
 
 def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned:
-    """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy."""
+    """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy.
+
+    Raises:
+        BudgetError: the homes cannot hold what leaves.
+    """
     lowered = lower(graph, costs, plan)
+    if room_at_homes(graph, costs, lowered) is None:
+        raise BudgetError("the homes cannot hold what this plan sends there", budget)
     return _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
 
 
