@@ -64,6 +64,7 @@ __all__ = [
     "current_autograd_node",
     "global_optimizer_hooks",
     "keystr",
+    "let_device_idle",
     "mark_optimizer_called",
     "memory_of",
     "node_sequence_number",
@@ -71,6 +72,8 @@ __all__ = [
     "real_tensors",
     "register_optimizer_step_pre_hook",
     "sdp_backends_enabled",
+    "set_activation_memory_budget",
+    "shares_storage",
     "storage_bytes",
     "storage_key",
     "tensor_leaves",
@@ -170,7 +173,23 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def set_activation_memory_budget(share: float) -> None:
+    """Let torch.compile keep no more than this share of the activations for backward."""
+    torch._functorch.config.activation_memory_budget = share  # type: ignore[attr-defined]
+
+
+def let_device_idle(cycles: int) -> None:
+    """Keep the current stream of the current CUDA device busy with nothing for so many cycles of its clock."""
+    torch.cuda._sleep(cycles)
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous uint8 tensor in host memory, writable."""
     array: Any = tensor.numpy()
     return memoryview(array)
+
+
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Whether another tensor than this one has the same storage."""
+    # The tensor, and the object that asks.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

@@ -2,6 +2,7 @@
 
 from outofcore.analysis.gaps import (
     LARGE_BYTES,
+    SMALL_ALIGNMENT,
     constant_bytes,
     gaps_of,
     is_large,
@@ -13,6 +14,7 @@ from outofcore.analysis.gaps import (
 
 __all__ = [
     "LARGE_BYTES",
+    "SMALL_ALIGNMENT",
     "constant_bytes",
     "gaps_of",
     "is_large",

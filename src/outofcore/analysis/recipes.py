@@ -8,13 +8,19 @@ Contents that are at hand end the recursion; since every op reads only what earl
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, StorageKind
 
 Content = tuple[int, int]
+
+# What exists before the step and is no persistent storage.
+_LASTING = (StorageKind.INPUT, StorageKind.CONSTANT)
+# After all ops of any step.
+_EVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,30 @@ class History:
                 writes[storage].append(op.id)
         return History(graph, tuple(before), tuple(tuple(ops) for ops in writes))
 
+    @cached_property
+    def chances(self) -> dict[Content, int]:
+        """For each content that an op leaves, the last op before which it can be made again whatever the plan; or -1.
+
+        One pass in program order, since an op reads only what is older: for all contents it takes no longer than a
+        recursion may take for one.
+        """
+        found: dict[Content, int] = {}
+        for op in self.graph.ops:
+            last = min((self._until(need, found) for need in self.needs(op)), default=_EVER) if op.rerunnable else -1
+            before = self.before[op.id]
+            for storage in dict.fromkeys(op.mutates + op.creates):
+                found[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
+        return found
+
+    def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
+        """The last op before which a content is there whatever the plan, or can be made again."""
+        storage, version = content
+        again = chances.get(content, -1)
+        if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
+            return again
+        writes = self.writes[storage]
+        return max(writes[version] if version < len(writes) else _EVER, again)
+
     def version_at(self, storage: int, op: int) -> int:
         """The version of a storage right before an op."""
         return bisect_left(self.writes[storage], op)
@@ -62,11 +92,10 @@ class History:
         That is what exists before the step, at the version of that time. (A plan that recomputes an input that the
         step has changed breaks this.)
         """
-        lasting = (StorageKind.INPUT, StorageKind.CONSTANT)
 
         def held(content: Content) -> bool:
             storage, version = content
-            if storage not in self.graph.persistent and self.graph.storages[storage].kind not in lasting:
+            if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
                 return False
             return version == self.version_at(storage, op)
 
@@ -103,28 +132,28 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
     """Whether a storage can be computed again right before an op, whatever else leaves the device."""
     if storage in history.graph.persistent or history.graph.storages[storage].kind is StorageKind.INPUT:
         return False
-    try:
-        replay(history, [(storage, history.version_at(storage, fetch_at))], history.always_held(fetch_at))
-    except GraphError:
-        return False
-    return True
+    return history.chances.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at
 
 
 def _maker(history: History, content: Content) -> Op:
     storage, version = content
     graph = history.graph
-    data = graph.storages[storage]
-    name = f"version {version} of storage {storage} ({data.name or data.kind.value})"
     if version < 1:
         raise GraphError(
-            f"{name} cannot be computed again: no op makes it, and neither device nor home holds it any more; "
-            "keep or offload what is made from it"
+            f"{_named(graph, content)} cannot be computed again: no op makes it, and neither device nor home holds it "
+            "any more; keep or offload what is made from it"
         )
     op = graph.ops[history.writes[storage][version - 1]]
     if not op.rerunnable or storage in op.discards:
         why = "may run once only" if not op.rerunnable else "does not make it from what is given to it again"
         raise GraphError(
-            f"{name} cannot be computed again: op {op.id} ({op.name}), which writes it, {why}; "
+            f"{_named(graph, content)} cannot be computed again: op {op.id} ({op.name}), which writes it, {why}; "
             "keep or offload what is made from it"
         )
     return op
+
+
+def _named(graph: StepGraph, content: Content) -> str:
+    storage, version = content
+    data = graph.storages[storage]
+    return f"version {version} of storage {storage} ({data.name or data.kind.value})"

@@ -84,7 +84,9 @@ class _Lifetime:
     dies: int
 
 
-def workspace_layout(events: Sequence[Event], result_pointers: Mapping[int, int]) -> Requests:
+def workspace_layout(
+    events: Sequence[Event], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
+) -> Requests:
     """The requests of one op, its scratch memory laid out so that lifetimes which do not meet share bytes.
 
     Args:
@@ -92,6 +94,7 @@ def workspace_layout(events: Sequence[Event], result_pointers: Mapping[int, int]
             that the op did not allocate are ignored.
         result_pointers: the key of each result by the address of its storage, taken while the results
             were still referred to. Addresses that the op did not allocate (aliases of its arguments) are ignored.
+        alignment: of requests below 64 KiB; larger ones begin on pages.
 
     Scratch memory is placed first fit, once in order of time and once largest first (neither is
     always the smaller), and the layout with the lower end is kept.
@@ -122,18 +125,18 @@ def workspace_layout(events: Sequence[Event], result_pointers: Mapping[int, int]
 
     in_time = sorted(scratch, key=lambda item: item.born)
     by_size = sorted(in_time, key=lambda item: -item.bytes)
-    offsets, end = min(_first_fit(in_time), _first_fit(by_size), key=lambda layout: layout[1])
+    offsets, end = min(_first_fit(in_time, alignment), _first_fit(by_size, alignment), key=lambda layout: layout[1])
     for index, offset in offsets.items():
         placements[index] = Scratch(offset)
     return Requests(tuple(map(Request, sizes, placements)), end)
 
 
-def _first_fit(items: Iterable[_Lifetime]) -> tuple[dict[int, int], int]:
+def _first_fit(items: Iterable[_Lifetime], alignment: int) -> tuple[dict[int, int], int]:
     """Place items in the given order at the lowest offset free over their lifetime: offsets by index, and the end."""
     placed: list[tuple[int, int, _Lifetime]] = []  # offset, end, item
     end = 0
     for item in items:
-        step = PAGE_BYTES if is_large(item.bytes) else SMALL_ALIGNMENT
+        step = PAGE_BYTES if is_large(item.bytes) else alignment
         offset = 0
         for start, stop in sorted(
             (a, b) for a, b, other in placed if other.born < item.dies and item.born < other.dies

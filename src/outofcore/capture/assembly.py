@@ -90,6 +90,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
         constants={storages[old]: tensor for old, tensor in tables.constants.items() if old in touched},
         outputs=tuple(_renumber_leaf(leaf, values, places) for leaf in ending.leaves),
         output_spec=ending.spec,
+        device=tables.device,
     )
 
 

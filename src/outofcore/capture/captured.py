@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
+from outofcore.analysis import SMALL_ALIGNMENT, is_large
 from outofcore.graph import StepGraph, StorageKind
+from outofcore.units import round_up
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Value:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
     offset: int = 0  # in elements, from the start of the storage
+    foreign: bool = False  # on the CPU, in a step that runs on another device
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,9 @@ class Captured:
         gradients_cleared: places in ``states`` of parameters whose ``.grad`` is None after the step.
         constants: real tensors baked into the step, by storage id.
         outputs, output_spec: the step's return value, flattened by ``torch.utils._pytree``.
+        device: where the step runs.
+        alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
+        exact: bytes of the storages that have been rounded up in ``graph``.
     """
 
     graph: StepGraph
@@ -134,3 +142,22 @@ class Captured:
     constants: dict[int, torch.Tensor]
     outputs: tuple[OutputLeaf, ...]
     output_spec: Any
+    device: torch.device = CPU
+    alignment: int = SMALL_ALIGNMENT
+    exact: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def own_bytes(self, storage: int) -> int:
+        """The bytes of a storage outside of the arena."""
+        return self.exact.get(storage, self.graph.storages[storage].bytes)
+
+    def aligned(self, alignment: int) -> Captured:
+        """The same step with storages below 64 KiB rounded up, so that blocks begin at multiples of ``alignment``.
+
+        Kernels may be chosen by how pointers are aligned, and another kernel may give other bits.
+        """
+        exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
+        storages = tuple(
+            replace(s, bytes=round_up(s.bytes, alignment)) if s.id in exact else s for s in self.graph.storages
+        )
+        graph = StepGraph(storages, self.graph.ops, self.graph.outputs)
+        return replace(self, graph=graph, alignment=alignment, exact=exact)

@@ -96,10 +96,31 @@ class Mirror:
             found.setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
-            self.fakes[id(real)] = self._mode.from_tensor(real, static_shapes=True)
+            self.fakes[id(real)] = self._fake(name, real)
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
             self._add_state(key, name, kind, real)
+
+    def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
+        """A fake where the step runs, wherever the real tensor is now."""
+        fake = self._mode.from_tensor(real, static_shapes=True)
+        device = self._tables.device
+        if real.device.type == device.type:
+            return fake
+        if real.untyped_storage().nbytes() > real.numel() * real.element_size():
+            raise CaptureError(
+                f"{name} is a part of a larger tensor on {real.device}, and the step runs on {device}: what shares "
+                f"memory there would not share it here; move the model first: model.to({str(device)!r})"
+            )
+        with self._mode, torch.no_grad():
+            moved = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            if isinstance(real, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=real.requires_grad)
+            if real.grad is not None:
+                moved.grad = torch.empty_strided(
+                    real.grad.shape, real.grad.stride(), dtype=real.grad.dtype, device=device
+                )
+        return moved
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
@@ -149,7 +170,7 @@ class Mirror:
                 "the step; detach() it, or compute it inside the step"
             )
         with self._mode:
-            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self._tables.device)
         fake.requires_grad_(leaf.requires_grad)
         self._tables.add(fake, StorageKind.INPUT, f"input {name}")
         self.inputs.append(MirroredInput(index, name, leaf, fake, self._tables.value_of(fake)))

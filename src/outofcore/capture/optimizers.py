@@ -121,6 +121,12 @@ class OptimizerUpdate:
         self.members = tuple(members)
         self._created = created
 
+    @classmethod
+    def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
+        """One update of the parameters of several of one capture and one optimizer, in their order."""
+        first = updates[0]
+        return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
+
     @property
     def name(self) -> str:
         """``optimizer.AdamW``"""

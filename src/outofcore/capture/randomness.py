@@ -62,6 +62,12 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The default generators that a step on a device may draw from: its own, and that of the CPU."""
+    own = _generator(device)
+    return (own,) if own is torch.default_generator else (own, torch.default_generator)
+
+
 def _nothing() -> None:
     """Stands in for a change of a generator where an op is only measured."""
 

@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         module, source = self._provenance.here()
         fake = self._run(func, args, kwargs)
         constant = tables.add_constant(real, join(module, "constant"))
-        value = tables.value(describe(real, constant))
+        value = tables.value(describe(real, constant, tables.device))
         created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))
         clone = torch.ops.aten.clone.default
         tables.append(

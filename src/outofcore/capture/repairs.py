@@ -1,4 +1,4 @@
-"""Operators whose fakes do not tell what their CPU kernels return, and what those really return.
+"""Operators whose fakes do not tell what their kernels return, and what those really return.
 
 The strides, dtype and memory of a result decide which kernels run after it, so a captured step is only
 exact if the fakes tell the truth. Found by running operators on real and on fake tensors side by side,
@@ -26,9 +26,11 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     Args:
         given: the arguments by the names in the schema.
     """
-    repair = _REPAIRS.get(func._schema.name)
     tensors = [item for item in given.values() if isinstance(item, torch.Tensor)]
-    if repair is None or not tensors or tensors[0].device.type != "cpu":
+    if not tensors:
+        return result
+    repair = _REPAIRS_BY_DEVICE.get(tensors[0].device.type, {}).get(func._schema.name)
+    if repair is None:
         return result
     if isinstance(result, torch.Tensor):
         return repair(given, [result])[0]
@@ -156,6 +158,15 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
     return results
 
 
+def _seeds_on_the_cpu(given: Given, results: list[Any]) -> list[Any]:
+    """Outside of CUDA graphs, the state of the generator is two numbers on the CPU: the backward pass reads them there.
+
+    So it is in ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
+    """
+    results[2:4] = [torch.empty((), dtype=torch.int64) for _ in results[2:4]]
+    return results
+
+
 _REPAIRS: dict[str, Repair] = {
     "aten::native_batch_norm": _statistics_in_full,
     "aten::native_batch_norm_backward": _like_argument("input"),
@@ -174,3 +185,7 @@ _REPAIRS: dict[str, Repair] = {
     "aten::_embedding_bag_forward_only": _in_memory_of(_bag_elements, 1),
     "aten::mkldnn_rnn_layer": _lstm_workspace,
 }
+
+_CUDA_REPAIRS: dict[str, Repair] = {"aten::_scaled_dot_product_efficient_attention": _seeds_on_the_cpu}
+
+_REPAIRS_BY_DEVICE = {"cpu": _REPAIRS, "cuda": _CUDA_REPAIRS}

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode
+from outofcore.capture.captured import CPU
 from outofcore.capture.optimizers import as_leaf, run_shadow
 from outofcore.errors import CaptureError, OutOfCoreError
 
@@ -62,10 +63,16 @@ class _PretendValues(TorchDispatchMode):
 
 
 class StateLayouts:
-    """Finds out the state of one optimizer, once for all parameters that are alike."""
+    """Finds out the state of one optimizer, once for all parameters that are alike.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: the user's.
+        device: where the step runs; parameters are taken to be there.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
+        self._device = device
         self._known: dict[Any, list[dict[str, TensorShape]]] = {}
 
     def learn(
@@ -98,9 +105,12 @@ class StateLayouts:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _PretendValues():
             leaves: list[tuple[int, torch.Tensor]] = []
             for (group, parameter), grad in zip(members, grads, strict=True):
-                fake = shape_of(parameter).empty(parameter.device)
-                leaves.append((group, as_leaf(fake, grad.empty(parameter.device) if grad else None)))
-            state = [{name: _faked(value, mode) for name, value in own.items()} for own in entries]
+                fake = shape_of(parameter).empty(self._device)
+                leaves.append((group, as_leaf(fake, grad.empty(self._device) if grad else None)))
+            state = [
+                {name: self._faked(value, mode, parameter, group) for name, value in own.items()}
+                for own, (group, parameter) in zip(entries, members, strict=True)
+            ]
             try:
                 # State may be made at the first step or, by some, at the second.
                 shadow = run_shadow(optimizer, leaves, state)
@@ -115,15 +125,25 @@ class StateLayouts:
                     "an optimizer of torch.optim, or let it take one step before the training step is compiled"
                 ) from error
         self._check_hidden(shadow, [leaf for _, leaf in leaves])
-        return [self._tensors(own, parameter.device) for own, (_, parameter) in zip(state, members, strict=True)]
+        return [self._tensors(own) for own in state]
 
-    def _tensors(self, entries: dict[str, Any], device: torch.device) -> dict[str, TensorShape]:
+    def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            # Moments go where their parameter goes. So does a step count, unless the optimizer wants it on the CPU.
+            settings = self._optimizer.param_groups[group]
+            follows = value.ndim > 0 or bool(settings.get("fused") or settings.get("capturable"))
+            moves = value.device == parameter.device and (follows or value.device == self._device)
+            with mode:
+                return shape_of(value).empty(self._device if moves else value.device)
+        return copy.deepcopy(value)
+
+    def _tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
         found: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
                 if not isinstance(name, str):
                     raise self._hidden(f"under the key {name!r}, which is not text,")
-                if value.device == device:
+                if value.device == self._device:
                     found[name] = shape_of(value)
             elif _has_tensor(value):
                 raise self._hidden(f"inside a {type(value).__name__} in its state {name!r}")
@@ -152,13 +172,6 @@ class StateLayouts:
 def _plain(value: Any) -> Any:
     """What of a state entry bears on the layout."""
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
-
-
-def _faked(value: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(value, torch.Tensor):
-        with mode:
-            return shape_of(value).empty(value.device)
-    return copy.deepcopy(value)
 
 
 def _has_tensor(value: Any) -> bool:

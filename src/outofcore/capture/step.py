@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode
+from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, tree_flatten
 from outofcore.capture.assembly import Ending, assemble
-from outofcore.capture.captured import Captured
+from outofcore.capture.captured import CPU, Captured
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror
@@ -33,6 +34,7 @@ def capture_step(
     optimizers: Sequence[Optimizer],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    device: torch.device | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
@@ -45,6 +47,8 @@ def capture_step(
             outside; every other tensor must be an argument.
         models: all modules whose parameters or buffers the step uses.
         optimizers: all optimizers that the step uses.
+        device: where the step is to run. Parameters, buffers and arguments that are elsewhere are taken to be there
+            when it runs. None: where the model is.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
@@ -58,7 +62,9 @@ def capture_step(
                 "a model is wrapped by torch.compile: its compiled code cannot be captured; give the model itself"
             )
     guard = Guard(step, models, optimizers)
-    tables = Tables()
+    if device is None:
+        device = _device_of(models, optimizers, args, kwargs)
+    tables = Tables(device)
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables)
@@ -67,7 +73,6 @@ def capture_step(
         names = {id(state.fake): state.name for state in mirror.states}
         provenance = Provenance(models, names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        device = _device_of(mirror)
         substitute = Substitute(mirror.fakes, mirror.reals(), device.type)
         recorder = Recorder(tables, provenance, device, substitute)
         with (
@@ -112,9 +117,21 @@ def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode
     return result
 
 
-def _device_of(mirror: Mirror) -> torch.device:
-    tensors = [*(state.real for state in mirror.states), *(entry.real for entry in mirror.inputs)]
-    return tensors[0].device if tensors else torch.device("cpu")
+def _device_of(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.device:
+    """Where the first parameter, buffer or argument is."""
+    for model in models:
+        for tensor in chain(model.parameters(), model.buffers()):
+            return tensor.device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return parameter.device
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device
+    return CPU
 
 
 def _check_learning(

@@ -177,7 +177,7 @@ class StepRecorder:
         Raises:
             CaptureError: an optimizer keeps state where it cannot be planned.
         """
-        layouts = [StateLayouts(optimizer) for optimizer in self._optimizers]
+        layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
         created: list[set[tuple[int, str]]] = [set() for _ in self._optimizers]
         known: dict[tuple[int, int, str], int] = {}
         for pending in self._pending:
@@ -211,7 +211,7 @@ class StepRecorder:
     def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
         optimizer = self._optimizers[index]
         storage = self._tables.add_plain(
-            shape.bytes, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", state.real.device
+            shape.bytes, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", self._tables.device
         )
         value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
         real = optimizer.state.get(state.real, {}).get(name)

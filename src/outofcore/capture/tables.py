@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import storage_key
-from outofcore.capture.captured import Call, Value
+from outofcore.capture.captured import CPU, Call, Value
 from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 
@@ -58,6 +58,7 @@ class Tables:
     steal it or to add to it; a tensor is described by its ``Value`` alone.
     """
 
+    device: torch.device = CPU  # where the step runs
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     ops: list[TracedOp] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Tables:
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The index of the value that a fake tensor is."""
-        return self.value(describe(tensor, self.storage_of(tensor)))
+        return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
     def append(self, op: TracedOp) -> None:
         """Write down an op; what it creates exists from now on."""
@@ -121,9 +122,10 @@ class Tables:
             self.storages[storage].created = True
 
 
-def describe(tensor: torch.Tensor, storage: int) -> Value:
-    """A tensor as a window onto a storage."""
-    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
+    """A tensor as a window onto a storage, in a step that runs on ``device``."""
+    offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type
+    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, foreign)
 
 
 def covers(value: Value, count: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from outofcore.capture.reorder import hoisting, reordered
 from outofcore.capture.reuse import reuse
 from outofcore.capture.splitting import split
 from outofcore.capture.step import capture_step
+from outofcore.capture.together import together
 
 
 def fastest(traced: Captured) -> Captured:
@@ -23,7 +25,7 @@ def fastest(traced: Captured) -> Captured:
 
     Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
     """
-    return reuse(traced)
+    return reuse(together(traced))
 
 
 def leanest(traced: Captured) -> Captured:
@@ -38,10 +40,11 @@ def capture_whole(
     optimizers: Sequence[Optimizer],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    device: torch.device | None = None,
 ) -> Captured:
     """Capture a step (see ``capture_step``) in its leanest form.
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    return leanest(capture_step(step, models, optimizers, args, kwargs))
+    return leanest(capture_step(step, models, optimizers, args, kwargs, device))
