@@ -98,6 +98,29 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
     return Timeline(tuple(starts), tuple(ends), max(done[-1] for done in (run_done, *outs_done, *ins_done)))
 
 
+def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
+    """Seconds of the queue with the most to do: its step takes no less, whatever waits for what.
+
+    Args:
+        graph: the step that the program was made from.
+        costs: seconds of its ops and rates of its homes.
+        program: placed or not.
+    """
+    busy: dict[tuple[Queue, int], float] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            seconds = costs.ops[instruction.op].seconds
+        else:
+            storage = program.blocks[instruction.block].storage
+            if storage is None or not 0 <= instruction.home < len(costs.homes):
+                continue
+            home, count = costs.homes[instruction.home], graph.storages[storage].bytes
+            seconds = home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
+        lane = lane_of(instruction)
+        busy[lane] = busy.get(lane, 0.0) + seconds
+    return max(busy.values(), default=0.0)
+
+
 def recompute_seconds(costs: Costs, program: Program) -> float:
     """Seconds of the step for which ops run that have run before in it."""
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)

@@ -19,6 +19,8 @@ from outofcore.planning import POLICIES, Planned, in_core_budget, plan_step, sma
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
+# So little search for the optimum of a small step that a thousand of them take no longer for it.
+EFFORT = 40
 LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
@@ -43,7 +45,7 @@ def plans(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     found: list[Planned] = []
     for policy in POLICIES:
         try:
-            found.append(plan_step(graph, costs, budget, policy))
+            found.append(plan_step(graph, costs, budget, policy, effort=EFFORT))
         except BudgetError:
             # Only ``auto`` has to find a plan wherever one could be.
             assert policy != "auto"

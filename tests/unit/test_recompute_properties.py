@@ -43,7 +43,8 @@ def test_every_plan_is_valid(made: Made) -> None:
     validate(graph, program, program.arena_bytes, costs)
     assert bool(again) == any(d.residency is Residency.RECOMPUTE for d in plan.decisions)
     assert recompute_seconds(costs, program) == pytest.approx(sum(costs.ops[run.op].seconds for run in again))
-    assert simulate(graph, costs, program).step_seconds >= costs.compute_seconds + recompute_seconds(costs, program)
+    ops = costs.compute_seconds + recompute_seconds(costs, program)
+    assert simulate(graph, costs, program).step_seconds >= ops * (1 - 1e-9)
 
 
 @settings(LIMITS, max_examples=100)

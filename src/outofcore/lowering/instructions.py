@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field
 
 from outofcore.analysis.gaps import gaps_of, placed_bytes
@@ -190,7 +190,7 @@ class _Lowering:
             return
         targets = {(storage, version[storage]) for storage in storages}
 
-        present = self.dying | self.block_of
+        present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot
 
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.program import CopyOut, Program, Run
+from outofcore.units import PAGE_BYTES, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class Slot:
     storage: int
     taken: int  # the copy out that takes it
     given: int  # the last copy in; the copy out itself where nothing is read back
+
+
+def slot_bytes(count: int) -> int:
+    """Bytes that a storage of ``count`` bytes takes at a home: whole pages."""
+    return round_up(count, PAGE_BYTES)
 
 
 def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
@@ -58,6 +64,79 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
     return iter(sorted([*found, *open_.values()], key=lambda slot: (slot.given, slot.taken)))
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One slot that is taken, and what it takes over.
+
+    ``vacated`` are the slots of the same home whose bytes are free from here on, and ``after`` is the number of copies
+    in from that home that has to be done for that; 0: no more than what the queue of copies out has done before.
+    """
+
+    slot: Slot
+    vacated: tuple[Slot, ...]
+    after: int
+
+
+def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
+    """In which order slots that do not last are taken, and which go before them, so that none is given too much.
+
+    Bytes are counted as ``slot_bytes``. A slot's bytes are taken over only where the home has no others.
+
+    Args:
+        graph: the step.
+        costs: with the capacities of the homes.
+        program: as lowered.
+
+    Returns:
+        A turn for each stay of ``slots_of``, in the order of their copies out. None if waiting does not help: the
+        plan wants more at a home than it can hold.
+    """
+    size = [slot_bytes(storage.bytes) for storage in graph.storages]
+    capacity = [home.bytes for home in costs.homes]
+    held = [0] * len(capacity)
+    for storage, home in lasting(graph, program).items():
+        if home < len(held):
+            held[home] += size[storage]
+    for home, most in enumerate(capacity):
+        if most is not None and held[home] > most:
+            return None
+    takers: dict[int, Slot] = {}
+    givers: dict[int, list[Slot]] = {}
+    for slot in slots_of(graph, program):
+        takers[slot.taken] = slot
+        givers.setdefault(slot.given, []).append(slot)
+    arrived = [0] * len(capacity)  # copies in so far
+    # Room that is given back, with the copies in after which it is: waited for only where it is needed.
+    coming: list[deque[tuple[int, Slot]]] = [deque() for _ in capacity]
+    unread: list[list[Slot]] = [[] for _ in capacity]  # nothing reads these: the next copy out may have their room
+    found: list[Turn] = []
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run) or instruction.home >= len(capacity):
+            continue
+        home = instruction.home
+        if not isinstance(instruction, CopyOut):
+            arrived[home] += 1
+        elif index in takers:
+            most = capacity[home]
+            after, vacated = 0, unread[home]
+            unread[home] = []
+            held[home] += size[takers[index].storage]
+            while most is not None and held[home] > most:
+                if not coming[home]:
+                    return None
+                after, slot = coming[home].popleft()
+                held[home] -= size[slot.storage]
+                vacated.append(slot)
+            found.append(Turn(takers[index], tuple(vacated), after))
+        for slot in givers.get(index, ()):
+            if slot.taken == index:
+                held[home] -= size[slot.storage]
+                unread[home].append(slot)
+            else:
+                coming[home].append((arrived[home], slot))
+    return found
+
+
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
     """How copies out have to wait until there is room at their home.
 
@@ -72,41 +151,5 @@ def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int,
     """
     if all(home.bytes is None for home in costs.homes):
         return {}
-    size = [storage.bytes for storage in graph.storages]
-    held = [0] * len(costs.homes)
-    for storage, home in lasting(graph, program).items():
-        if home < len(held):
-            held[home] += size[storage]
-    capacity = [home.bytes for home in costs.homes]
-    for home, most in enumerate(capacity):
-        if most is not None and held[home] > most:
-            return None
-    takers: dict[int, Slot] = {}
-    givers: dict[int, list[Slot]] = {}
-    for slot in slots_of(graph, program):
-        takers[slot.taken] = slot
-        givers.setdefault(slot.given, []).append(slot)
-    arrived = [0] * len(costs.homes)  # copies in so far
-    # Room that is given back, with the copies in after which it is: waited for only where it is needed.
-    coming: list[deque[tuple[int, int]]] = [deque() for _ in costs.homes]
-    waits: dict[int, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run):
-            continue
-        home = instruction.home
-        if not isinstance(instruction, CopyOut):
-            arrived[home] += 1
-        elif index in takers:
-            most = capacity[home]
-            held[home] += size[takers[index].storage]
-            while most is not None and held[home] > most:
-                if not coming[home]:
-                    return None
-                waits[index], count = coming[home].popleft()
-                held[home] -= count
-        for slot in givers.get(index, ()):
-            if slot.taken == index:  # nothing reads it: the next copy out may have its room
-                held[home] -= size[slot.storage]
-            else:
-                coming[home].append((arrived[home], size[slot.storage]))
-    return {index: count for index, count in waits.items() if count}
+    found = turns(graph, costs, program)
+    return None if found is None else {turn.slot.taken: turn.after for turn in found if turn.after}

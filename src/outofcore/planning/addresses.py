@@ -44,12 +44,21 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
         ``capacity``: it is for the caller to compare.
     """
     end = len(program.instructions)
-    small = [b for b in program.blocks if not is_large(b.bytes)]
+    small, low = _small(program, effort)
     large = [b for b in program.blocks if is_large(b.bytes)]
-    low = _pack(small, end, None, effort)
     base = round_up(low.height, PAGE_BYTES)
     high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
     offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
     blocks = tuple(replace(b, offset=offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=base + high.height)
+
+
+def place_small(program: Program, effort: int = EFFORT) -> int:
+    """Bytes below the large blocks, where ``place`` places the small ones."""
+    return round_up(_small(program, effort)[1].height, PAGE_BYTES)
+
+
+def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
+    small = [b for b in program.blocks if not is_large(b.bytes)]
+    return small, _pack(small, len(program.instructions), None, effort)

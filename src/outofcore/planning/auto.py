@@ -22,10 +22,10 @@ from outofcore.plan import Plan
 from outofcore.planning.annealing import anneal
 from outofcore.planning.chains import AGAIN, Choices
 from outofcore.planning.contents import Contents
-from outofcore.planning.dropping import Dropping
+from outofcore.planning.dropping import Dropping, patience
 from outofcore.planning.mixed import Offer, again_decisions, eased
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.placing import Planned, fit_locally, room_for_large
+from outofcore.planning.placing import Planned, fit_locally, room_for_large, worth
 from outofcore.planning.streams import solve
 
 # Changes that the annealing tries for each gap that could be computed again, and the most of them.
@@ -40,6 +40,10 @@ _ZOOMS = 1
 _ASKED = 2
 # How many offers are tuned, and how many ops their rehearsals may run through, at most and for small steps.
 _TUNED, _REHEARSED, _MOST_REHEARSALS = 2, 60_000, 600
+# How many offers are placed at most.
+_PLACED = 3
+# By what factor an offer looks clearly slower.
+_CLEARLY = 1.01
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
 
@@ -100,11 +104,15 @@ class _Search:
         tries = min(_REHEARSED // max(len(self.graph.ops), 1), _MOST_REHEARSALS)
         self.offers.sort(key=lambda offer: offer.value)
         tuned = [offer.tuned(tries) for offer in self.offers[:_TUNED]]
-        for offer in sorted([*tuned, *self.offers[_TUNED:]], key=lambda offer: offer.value):
+        # What an offer comes to when its blocks are placed, its value says only roughly; so the next one is placed as
+        # well, unless it looks clearly slower than what came of those before it.
+        for offer in sorted([*tuned, *self.offers], key=lambda offer: offer.value):
+            if len(self.found) >= _PLACED or any(
+                offer.value > worth(self.costs, made) * _CLEARLY for made in self.found
+            ):
+                return
             planned = fit_locally(self.graph, self.costs, self.budget, offer.plan)
             self.found += [planned] if planned else []
-            if len(self.found) >= _TUNED:
-                return
 
     def _is_good(self) -> bool:
         return any(offer.value <= self.costs.compute_seconds * _GOOD for offer in self.offers)
@@ -114,7 +122,8 @@ class _Search:
         offer = None if rest is None else Offer.of(rest)
         if offer is None:
             return float("inf")
-        self.offers.append(offer)
+        if not any(offer.is_same(other) for other in self.offers):
+            self.offers.append(offer)
         return offer.value
 
     def _ask_relaxation(self, kept: Choices) -> None:
@@ -125,8 +134,9 @@ class _Search:
             if streams is None:
                 return
             choices = Choices(self.model, self.contents)
+            enough = choices.work + patience(len(choices.free))
             for g in choices.free:
-                if streams.again[g] >= 0.5:
+                if streams.again[g] >= 0.5 and choices.work < enough:
                     choices.set(g, AGAIN, choices.end[g])
             Dropping(choices).settle(keep=False)
             self._offer(choices)

@@ -20,15 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import highspy
 import numpy as np
 
 from outofcore.analysis.gaps import constant_bytes, is_large
 from outofcore.costs import Costs, Home
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Gap, Residency
-from outofcore.planning.fitting import small_region_bytes
+from outofcore.planning.linear import UNIT, Linear, levels
 from outofcore.planning.model import GapInfo, Model
+from outofcore.planning.placing import small_region_bytes
+from outofcore.planning.tight import tight_ops
 
 # The solver's answer may lie above the true minimum by its tolerance.
 _TOLERANCE = 1e-6
@@ -106,34 +107,22 @@ class _Bound:
 
     model: Model
     home: Home | None
-    lower: list[float] = field(default_factory=list[float])
-    upper: list[float] = field(default_factory=list[float])
-    rows: list[tuple[float, float, dict[int, float]]] = field(
-        default_factory=list[tuple[float, float, dict[int, float]]]
-    )
+    linear: Linear = field(default_factory=Linear)
     stays: dict[int, int] = field(default_factory=dict[int, int])  # gap -> the column of the share that is kept
     again: dict[int, int] = field(default_factory=dict[int, int])  # gap -> that of the share that is computed again
     share_rows: dict[int, int] = field(default_factory=dict[int, int])  # gap -> the row that adds them up
 
-    def _column(self, low: float, high: float) -> int:
-        self.lower.append(low)
-        self.upper.append(high)
-        return len(self.lower) - 1
-
     def solve(self) -> float | None:
         """The least T; None if the program has no solution."""
         self._build()
-        solver = self._solved()
-        return None if solver is None else float(solver.getInfo().objective_function_value)
+        return None if self.linear.minimise() is None else self.linear.least()
 
     def prices(self) -> Prices | None:
         """The least T and what each choice adds to it; None if the program has no solution."""
         self._build()
-        solver = self._solved()
-        if solver is None:
+        if self.linear.minimise() is None:
             return None
-        solution = solver.getSolution()
-        columns, rows = list(solution.col_dual), list(solution.row_dual)
+        columns, rows = self.linear.duals()
         penalties: dict[Gap, dict[Residency, float]] = {}
         for g, stay in self.stays.items():
             found = {Residency.KEEP: {stay}, Residency.OFFLOAD: set[int]()}
@@ -146,35 +135,34 @@ class _Bound:
                 choice: sum(_beyond(columns[c], float(c in chosen)) for c in own) + _beyond(row, float(len(chosen)))
                 for choice, chosen in found.items()
             }
-        least = float(solver.getInfo().objective_function_value) * (1 - _TOLERANCE)
+        least = self.linear.least() * (1 - _TOLERANCE)
         return Prices(max(self.model.costs.compute_seconds, least), penalties)
 
     def _build(self) -> None:
-        model, home = self.model, self.home
-        self._column(model.costs.compute_seconds, highspy.kHighsInf)
+        model, home, linear = self.model, self.home, self.linear
+        linear.column(model.costs.compute_seconds, cost=1.0)
         stays, again = self.stays, self.again
         computing: dict[int, float] = {0: 1.0}
         gaps = [g for g, info in enumerate(model.gaps) if not info.arriving]
         writers = _writers(model.graph)
         for g in gaps:
             info = model.gaps[g]
-            stays[g] = self._column(0.0, 1.0)
+            stays[g] = linear.column(0.0, 1.0)
             seconds = _again_seconds(model, info, writers)
             if seconds is not None:
-                again[g] = self._column(0.0, 1.0)
+                again[g] = linear.column(0.0, 1.0)
                 computing[again[g]] = -seconds
         # What is neither kept nor computed again is away: 1 - stays - again.
         shares = {g: {stays[g]: 1.0} | ({again[g]: 1.0} if g in again else {}) for g in gaps}
-        self.rows.append((model.costs.compute_seconds, highspy.kHighsInf, computing))
+        linear.row(computing, low=model.costs.compute_seconds)
         for g in gaps:
-            self.share_rows[g] = len(self.rows)
-            self.rows.append((0.0 if home else 1.0, 1.0, shares[g]))
+            self.share_rows[g] = linear.row(shares[g], 0.0 if home else 1.0, 1.0)
         if home is not None:
             self._copies(home, gaps, shares)
         self._memory(gaps, stays)
 
     def _copies(self, home: Home, gaps: list[int], shares: dict[int, dict[int, float]]) -> None:
-        model = self.model
+        model, linear = self.model, self.linear
         arriving: dict[int, float] = {0: 1.0}
         leaving: dict[int, float] = {0: 1.0}
         arrivals = 0.0
@@ -192,7 +180,7 @@ class _Bound:
                 continue  # its home is up to date, or may be
             key = (storage, info.segment)
             if key not in outs:
-                outs[key] = self._column(0.0, 1.0)
+                outs[key] = linear.column(0.0, 1.0)
                 leaving[outs[key]] = -home.out_seconds(model.graph.storages[storage].bytes)
             terms = {outs[key]: 1.0} | shares[g]
             bound = 1.0
@@ -201,50 +189,19 @@ class _Bound:
                 bound = 0.0
                 for column in shares[cyclic[storage]]:
                     terms[column] = terms.get(column, 0.0) - 1.0
-            self.rows.append((bound, highspy.kHighsInf, terms))
-        self.rows.append((arrivals, highspy.kHighsInf, arriving))
-        self.rows.append((0.0, highspy.kHighsInf, leaving))
+            linear.row(terms, low=bound)
+        linear.row(arriving, low=arrivals)
+        linear.row(leaving, low=0.0)
 
     def _memory(self, gaps: list[int], stays: dict[int, int]) -> None:
         model = self.model
-        around: list[dict[int, float]] = [{} for _ in model.graph.ops]
-        for g in gaps:
-            info = model.gaps[g]
-            for first, last in model.inside(info):
-                for index in range(first, last):
-                    around[index][stays[g]] = float(info.bytes)
-        previous: dict[int, float] = {}
-        for index, terms in enumerate(around):
-            free = float(model.free[index])
-            if sum(terms.values()) <= free:
-                continue
-            # Ops in a row with the same gaps around them differ only in what is free.
-            if terms == previous:
-                low, high, same = self.rows[-1]
-                self.rows[-1] = (low, min(high, free), same)
-            else:
-                self.rows.append((-highspy.kHighsInf, free, terms))
-            previous = terms
-
-    def _solved(self) -> highspy.Highs | None:
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.lower), len(self.rows)
-        lp.col_cost_ = np.array([1.0] + [0.0] * (len(self.lower) - 1))
-        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.array(self.upper)
-        lp.row_lower_ = np.array([row[0] for row in self.rows])
-        lp.row_upper_ = np.array([row[1] for row in self.rows])
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)])
-        lp.a_matrix_.index_ = np.array([c for row in self.rows for c in row[2]], dtype=np.int32)
-        lp.a_matrix_.value_ = np.array([v for row in self.rows for v in row[2].values()])
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(lp)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        return solver
+        everything = model.held(np.isin(np.arange(len(model.gaps)), gaps))
+        inside = {g: model.inside(model.gaps[g]) for g in gaps}
+        ops = tight_ops(model.free.tolist(), ((model.gaps[g].bytes, inside[g]) for g in gaps))
+        held = levels(self.linear, ops, ((stays[g], model.gaps[g].bytes / UNIT, inside[g]) for g in gaps))
+        for i, level in zip(ops, held, strict=True):
+            if level is not None and everything[i] > model.free[i]:
+                self.linear.row({level: 1.0}, high=float(model.free[i]) / UNIT)
 
 
 def _beyond(dual: float, value: float) -> float:

@@ -22,6 +22,13 @@ _OFTEN = 10
 _ROUNDS = 4
 # How many ops of chains are looked at for each gap, and for so many more, until chains have grown too long.
 _PATIENCE, _LEAST = 1000, 50
+# But in all no more than this, or so many for each gap where they are very many.
+_MOST, _MANY = 300_000, 30
+
+
+def patience(gaps: int) -> int:
+    """How many ops of chains a search over so many gaps may look at."""
+    return min(_PATIENCE * (gaps + _LEAST), max(_MOST, _MANY * gaps))
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Dropping:
     total: int = field(init=False)  # overload
 
     def __post_init__(self) -> None:
-        self.enough = self.choices.work + _PATIENCE * (len(self.choices.free) + _LEAST)
+        self.enough = self.choices.work + patience(len(self.choices.free))
         self._measure()
 
     def _measure(self) -> None:
@@ -106,6 +113,8 @@ class Dropping:
     def _settled(self, g: int, keep: bool) -> bool:
         """Whether a gap was changed for the better."""
         choices = self.choices
+        if choices.work > self.enough:
+            return False
         now, end, before = choices.fetch[g], choices.end[g], choices.seconds
         options = [(AGAIN, at) for at in (*choices.meetings(g), end) if at != now]
         best: tuple[float, int, int] | None = None

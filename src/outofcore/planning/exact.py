@@ -10,12 +10,15 @@ the best known. How good it may still become is bounded by
 - the linear program of ``bounds``: its least step time, and for each gap and choice the reduced cost, by which
   any schedule with that choice is at least longer;
 - compute: what is done, and the ops that are left, what was dropped once more among them;
-- the copies-in that are due: each after those before it, and after it the ops from its use on.
+- the copies-in that are due: in the order of their uses, which is the best for this, each after those before it,
+  and after it the ops from its use on.
 
 The optimum is one over schedules in which
 
 - each gap of a large storage is kept, offloaded or recomputed as a whole; from one op to the very next it is kept;
-- values leave right after the use that begins their gap, and come back in the order of their next uses;
+- values leave right after the use that begins their gap; what is needed later comes back before what is needed
+  sooner only where it can start sooner;
+- what runs again is not preceded by copies-in for it before the op in front of it has started;
 - what is dropped is computed again right before an op that uses it, or on the way to something else that is;
 - what is made again reads from a block that is being copied out only while that copy lasts;
 - while ops run again no copies-in start but those that they read, except during the last of them;
@@ -28,7 +31,7 @@ a bound that is proved.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -76,12 +79,17 @@ def optimum(
         effort: how many partial schedules to look at.
 
     Returns:
-        None if no plan can hold the step within the budget.
+        None if no plan can hold the step within the budget. With several homes the best plan for the first of them,
+        and no proof.
     """
     priced = prices(graph, costs, budget)
     if priced is None:
         return None
-    return _Search(Fluid.of(graph, costs, budget), priced, known, effort).run(budget)
+    best = _Search(Fluid.of(graph, costs, budget), priced, known, effort).run(budget)
+    if len(costs.homes) > 1:
+        # The links of other homes could be used at the same time.
+        return replace(best, lower_seconds=costs.compute_seconds, proved=False)
+    return best
 
 
 @dataclass

@@ -25,6 +25,8 @@ from outofcore.planning.placing import (
 )
 from outofcore.planning.published import PUBLISHED, plans_of, rivals
 from outofcore.planning.streamed import tries
+from outofcore.planning.thorough import EFFORT, thorough
+from outofcore.planning.tiers import farthest, lasting_at_first, over_tiers, relieved
 from outofcore.units import format_bytes
 
 # How many storages an error message names.
@@ -125,6 +127,8 @@ def plan_step(
     budget: int,
     policy: str = "auto",
     describe: Callable[[int], str] | None = None,
+    *,
+    effort: int = EFFORT,
 ) -> Planned:
     """Plan, place and simulate a step.
 
@@ -134,6 +138,7 @@ def plan_step(
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
         policy: one of ``POLICIES``. Where everything fits, every policy but ``offload-all`` keeps it all.
         describe: text for a storage in the error message.
+        effort: how hard ``auto`` searches for the optimum of a small step (see ``thorough``); 0: not at all.
 
     Raises:
         BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
@@ -147,19 +152,9 @@ def plan_step(
         in_core = fit_once(graph, costs, budget, keep_all(budget))
         if in_core is not None:
             return in_core
-    found: list[Planned] = []
-    if policy == "auto" and len(costs.homes) > 1:
-        found = _streamed(graph, costs, budget)  # all others know of one home only
-    if found:
-        return min(found, key=lambda p: p.timeline.step_seconds)
-    if policy == "auto":
-        found = _best(graph, costs, budget)
-    elif policy == "streamed":
-        found = _streamed(graph, costs, budget)
-    elif policy == "offload-all":
-        found = _offloaded(graph, costs, budget)
-    else:
-        found = plans_of(graph, costs, budget, policy) if policy in PUBLISHED else []
+    if len(costs.homes) > 1:
+        _check_first_home(graph, costs)
+    found = _plans(graph, costs, budget, policy, effort)
     if not found:
         bounded = any(home.bytes is not None for home in costs.homes)
         raise BudgetError(
@@ -171,13 +166,44 @@ def plan_step(
     return min(found, key=lambda p: worth(costs, p))
 
 
-def _best(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, effort: int) -> list[Planned]:
+    if policy == "streamed":
+        return _streamed(graph, costs, budget)
+    if len(costs.homes) > 1:  # all other policies know of one home only
+        found = _streamed(graph, costs, budget) if policy == "auto" else []
+        alone = _plans(graph, farthest(costs), budget, policy, effort)
+        for planned in alone:
+            found += over_tiers(graph, costs, budget, planned)
+        least = min(alone, key=lambda p: p.timeline.step_seconds, default=None)
+        together = None if least is None or policy != "auto" else relieved(graph, costs, least)
+        if together is not None:
+            for planned in _plans(graph, together, budget, policy, effort):
+                found += over_tiers(graph, costs, budget, planned)
+        return found
+    if policy == "auto":
+        return _best(graph, costs, budget, effort)
+    if policy == "offload-all":
+        return _offloaded(graph, costs, budget)
+    return plans_of(graph, costs, budget, policy) if policy in PUBLISHED else []
+
+
+def _check_first_home(graph: StepGraph, costs: Costs) -> None:
+    home, needed = costs.homes[0], lasting_at_first(graph)
+    if home.bytes is not None and home.bytes < needed:
+        raise BudgetError(
+            f"the inputs and outputs of the step take {format_bytes(needed)}, and the home {home.name!r}, where they "
+            f"count, holds {format_bytes(home.bytes)}; give it at least {needed} bytes, or leave it out"
+        )
+
+
+def _best(graph: StepGraph, costs: Costs, budget: int, effort: int) -> list[Planned]:
     """Plans of ``auto`` and of published policies, none of them slower than any published policy's."""
     found = auto(graph, costs, budget)
     least = min((planned.timeline.step_seconds for planned in found), default=inf)
     others = rivals(graph, costs, budget, least)
     if not found and not others:
         found = _offloaded(graph, costs, budget)
+    found += thorough(graph, costs, budget, [*found, *others], effort)
     # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
     least = min((planned.timeline.step_seconds for planned in others), default=inf)
     return [planned for planned in (*found, *others) if planned.timeline.step_seconds <= least]

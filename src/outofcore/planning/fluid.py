@@ -18,8 +18,8 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Gap, Residency
 from outofcore.planning.bounds import Prices
-from outofcore.planning.fitting import small_region_bytes
 from outofcore.planning.moment import Event, Moment, Place, advanced, free_at
+from outofcore.planning.placing import small_region_bytes
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,9 @@ class Fluid:
         if moment.finished:
             return
         away = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
-        coming = min(away, key=lambda s: (self._next(s, op), s), default=None)
-        if coming is not None:
-            fetched = self._fetch(moment, coming)
-            if fetched is not None:
-                yield fetched
-            if self._next(coming, op) == op:
+        if away:
+            yield from self._fetches(moment, away)
+            if any(self._next(storage, op) == op for storage in away):
                 return
         dropped = [s for s, place in enumerate(moment.places) if place is Place.DROPPED]
         due = [s for s in dropped if self._next(s, op) == op]
@@ -130,6 +127,17 @@ class Fluid:
 
     def _next(self, storage: int, op: int) -> int:
         return self.next_use[storage][op]
+
+    def _fetches(self, moment: Moment, away: list[int]) -> Iterator[Moment]:
+        """The copy-in that is needed first, and all that can start sooner than that."""
+        first, *others = sorted(away, key=lambda s: (self._next(s, moment.op), s))
+        fetched = self._fetch(moment, first)
+        if fetched is not None:
+            yield fetched
+        for storage in others:
+            sooner = self._fetch(moment, storage)
+            if sooner is not None and (fetched is None or sooner.last < fetched.last):
+                yield sooner
 
     def _fetch(self, moment: Moment, storage: int) -> Moment | None:
         size = self.sizes[storage]

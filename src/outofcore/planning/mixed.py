@@ -173,6 +173,10 @@ class Offer:
         """What offers are compared by: seconds, and a little for every copy."""
         return value(self.rest.model, self.rehearsal)
 
+    def is_same(self, other: Offer) -> bool:
+        """Whether another offer does the same."""
+        return self.rest.again == other.rest.again and np.array_equal(self.keep, other.keep)
+
     @staticmethod
     def of(rest: Rest) -> Offer | None:
         """The best of what the relaxations say; None if nothing fits."""

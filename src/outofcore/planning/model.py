@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -104,10 +105,32 @@ class Model:
 
     def held(self, keep: NDArray[np.bool_]) -> Ints:
         """For each op the bytes of gaps that are kept over it."""
-        delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        for info, kept in zip(self.gaps, keep, strict=True):
-            if kept:
-                for first, last in self.inside(info):
-                    delta[first] += info.bytes
-                    delta[last] -= info.bytes
+        first, last, again, sizes = self._ranges
+        n = len(self.graph.ops)
+        delta = np.zeros(n + 1, dtype=np.int64)
+        kept = sizes * keep
+        np.add.at(delta, first, kept)
+        np.add.at(delta, last, -kept)
+        delta[0] += int(kept[again > 0].sum())
+        np.add.at(delta, again, -np.where(again > 0, kept, 0))
         return np.cumsum(delta)[:-1]
+
+    def around(self, op: int) -> NDArray[np.bool_]:
+        """Which gaps have an op inside."""
+        first, last, again, _ = self._ranges
+        return ((first <= op) & (op < last)) | (op < again)
+
+    @cached_property
+    def arriving(self) -> NDArray[np.bool_]:
+        """For each gap whether it arrives."""
+        return np.array([info.arriving for info in self.gaps], dtype=np.bool_)
+
+    @cached_property
+    def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of each gap the range inside, where the range that it has at the start of the step ends, and its bytes."""
+        n = len(self.graph.ops)
+        inside = [self.inside(info) for info in self.gaps]
+        ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)
+        again = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
+        sizes = np.array([info.bytes for info in self.gaps], dtype=np.int64)
+        return np.minimum(ranges[:, 0], n), ranges[:, 1], again, sizes

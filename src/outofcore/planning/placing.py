@@ -13,12 +13,12 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Decision, Plan, Residency
-from outofcore.planning.addresses import place
+from outofcore.planning.addresses import place, place_small
 from outofcore.planning.model import Ints
 from outofcore.planning.offload_all import offload_all
 from outofcore.program import CopyOut, Program, Run, Timeline
-from outofcore.simulator import simulate
-from outofcore.units import PAGE_BYTES, round_up
+from outofcore.simulator import busiest_seconds, simulate
+from outofcore.units import PAGE_BYTES
 
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 _ATTEMPTS = 16
@@ -50,11 +50,7 @@ def keep_all(budget: int) -> Plan:
 
 def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
     """Arena bytes below the large blocks: small blocks, which never leave whatever the plan."""
-    return _small_region(place(lower(graph, costs, offload_all(graph, 0))))
-
-
-def _small_region(program: Program) -> int:
-    return round_up(max((b.offset + b.bytes for b in program.blocks if not is_large(b.bytes)), default=0), PAGE_BYTES)
+    return place_small(lower(graph, costs, offload_all(graph, 0)))
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
@@ -83,8 +79,12 @@ def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tu
     return program.arena_bytes, _finish(graph, costs, plan, program)
 
 
-def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned:
+def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: float) -> Planned | None:
     """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy.
+
+    Returns:
+        None where that is ``seconds`` or more. Where its ops alone take that, or the copies of one queue, nothing is
+        placed to find that out.
 
     Raises:
         BudgetError: the homes cannot hold what leaves.
@@ -92,7 +92,10 @@ def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned:
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
         raise BudgetError("the homes cannot hold what this plan sends there", budget)
-    return _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
+    if busiest_seconds(graph, costs, lowered) >= seconds:
+        return None
+    planned = _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
+    return planned if planned.timeline.step_seconds < seconds else None
 
 
 def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:

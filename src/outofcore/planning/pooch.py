@@ -38,7 +38,7 @@ from outofcore.plan import Plan
 from outofcore.planning.trial import Class, Trial, Trials
 
 # How many ops all simulations of step 2 together may run through.
-_EFFORT = 4_000_000
+_EFFORT = 500_000
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int) -> Plan:

@@ -39,15 +39,28 @@ def rivals(graph: StepGraph, costs: Costs, budget: int, seconds: float) -> list[
     room = room_for_large(graph, costs, budget)
     found: list[Planned] = []
     for policy in PUBLISHED:
-        for asked in _ways(graph, costs, budget, policy):
+        for way in _ways(graph, costs, budget, policy):
+            asked = _remembered(way)
             try:
-                look = outlook(graph, costs, budget, asked(room))
+                look = outlook(graph, costs, budget, asked(room), seconds * _DOUBT)
             except BudgetError:
                 continue
-            if look.timeline.step_seconds < seconds * _DOUBT:
+            if look is not None:
                 planned = _fitted(graph, costs, budget, policy, asked)
                 found += [planned] if planned else []
     return found
+
+
+def _remembered(asked: Asked) -> Asked:
+    """The same, but what is asked twice is made once."""
+    made: dict[int, Plan] = {}
+
+    def remembered(room: int) -> Plan:
+        if room not in made:
+            made[room] = asked(room)
+        return made[room]
+
+    return remembered
 
 
 def _ways(graph: StepGraph, costs: Costs, budget: int, policy: str) -> Sequence[Asked]:

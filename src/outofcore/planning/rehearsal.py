@@ -12,7 +12,6 @@ the first time in mind.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,24 +58,99 @@ def rehearse(model: Model, keep: NDArray[np.bool_], runs: int = 2, slack: float 
     flowing: Ints = np.zeros(len(model.graph.ops), dtype=np.int64)
     if model.home is None:
         return Rehearsal((), model.times[-1], flowing, {}, 0.0, model.times)
-    keep = keep & ~np.array([info.arriving for info in model.gaps], dtype=np.bool_)
-    found = _Run(model, model.home, keep, flowing, None, slack).run()
+    scene = _Scene.of(model, model.home, keep & ~model.arriving)
+    found = _Run(scene, flowing, None, slack).run()
     for _ in range(runs - 1):
-        found = _Run(model, model.home, keep, found.flowing, found.starts, slack).run()
+        found = _Run(scene, found.flowing, found.starts, slack).run()
     return found
+
+
+def rehearse_again(
+    model: Model, keep: NDArray[np.bool_], before: Rehearsal, most: float, weight: float
+) -> Rehearsal | None:
+    """Run through a step once, with what flowed in an earlier rehearsal of about the same choice in mind.
+
+    Args:
+        model: the step under its limit; with a home.
+        keep: for each gap whether it is kept; arriving gaps are never kept, whatever it says.
+        before: a rehearsal.
+        most: None is returned as soon as the seconds are sure to be more than this, those of copies added.
+        weight: what a second of copying counts there.
+    """
+    if model.home is None:
+        return before
+    scene = _Scene.of(model, model.home, keep & ~model.arriving)
+    most -= weight * scene.copied
+    found = _Run(scene, before.flowing, before.starts, SLACK, most).run()
+    return found if found.seconds <= most else None
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What is the same in all runs: lists, since a run looks at single gaps and ops all the time."""
+
+    model: Model
+    room: Ints  # for each op what is left for what is on its way
+    away: list[int]
+    dirty: list[bool]  # of each gap whether it takes a copy-out to leave
+    leaving: list[list[int]]  # by the op after which they leave
+    due: list[list[int]]  # by the op that needs them
+    coming: list[int]  # in the order in which they are needed
+    start: list[int]
+    end: list[int]  # the op that needs it, of a gap that lasts into the next step too
+    size: list[int]
+    at_home: list[bool]  # of each gap whether it is at home when the step begins
+    out_seconds: list[float]
+    in_seconds: list[float]
+    copied: float
+
+    @staticmethod
+    def of(model: Model, home: Home, keep: NDArray[np.bool_]) -> _Scene:
+        n = len(model.graph.ops)
+        away = [g for g, kept in enumerate(keep.tolist()) if not kept]
+        dirty = copies_needed(model, keep)
+        gaps = model.gaps
+        end = [info.gap.end - n if info.cyclic else info.gap.end for info in gaps]
+        leaving: list[list[int]] = [[] for _ in range(n)]
+        due: list[list[int]] = [[] for _ in range(n)]
+        out_seconds, in_seconds = [0.0] * len(gaps), [0.0] * len(gaps)
+        for g in away:
+            info = gaps[g]
+            if not info.arriving:
+                leaving[info.gap.start].append(g)
+            due[end[g]].append(g)
+            out_seconds[g], in_seconds[g] = home.out_seconds(info.bytes), home.in_seconds(info.bytes)
+        copied = sum(in_seconds[g] for g in away) + sum(out_seconds[g] for g in away if dirty[g])
+        return _Scene(
+            model,
+            model.free - model.held(keep),
+            away,
+            dirty,
+            leaving,
+            due,
+            [g for gaps_due in due for g in gaps_due],
+            [info.gap.start for info in gaps],
+            end,
+            [info.bytes for info in gaps],
+            [info.cyclic or info.arriving for info in gaps],
+            out_seconds,
+            in_seconds,
+            copied,
+        )
 
 
 @dataclass
 class _Run:
-    model: Model
-    home: Home
-    keep: NDArray[np.bool_]
+    scene: _Scene
     reserved: Ints
-    starts: tuple[float, ...] | None  # when each op started in the run before
+    begun: tuple[float, ...] | None  # when each op started in the run before
     slack: float
+    most: float = float("inf")  # the run breaks off where it has taken longer
     release: dict[int, int] = field(default_factory=dict[int, int])
     fetch: dict[int, int] = field(default_factory=dict[int, int])
     waited: dict[int, float] = field(default_factory=dict[int, float])
+    starts: list[float] = field(default_factory=list[float])
+    flowing: list[int] = field(default_factory=list[int])
 
     def _wait(self, now: float, until: float, g: int) -> float:
         if until > now:
@@ -85,93 +159,90 @@ class _Run:
         return now
 
     def run(self) -> Rehearsal:
-        model, home = self.model, self.home
-        n = len(model.graph.ops)
-        room: Ints = model.free - model.held(self.keep)  # for each op what is left for what is on its way
-        spare: Ints = room - self.reserved
-        away = [g for g in range(len(model.gaps)) if not self.keep[g]]
-        dirty = copies_needed(model, self.keep)
-        leaving: list[list[int]] = [[] for _ in range(n)]
-        for g in away:
-            if not model.gaps[g].arriving:
-                leaving[model.gaps[g].gap.start].append(g)
-        ends = {g: model.gaps[g].gap.end - (n if model.gaps[g].cyclic else 0) for g in away}
-        coming = deque(sorted(away, key=lambda g: (ends[g], g)))
-        soonest = self._soonest(coming, ends)
-        began: list[float] = []
-        flowing: Ints = np.zeros(n, dtype=np.int64)
+        scene, release, begun = self.scene, self.release, self.begun
+        start, end, size, at_home = scene.start, scene.end, scene.size, scene.at_home
+        seconds = [cost.seconds for cost in scene.model.costs.ops]
+        room: list[int] = scene.room.tolist()
+        spare: Ints = scene.room - self.reserved
+        coming, soonest = deque(scene.coming), self._soonest()
         pending: deque[tuple[float, int]] = deque()  # when a copy-out is done, and of which gap
         outgoing = ahead = 0  # bytes that leave, and that have come for later ops
         out_done = in_done = now = 0.0
         arrived: dict[int, float] = {}
-        for op in range(n):
+        for op, own in enumerate(seconds):
+            if now > self.most:
+                return Rehearsal((), now, self.reserved, {}, scene.copied, ())
             while pending and pending[0][0] <= now:
                 gap = pending.popleft()[1]
-                outgoing -= model.gaps[gap].bytes
-                self.release[gap] = op
+                outgoing -= size[gap]
+                release[gap] = op
             # What there is room for comes; what this op needs has to, even if it waits for room.
             while coming:
                 g = coming[0]
-                info, end = model.gaps[g], ends[g]
-                if end > op:
-                    if soonest and self.starts and self.starts[op + 1] <= soonest[g]:
+                if end[g] > op:
+                    if begun is not None and begun[op + 1] <= soonest[g]:
                         break
-                    if not info.cyclic and not info.arriving and g not in self.release and info.gap.start < op:
-                        break  # it is still leaving
-                    if info.gap.start >= op and not info.cyclic:
+                    if not at_home[g] and (start[g] >= op or g not in release):
+                        break  # it is not there yet, or still leaving
+                    if room[op] - outgoing - ahead < size[g] or int(spare[op : end[g]].min()) < size[g]:
                         break
-                    if int(room[op]) - outgoing - ahead < info.bytes or int(spare[op:end].min()) < info.bytes:
-                        break
-                    ahead += info.bytes
-                    spare[op:end] -= info.bytes
-                elif g not in self.release and not info.cyclic and not info.arriving:
-                    while g not in self.release:
+                    ahead += size[g]
+                    spare[op : end[g]] -= size[g]
+                elif g not in release and not at_home[g]:
+                    while g not in release:
                         done, gap = pending.popleft()
                         now = self._wait(now, done, gap)
-                        outgoing -= model.gaps[gap].bytes
-                        self.release[gap] = op
+                        outgoing -= size[gap]
+                        release[gap] = op
                 coming.popleft()
                 self.fetch[g] = op
-                in_done = max(in_done, now) + home.in_seconds(info.bytes)
+                in_done = max(in_done, now) + scene.in_seconds[g]
                 arrived[g] = in_done
-            for g in [g for g in arrived if ends[g] == op]:
+            for g in scene.due[op]:
                 if self.fetch[g] < op:
-                    ahead -= model.gaps[g].bytes
-                now = self._wait(now, arrived.pop(g), g)
-            flowing[op] = outgoing
-            while pending and outgoing + ahead > int(room[op]):
+                    ahead -= size[g]
+                now = self._wait(now, arrived[g], g)
+            self.flowing.append(outgoing)
+            while pending and outgoing + ahead > room[op]:
                 done, gap = pending.popleft()
                 now = self._wait(now, done, gap)
-                outgoing -= model.gaps[gap].bytes
-                self.release[gap] = op
-            began.append(now)
-            now += model.costs.ops[op].seconds
-            for g in leaving[op]:
-                if not dirty[g]:
-                    self.release[g] = op + 1
+                outgoing -= size[gap]
+                release[gap] = op
+            self.starts.append(now)
+            now += own
+            for g in scene.leaving[op]:
+                if not scene.dirty[g]:
+                    release[g] = op + 1
                     continue
-                out_done = max(out_done, now) + home.out_seconds(model.gaps[g].bytes)
+                out_done = max(out_done, now) + scene.out_seconds[g]
                 pending.append((out_done, g))
-                outgoing += model.gaps[g].bytes
-        copied = sum(home.in_seconds(model.gaps[g].bytes) for g in away)
-        copied += sum(home.out_seconds(model.gaps[g].bytes) for g in away if dirty[g])
-        return Rehearsal(self._decisions(away), max(now, out_done), flowing, self.waited, copied, (*began, now))
+                outgoing += size[g]
+        self.starts.append(now)
+        return Rehearsal(
+            self._decisions(),
+            max(now, out_done),
+            np.array(self.flowing, dtype=np.int64),
+            self.waited,
+            scene.copied,
+            tuple(self.starts),
+        )
 
-    def _soonest(self, coming: Iterable[int], ends: dict[int, int]) -> dict[int, float]:
+    def _soonest(self) -> dict[int, float]:
         """When each copy-in may start: so much earlier than it has to, by the times of the run before."""
         found: dict[int, float] = {}
         due = float("inf")
-        for g in reversed(list(coming)) if self.starts else ():
-            seconds = self.home.in_seconds(self.model.gaps[g].bytes)
-            due = min(due, self.starts[ends[g]] if self.starts else 0.0) - seconds
+        for g in reversed(self.scene.coming) if self.begun is not None else ():
+            seconds = self.scene.in_seconds[g]
+            due = min(due, self.begun[self.scene.end[g]] if self.begun is not None else 0.0) - seconds
             found[g] = due - self.slack * seconds
         return found
 
-    def _decisions(self, away: list[int]) -> tuple[Decision, ...]:
-        n = len(self.model.graph.ops)
+    def _decisions(self) -> tuple[Decision, ...]:
+        model = self.scene.model
+        n = len(model.graph.ops)
         found: list[Decision] = []
-        for g in away:
-            info = self.model.gaps[g]
+        for g in self.scene.away:
+            info = model.gaps[g]
             fetch = self.fetch[g] + (n if info.cyclic else 0)
             release = 0 if info.arriving else min(self.release.get(g, n), n, fetch)
             found.append(Decision(info.gap, Residency.OFFLOAD, max(release, info.gap.start + 1), fetch))

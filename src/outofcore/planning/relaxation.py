@@ -20,11 +20,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from outofcore.graph import StorageKind
+from outofcore.planning.linear import UNIT, Linear, levels
 from outofcore.planning.model import GapInfo, Model
+from outofcore.planning.tight import tight_ops
 
 _WHOLE = 1 - 1e-6
 
@@ -94,91 +96,60 @@ def relax(model: Model, *, transit: float = 0.0, weight: float = 1e-3) -> Relaxe
         transit: see the module.
         weight: what a second of copying costs where it is hidden behind compute.
     """
-    n = len(model.graph.ops)
     home = model.home
     gaps = [g for g, info in enumerate(model.gaps) if not info.arriving]
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("random_seed", 0)
-    shares = np.zeros(len(model.gaps))
-    compute = model.costs.compute_seconds
-    inf = highspy.kHighsInf
-
-    # Columns: T, then x for each gap, then one for each copy-out of a stretch.
-    costs: list[float] = [1.0]
-    lower: list[float] = [compute]
-    upper: list[float] = [inf]
+    linear = Linear()
+    makespan = linear.column(model.costs.compute_seconds, cost=1.0)
     column: dict[int, int] = {}
-    outs: dict[tuple[int, int], int] = {}
-    in_seconds: dict[int, float] = {}
-    out_seconds: dict[int, float] = {}
-    constant_in = 0.0
+    incoming: dict[int, float] = {makespan: 1.0}
+    outgoing: dict[int, float] = {makespan: 1.0}
+    arrivals = 0.0
     for g in gaps:
-        info = model.gaps[g]
-        column[g] = len(costs)
-        seconds = home.in_seconds(info.bytes) if home else 0.0
-        in_seconds[column[g]] = seconds
-        constant_in += seconds
-        costs.append(-weight * seconds)
-        lower.append(0.0 if home else 1.0)
-        upper.append(1.0)
-    cyclic = {model.gaps[g].gap.storage: column[g] for g in gaps if model.gaps[g].cyclic}
+        seconds = home.in_seconds(model.gaps[g].bytes) if home else 0.0
+        column[g] = linear.column(0.0 if home else 1.0, 1.0, -weight * seconds)
+        incoming[column[g]] = seconds
+        arrivals += seconds
     links: list[tuple[dict[int, float], float]] = []  # rows "sum >= bound"
-    for g in gaps:
+    cyclic = {model.gaps[g].gap.storage: column[g] for g in gaps if model.gaps[g].cyclic}
+    outs: dict[tuple[int, int], int] = {}  # one for each stretch
+    for g in gaps if home else ():
         info = model.gaps[g]
         storage = info.gap.storage
-        if home is None or model.graph.storages[storage].kind.value == "input":
+        if model.graph.storages[storage].kind is StorageKind.INPUT:
             continue
-        key = (storage, info.segment)
-        unwritten = info.segment == 0 and not info.cyclic
         if info.cyclic and storage not in model.changed:
             continue  # at home it is up to date, always
-        if key not in outs:
-            outs[key] = len(costs)
+        key = (storage, info.segment)
+        if home and key not in outs:
             seconds = home.out_seconds(info.bytes)
-            out_seconds[outs[key]] = seconds
-            costs.append(weight * seconds)
-            lower.append(0.0)
-            upper.append(1.0)
-        if unwritten and storage in cyclic:
+            outs[key] = linear.column(0.0, 1.0, weight * seconds)
+            outgoing[outs[key]] = -seconds
+        if info.segment == 0 and not info.cyclic and storage in cyclic:
             # A copy is needed only if the storage was resident when the step began.
             links.append(({outs[key]: 1.0, column[g]: 1.0, cyclic[storage]: -1.0}, 0.0))
         else:
             links.append(({outs[key]: 1.0, column[g]: 1.0}, 1.0))
-
-    rows: list[tuple[float, float, list[int], list[float]]] = []
-    rows.append((constant_in, inf, [0, *in_seconds], [1.0, *in_seconds.values()]))
-    rows.append((0.0, inf, [0, *out_seconds], [1.0, *(-s for s in out_seconds.values())]))
+    linear.row(incoming, low=arrivals)
+    linear.row(outgoing, low=0.0)
     for terms, bound in links:
-        rows.append((bound, inf, list(terms), list(terms.values())))
+        linear.row(terms, low=bound)
     cores = _cores(model, transit)
-    room, members = _memory(model, gaps, cores)
-    previous: frozenset[int] = frozenset()
-    for i in range(n):
-        free = float(room[i])
-        total = sum(model.gaps[g].bytes for g in members[i])
-        if total <= free:
-            continue
-        if free < 0:
-            return None
-        # Consecutive ops with the same gaps around them differ only in what is free.
-        current = frozenset(members[i])
-        if current == previous and rows[-1][1] <= free:
-            continue
-        previous = current
-        order = sorted(members[i])
-        rows.append((-inf, free, [column[g] for g in order], [float(model.gaps[g].bytes) for g in order]))
-    if home is None and len(rows) > 2 + len(links):
+    room, total = _memory(model, gaps, cores)
+    short = room[total > room]
+    if len(short) and (home is None or int(short.min()) < 0):
         return None
-    _fill(solver, costs, lower, upper, rows)
-    solver.run()
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+    ops = tight_ops(room.tolist(), ((model.gaps[g].bytes, cores[g]) for g in gaps))
+    held = levels(linear, ops, ((column[g], model.gaps[g].bytes / UNIT, cores[g]) for g in gaps))
+    for i, level in zip(ops, held, strict=True):
+        if level is not None and total[i] > room[i]:
+            linear.row({level: 1.0}, high=float(room[i]) / UNIT)
+    values = linear.minimise()
+    if values is None:
         return None
-    values = solver.getSolution().col_value
+    shares = np.zeros(len(model.gaps))
     for g in gaps:
         shares[g] = min(max(values[column[g]], 0.0), 1.0)
-    return Relaxed(shares, values[0], cores, room)
+    return Relaxed(shares, float(values[makespan]), cores, room)
 
 
 def _cores(model: Model, transit: float) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -196,35 +167,16 @@ def _cores(model: Model, transit: float) -> tuple[tuple[tuple[int, int], ...], .
 
 def _memory(
     model: Model, gaps: list[int], cores: tuple[tuple[tuple[int, int], ...], ...]
-) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """For each op the bytes left if no gap is kept over its core, and the gaps whose core it is in."""
-    room = model.free.copy()
-    members: list[list[int]] = [[] for _ in range(len(model.graph.ops))]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each op the bytes left if no gap is kept over its core, and the bytes of all gaps whose core it is in."""
+    n = len(model.graph.ops)
+    edges, whole = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
     for g in gaps:
         info = model.gaps[g]
-        for first, last in model.inside(info):
-            room[first:last] -= info.bytes
-        for first, last in cores[g]:
-            room[first:last] += info.bytes
-            for i in range(first, last):
-                members[i].append(g)
-    return room, members
-
-
-def _fill(
-    solver: highspy.Highs,
-    costs: list[float],
-    lower: list[float],
-    upper: list[float],
-    rows: list[tuple[float, float, list[int], list[float]]],
-) -> None:
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(costs), len(rows)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = np.array(costs), np.array(lower), np.array(upper)
-    lp.row_lower_ = np.array([row[0] for row in rows])
-    lp.row_upper_ = np.array([row[1] for row in rows])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in rows)])
-    lp.a_matrix_.index_ = np.array([c for row in rows for c in row[2]], dtype=np.int32)
-    lp.a_matrix_.value_ = np.array([v for row in rows for v in row[3]])
-    solver.passModel(lp)
+        for ranges, change in ((model.inside(info), edges), (cores[g], whole)):
+            for first, last in ranges:
+                if first < last:
+                    change[first] += info.bytes
+                    change[last] -= info.bytes
+    total: NDArray[np.int64] = np.cumsum(whole)[:-1]
+    return model.free - np.cumsum(edges)[:-1] + total, total

@@ -8,30 +8,38 @@ a share of a gap may be computed again:
     where     kept_g + away_g + again_g = 1
               out_i  >=  out_{i-1} + (leaving after op i-1) - rate * (seconds of op i-1 + w_i + (run again before i))
               in_{i-1}  >=  in_i + (needed back by op i) - rate * (seconds of op i + w_i + (run again before i))
-              sum of bytes_g * kept_g over the gaps g around op i  +  out_i + in_i  <=  free bytes at op i
+              held_i  =  held_{i-1} + sum of bytes_g * kept_g over what begins at op i, less what ends there
+              held_i + out_i + in_i  <=  free bytes at op i
 
 ``out_i`` and ``in_i`` are the bytes on their way while op i runs. A step ends when all has flowed out, and begins with
 nothing flowing in. So the solution says what to keep, what to offload and what to compute again all at once, and
 when each op starts. In truth a block's room is free when all of its bytes have left, and a chain of runs may be
 longer if what it reads is dropped too: both are for others to see to (``timing``, ``chains``).
+
+In long steps ops in a row share their flows: time passes in spans of ops, and what leaves or is needed within
+one does so at its end, or at its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from outofcore.costs import Home
 from outofcore.graph import StorageKind
+from outofcore.planning.linear import UNIT, Linear, levels
 from outofcore.planning.model import Ints, Model
+from outofcore.planning.tight import tight_ops
 
 _WHOLE = 1 - 1e-6
 # What a second of copying counts at least beside a second of the step.
 _WEIGHT = 0.002
+# Steps of so many ops are long, and their time is cut into about so many spans.
+_LONG, _SPANS = 1600, 500
 
 
 @dataclass(frozen=True)
@@ -65,82 +73,114 @@ class Streams:
         return keep
 
 
-def solve(
-    model: Model, again: Mapping[int, float], transit: float = 0.0, fixed: Mapping[int, bool] | None = None
-) -> Streams | None:
+def solve(model: Model, again: Mapping[int, float]) -> Streams | None:
     """Solve the relaxation; None if there is no home or no solution.
 
     Args:
         model: the step under its limit.
         again: by gap, for those that may be computed again, the seconds that this takes.
     """
-    return None if model.home is None else _Program(model, again).solve()
+    if model.home is None or (len(model.free) and int(model.free.min()) < 0):
+        return None
+    return _Program(model, model.home, again).solve()
 
 
-@dataclass
+def _spans(seconds: Sequence[float]) -> list[int]:
+    """For each op the number of its span."""
+    if len(seconds) <= _LONG:
+        return list(range(len(seconds)))
+    longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
+    found: list[int] = []
+    span, passed, ops = -1, 0.0, 0
+    for own in seconds:
+        if not ops or ops == most or passed + own > longest:
+            span, passed, ops = span + 1, 0.0, 0
+        passed, ops = passed + own, ops + 1
+        found.append(span)
+    return found
+
+
 class _Program:
-    model: Model
-    again: Mapping[int, float]
-    cost: list[float] = field(default_factory=list[float])
-    low: list[float] = field(default_factory=list[float])
-    high: list[float] = field(default_factory=list[float])
-    rows: list[tuple[float, float, dict[int, float]]] = field(
-        default_factory=list[tuple[float, float, dict[int, float]]]
-    )
+    """The linear program while it is being put together."""
 
-    def _column(self, cost: float, low: float = 0.0, high: float = 1.0) -> int:
-        self.cost.append(cost)
-        self.low.append(low)
-        self.high.append(high)
-        return len(self.cost) - 1
+    def __init__(self, model: Model, home: Home, again: Mapping[int, float]) -> None:
+        self.model, self.home, self.again = model, home, again
+        self.linear = Linear()
+        self.out_rate, self.in_rate = home.bytes_per_s_out / UNIT, home.bytes_per_s_in / UNIT
+        seconds = [cost.seconds for cost in model.costs.ops]
+        self.span = _spans(seconds)
+        count = self.span[-1] + 1 if seconds else 0
+        self.seconds = [0.0] * count
+        for at, own in zip(self.span, seconds, strict=True):
+            self.seconds[at] += own
+        self.waits = [self.linear.column(cost=1.0) for _ in range(count + 1)]
+        # What is on its way when a span begins.
+        self.outs = [self.linear.column() for _ in range(count)]
+        self.ins = [self.linear.column() for _ in range(count)]
+        # Of that, what is still to leave when the span is over, and what has arrived before it starts.
+        self.after = [self.linear.column() for _ in range(count)]
+        self.ahead = [self.linear.column() for _ in range(count)]
+        # What flows in time: by span, before which time passes.
+        self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
+        self.leaving = [defaultdict[int, float](float) for _ in range(count)]
+        self.arrived = [0.0] * count  # what would come if nothing stayed, and what of it does not have to
+        self.spared = [defaultdict[int, float](float) for _ in range(count)]
+        self.kept: dict[int, int] = {}
+        self.repeated: dict[int, int] = {}
 
     def solve(self) -> Streams | None:
-        model, home = self.model, self.model.home
-        n = len(model.graph.ops)
-        if home is None or (n and int(model.free.min()) < 0):
+        """The shares; None if there are none."""
+        model = self.model
+        self._gaps()
+        self._links()
+        self._memory()
+        values = self.linear.minimise()
+        if values is None:
             return None
-        infinity = highspy.kHighsInf
-        weight = max(home.compute_slowdown, _WEIGHT)
-        seconds = [cost.seconds for cost in model.costs.ops]
-        waits = [self._column(1.0, high=infinity) for _ in range(n + 1)]
-        outs = [self._column(0.0, high=infinity) for _ in range(n)]
-        ins = [self._column(0.0, high=infinity) for _ in range(n)]
-        # Of that, what is still to leave when the op is done, and what has arrived before it starts.
-        after = [self._column(0.0, high=infinity) for _ in range(n)]
-        ahead = [self._column(0.0, high=infinity) for _ in range(n)]
-        # What flows in time: by op, before which time passes.
-        passing: list[dict[int, float]] = [{waits[i]: 1.0} for i in range(n + 1)]
-        leaving: list[dict[int, float]] = [{} for _ in range(n)]
-        needed: list[dict[int, float]] = [{} for _ in range(n)]
-        kept: dict[int, int] = {}
-        repeated: dict[int, int] = {}
+        shares_kept, shares_again = np.zeros(len(model.gaps)), np.zeros(len(model.gaps))
+        shares_kept[list(self.kept)] = values[list(self.kept.values())]
+        shares_again[list(self.repeated)] = values[list(self.repeated.values())]
+        flowing = (values[self.outs] + values[self.ins])[self.span] * UNIT
+        return Streams(np.clip(shares_kept, 0, 1), np.clip(shares_again, 0, 1), self._times(values), flowing)
+
+    def _times(self, values: NDArray[np.float64]) -> tuple[float, ...]:
+        late = [float(sum(values[c] * v for c, v in passed.items())) for passed in self.passing]
+        times: list[float] = []
+        now, former = 0.0, -1
+        for span, cost in zip(self.span, self.model.costs.ops, strict=True):
+            now += late[span] if span != former else 0.0
+            times.append(now)
+            now, former = now + cost.seconds, span
+        return (*times, now + late[-1])
+
+    def _gaps(self) -> None:
+        model, home, linear = self.model, self.home, self.linear
+        n, weight = len(model.graph.ops), max(home.compute_slowdown, _WEIGHT)
         sent: dict[tuple[int, int], dict[int, float]] = {}
-        arrived = [0.0] * n  # what comes whatever is chosen
         cyclic = {info.gap.storage: g for g, info in enumerate(model.gaps) if info.cyclic}
         order = sorted(range(len(model.gaps)), key=lambda g: (model.gaps[g].gap.storage, not model.gaps[g].cyclic, g))
         for g in order:
             info = model.gaps[g]
-            storage, end = info.gap.storage, info.gap.end - (n if info.cyclic else 0)
-            count = home.in_seconds(info.bytes) * home.bytes_per_s_in
+            storage, end = info.gap.storage, self.span[info.gap.end % n]
+            count = home.in_seconds(info.bytes) * self.in_rate
+            self.arrived[end] += count
             if info.arriving:
-                arrived[end] += count
                 continue
-            kept[g] = self._column(-weight * home.in_seconds(info.bytes))
-            shares = {kept[g]: 1.0}
+            self.kept[g] = linear.column(0.0, 1.0, -weight * home.in_seconds(info.bytes))
+            shares = {self.kept[g]: 1.0}
             if g in self.again:
-                repeated[g] = self._column(self.again[g] - weight * home.in_seconds(info.bytes))
-                shares[repeated[g]] = 1.0
-                passing[end][repeated[g]] = self.again[g]
-                self.rows.append((-infinity, 1.0, shares))
-            arrived[end] += count
+                self.repeated[g] = linear.column(0.0, 1.0, self.again[g] - weight * home.in_seconds(info.bytes))
+                shares[self.repeated[g]] = 1.0
+                self.passing[end][self.repeated[g]] = self.again[g]
+                linear.row(shares, high=1.0)
             for column in shares:
-                needed[end][column] = needed[end].get(column, 0.0) - count
+                self.spared[end][column] += count
             if model.graph.storages[storage].kind is StorageKind.INPUT:
                 continue
             if info.cyclic and storage not in model.changed:
                 continue
-            copy = self._column(weight * home.out_seconds(info.bytes))
-            leaving[info.gap.start][copy] = home.out_seconds(info.bytes) * home.bytes_per_s_out
+            copy = linear.column(0.0, 1.0, weight * home.out_seconds(info.bytes))
+            self.leaving[self.span[info.gap.start]][copy] = home.out_seconds(info.bytes) * self.out_rate
             # All copies of one stretch so far, this one among them, are at least what is away.
             earlier = sent.setdefault((storage, info.segment), {})
             earlier[copy] = 1.0
@@ -148,72 +188,40 @@ class _Program:
             if info.segment == 0 and not info.cyclic and storage in cyclic:
                 # A copy is needed only if the storage was resident when the step began.
                 bound = 0.0
-                terms[kept[cyclic[storage]]] = terms.get(kept[cyclic[storage]], 0.0) - 1.0
-            self.rows.append((bound, infinity, terms))
-        for i in range(n):
-            # While op i runs: what is on its way at its start, less what flows meanwhile.
-            for rate, way, rest in ((home.bytes_per_s_out, outs, after), (home.bytes_per_s_in, ins, ahead)):
-                self.rows.append((-rate * seconds[i], infinity, {rest[i]: 1.0, way[i]: -1.0}))
-        for i in range(n + 1):
-            row: dict[int, float] = {c: home.bytes_per_s_out * v for c, v in passing[i].items()}
+                terms[self.kept[cyclic[storage]]] = terms.get(self.kept[cyclic[storage]], 0.0) - 1.0
+            linear.row(terms, low=bound)
+
+    def _links(self) -> None:
+        linear, count = self.linear, len(self.seconds)
+        for i, seconds in enumerate(self.seconds):
+            linear.row({self.after[i]: 1.0, self.outs[i]: -1.0}, low=-self.out_rate * seconds)
+            linear.row({self.ahead[i]: 1.0, self.ins[i]: -1.0}, low=-self.in_rate * seconds)
+        for i in range(count + 1):
+            row = {c: self.out_rate * v for c, v in self.passing[i].items()}
             if i:
-                row[after[i - 1]] = -1.0
-                for column, count in leaving[i - 1].items():
-                    row[column] = row.get(column, 0.0) - count
-            if i < n:
-                row[outs[i]] = 1.0
-            self.rows.append((0.0, infinity, row))
-            if i == n:
+                row[self.after[i - 1]] = -1.0
+                for column, size in self.leaving[i - 1].items():
+                    row[column] = row.get(column, 0.0) - size
+            if i < count:
+                row[self.outs[i]] = 1.0
+            linear.row(row, low=0.0)
+            if i == count:
                 break
-            row = {c: home.bytes_per_s_in * v for c, v in passing[i].items()}
+            row = {c: self.in_rate * v for c, v in self.passing[i].items()}
             if i:
-                row[ins[i - 1]] = 1.0
-            row[ahead[i]] = -1.0
-            for column, count in needed[i].items():
-                row[column] = row.get(column, 0.0) - count
-            self.rows.append((arrived[i], infinity, row))
-        self._memory(kept, outs, ins)
-        values = self._least()
-        if values is None:
-            return None
-        shares_kept, shares_again = np.zeros(len(model.gaps)), np.zeros(len(model.gaps))
-        shares_kept[list(kept)] = values[list(kept.values())]
-        shares_again[list(repeated)] = values[list(repeated.values())]
-        flowing = values[outs] + values[ins]
-        late = [float(sum(values[c] * v for c, v in passed.items())) for passed in passing]
-        starts = [late[0], *accumulate((s + w for s, w in zip(seconds, late[1:], strict=True)), initial=late[0])][1:]
-        return Streams(np.clip(shares_kept, 0, 1), np.clip(shares_again, 0, 1), tuple(starts), flowing)
+                row[self.ins[i - 1]] = 1.0
+            row[self.ahead[i]] = -1.0
+            for column, size in self.spared[i].items():
+                row[column] = row.get(column, 0.0) + size
+            linear.row(row, low=self.arrived[i])
 
-    def _memory(self, kept: dict[int, int], outs: list[int], ins: list[int]) -> None:
+    def _memory(self) -> None:
         model = self.model
-        around: list[dict[int, float]] = [{} for _ in outs]
-        for g, column in kept.items():
-            info = model.gaps[g]
-            for first, last in model.inside(info):
-                for index in range(first, last):
-                    around[index][column] = float(info.bytes)
-        for index, terms in enumerate(around):
-            terms[outs[index]] = 1.0
-            terms[ins[index]] = 1.0
-            self.rows.append((-highspy.kHighsInf, float(model.free[index]), terms))
-
-    def _least(self) -> NDArray[np.float64] | None:
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.cost), len(self.rows)
-        lp.col_cost_ = np.array(self.cost)
-        lp.col_lower_, lp.col_upper_ = np.array(self.low), np.array(self.high)
-        lp.row_lower_ = np.array([row[0] for row in self.rows])
-        lp.row_upper_ = np.array([row[1] for row in self.rows])
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)])
-        lp.a_matrix_.index_ = np.array([c for row in self.rows for c in row[2]], dtype=np.int32)
-        lp.a_matrix_.value_ = np.array([v for row in self.rows for v in row[2].values()])
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.setOptionValue("random_seed", 0)
-        solver.passModel(lp)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        return np.array(solver.getSolution().col_value)
+        stays = [(column, model.gaps[g].bytes, model.inside(model.gaps[g])) for g, column in self.kept.items()]
+        ops = tight_ops(model.free.tolist(), [stay[1:] for stay in stays], self.span)
+        scaled = [(column, size / UNIT, ranges) for column, size, ranges in stays]
+        for i, held in zip(ops, levels(self.linear, ops, scaled), strict=True):
+            terms = {self.outs[self.span[i]]: 1.0, self.ins[self.span[i]]: 1.0}
+            if held is not None:
+                terms[held] = 1.0
+            self.linear.row(terms, high=float(model.free[i]) / UNIT)

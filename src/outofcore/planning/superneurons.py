@@ -110,15 +110,17 @@ class _Parts:
         """
         found: list[Decision] = []
         due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
+        made: dict[int, list[Gap]] = {}  # by the op that makes them
+        for gap in due:
+            made.setdefault(self.graph.creator[gap.storage], []).append(gap)
         for index, gaps in enumerate(self.segments if recompute else ()):
             together = sum(map(self._bytes, gaps)) <= self.neediest
             first = min((gap.end for gap in gaps), default=0)
             for gap in gaps:
                 fetch = max(first, gap.start + 1) if together else gap.end
                 found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
-            for gap, at in due.items():
-                if gaps and index and self.graph.creator[gap.storage] == self.makers[index - 1]:
-                    due[gap] = max(min(at, first), gap.start + 1)
+            for gap in made.get(self.makers[index - 1], ()) if gaps and index else ():
+                due[gap] = max(min(due[gap], first), gap.start + 1)
         times = sorted(set(due.values()))
         for gap, at in due.items():
             release, fetch = gap.start + 1, at

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-import numpy as np
-
 from outofcore.analysis.gaps import is_large, placed_bytes
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
 from outofcore.costs import Costs, Home
@@ -81,6 +79,8 @@ class Trials:
     held: Held
     history: History
     again: frozenset[int]  # maps that can be computed again
+    out_seconds: tuple[float, ...]
+    in_seconds: tuple[float, ...]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Trials:
@@ -89,7 +89,10 @@ class Trials:
         again = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
         sizes = tuple(placed_bytes(graph.storages[gap.storage].bytes) for gap in maps)
         home = costs.homes[0] if costs.homes else None
-        return Trials(graph, costs, home, limit, maps, sizes, Held.of(graph, costs), history, again)
+        counts = [graph.storages[gap.storage].bytes for gap in maps]
+        out = tuple(home.out_seconds(count) if home else 0.0 for count in counts)
+        back = tuple(home.in_seconds(count) if home else 0.0 for count in counts)
+        return Trials(graph, costs, home, limit, maps, sizes, Held.of(graph, costs), history, again, out, back)
 
     @property
     def ops(self) -> int:
@@ -102,8 +105,7 @@ class Trials:
 
     def copy_seconds(self, m: int) -> float:
         """Seconds of a map's copies."""
-        count = self.graph.storages[self.maps[m].storage].bytes
-        return self.home.out_seconds(count) + self.home.in_seconds(count) if self.home else 0.0
+        return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[Class]) -> float:
         """Seconds that computing a map again by itself takes."""
@@ -222,9 +224,9 @@ class Trials:
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
             gap, size = self.maps[m], self.sizes[m]
             first = gap.start + 1
-            done = max(done, times[first]) + self._seconds(m, out=True)
+            done = max(done, times[first]) + self.out_seconds[m]
             safe = min(max(bisect_left(times, done), first), gap.end)
-            short = np.flatnonzero(room[first:safe] < size)
+            short = (room[first:safe] < size).nonzero()[0]
             releases[m] = first + int(short[0]) if len(short) else safe
             room[first : releases[m]] -= size
         return releases
@@ -236,14 +238,14 @@ class Trials:
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):
-            due = min(due, times[self.maps[m].end]) - self._seconds(m, out=False)
+            due = min(due, times[self.maps[m].end]) - self.in_seconds[m]
             latest[m] = due
         fetches: dict[int, int] = {}
         for m in sorted(swapped, key=lambda m: (self.maps[m].end, m)):
             end, size = self.maps[m].end, self.sizes[m]
             wish = bisect_right(times, latest[m]) - 1 if delayed else 0
             first = min(max(wish, releases[m]), end)
-            short = np.flatnonzero(room[first:end] < size)
+            short = (room[first:end] < size).nonzero()[0]
             fetches[m] = first + int(short[-1]) + 1 if len(short) else first
             room[fetches[m] : end] -= size
         return fetches
@@ -263,19 +265,13 @@ class Trials:
         for op, what, m in sorted(events):
             now = times[op] + late
             if what == 0:
-                out_free = out_done[m] = max(out_free, now) + self._seconds(m, out=True)
+                out_free = out_done[m] = max(out_free, now) + self.out_seconds[m]
             elif what == 1:
                 if out_done[m] > now:
                     stalling.add(m)
                     late += out_done[m] - now
             elif what == 2:
-                in_free = in_done[m] = max(in_free, now, out_done[m]) + self._seconds(m, out=False)
+                in_free = in_done[m] = max(in_free, now, out_done[m]) + self.in_seconds[m]
             else:
                 late = max(late, in_done[m] - times[op])
         return max(times[-1] + late, out_free, in_free), frozenset(stalling)
-
-    def _seconds(self, m: int, *, out: bool) -> float:
-        count = self.graph.storages[self.maps[m].storage].bytes
-        if self.home is None:
-            return 0.0
-        return self.home.out_seconds(count) if out else self.home.in_seconds(count)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.rehearsal import Rehearsal, rehearse
+from outofcore.planning.rehearsal import Rehearsal, rehearse, rehearse_again
 
 # What a second of copying counts at least beside a second of the step.
 _WEIGHT = 0.002
@@ -22,8 +22,11 @@ _WAITED = 0.6
 
 def value(model: Model, rehearsal: Rehearsal) -> float:
     """What rehearsals are compared by: their seconds, and what copies take from the ops beside them."""
-    slowdown = model.home.compute_slowdown if model.home else 0.0
-    return rehearsal.seconds + max(slowdown, _WEIGHT) * rehearsal.copied
+    return rehearsal.seconds + _weight(model) * rehearsal.copied
+
+
+def _weight(model: Model) -> float:
+    return max(model.home.compute_slowdown if model.home else 0.0, _WEIGHT)
 
 
 def lighten(model: Model, keep: NDArray[np.bool_], draw: random.Random, but: int = -1) -> bool:
@@ -33,11 +36,7 @@ def lighten(model: Model, keep: NDArray[np.bool_], draw: random.Random, but: int
         worst = int(free.argmin()) if len(free) else 0
         if not len(free) or free[worst] >= 0:
             return True
-        around = [
-            g
-            for g in np.flatnonzero(keep).tolist()
-            if g != but and any(first <= worst < last for first, last in model.inside(model.gaps[g]))
-        ]
+        around = [g for g in np.flatnonzero(keep & model.around(worst)).tolist() if g != but]
         if not around:
             return False
         enough = [g for g in around if model.gaps[g].bytes >= -free[worst]]
@@ -70,7 +69,7 @@ def tune(model: Model, keep: NDArray[np.bool_], tries: int) -> tuple[NDArray[np.
         changed[g] = not changed[g]
         if changed[g] and not lighten(model, changed, draw, g):
             continue
-        found = rehearse(model, changed)
-        if value(model, found) <= value(model, best):
+        found = rehearse_again(model, changed, best, value(model, best), _weight(model))
+        if found is not None:
             keep, best = changed, found
     return keep, best

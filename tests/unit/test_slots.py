@@ -1,0 +1,98 @@
+"""Pages at homes: no copy overwrites what another still has to read, and a home is filled to its last page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from strategies import costs_for, graphs, plans_for
+
+from outofcore.costs import Costs
+from outofcore.errors import GraphError, SpillError
+from outofcore.execution.slots import Slots, lay_out, needed_bytes
+from outofcore.graph import StepGraph
+from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.lowering.slots import lasting, slot_bytes
+from outofcore.plan import Plan
+from outofcore.planning import place
+from outofcore.program import CopyOut, Program, Run
+from outofcore.validator.step import Order
+
+
+class Fake:
+    """A home that holds so much and nothing more."""
+
+    in_memory = True
+
+    def __init__(self, most: int) -> None:
+        self.most, self.bytes = most, 0
+
+    def ensure(self, count: int) -> None:
+        if count > self.most:
+            raise SpillError("full")
+        self.bytes = max(self.bytes, count)
+
+
+Task = tuple[StepGraph, Costs, Program]
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """A step, and a program that its homes can just hold."""
+    graph = draw(graphs(max_layers=3))
+    costs = draw(costs_for(graph))
+    plan = draw(plans_for(graph, len(costs.homes)))
+    roomy = replace(costs, homes=tuple(replace(home, bytes=None) for home in costs.homes))
+    try:
+        lowered = place(lower(graph, costs, plan))
+    except GraphError:  # at another home than the one it left for
+        lowered = place(lower(graph, costs, Plan("keep", 0, ())))
+    needed = needed_bytes(graph, roomy, lowered)
+    costs = replace(costs, homes=tuple(replace(h, bytes=n) for h, n in zip(costs.homes, needed, strict=False)))
+    for home in range(len(costs.homes)):  # as little as waiting allows
+        for eighths in range(8):
+            homes = list(costs.homes)
+            homes[home] = replace(homes[home], bytes=needed[home] * eighths // 8 // 4096 * 4096)
+            tight = replace(costs, homes=tuple(homes))
+            if room_at_homes(graph, tight, lowered) is not None:
+                costs = tight
+                break
+    return graph, costs, lowered
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tasks())
+def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
+    graph, costs, lowered = task
+    program = wire(graph, lowered, costs)
+    slots = [Slots(Fake(home.bytes or 0)) for home in costs.homes]  # type: ignore[arg-type]
+    settled = lasting(graph, program)
+    for storage, home in settled.items():
+        slots[home].take(slot_bytes(graph.storages[storage].bytes))
+    before = [home.taken for home in slots]
+    layout = lay_out(graph, costs, program, slots)
+    assert [home.taken for home in slots] == needed_bytes(graph, costs, program)
+
+    order = Order(program)
+    copies = []
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            continue
+        storage = program.blocks[instruction.block].storage
+        assert (index in layout.pieces) == ((storage, instruction.home) not in settled.items())
+        if index in layout.pieces:
+            pieces = layout.pieces[index]
+            assert storage is not None
+            assert sum(piece.bytes for piece in pieces) == slot_bytes(graph.storages[storage].bytes)
+            pages = {page for p in pieces for page in range(p.offset // 4096, (p.offset + p.bytes) // 4096)}
+            copies.append((index, instruction, storage, pages))
+    shared = False
+    for (first, one, storage, pages), (second, other, another, its) in combinations(copies, 2):
+        if one.home == other.home and isinstance(other, CopyOut) and pages & its:
+            shared = shared or storage != another
+            assert order.before(first, second), (first, second)
+    event("pages change hands" if shared else "each has its own")
+    layout.give_back(slots)
+    assert [home.taken for home in slots] == before
