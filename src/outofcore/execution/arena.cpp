@@ -1,13 +1,17 @@
-// A CPU allocator for PyTorch that serves planned requests at planned addresses.
+// An allocator for PyTorch that serves planned requests at planned addresses, on the CPU or (OUTOFCORE_CUDA) on CUDA.
 //
 // While a thread is inside a scope, its k-th request gets the k-th planned address. Every other request
 // goes to the allocator that was there before (the stock allocator). Called by ctypes with the GIL held.
 
-#include <c10/core/CPUAllocator.h>
+#ifdef OUTOFCORE_CUDA
+#include "device_cuda.h"
+#else
+#include "device_cpu.h"
+#endif
+
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
-#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdint>
@@ -82,7 +86,7 @@ void drop_holder(Arena& arena) {
   if (arena.holders.fetch_sub(1) != 1) return;
   const std::lock_guard<std::mutex> guard(mutex);
   const uintptr_t base = arena.base.exchange(0), end = arena.end.exchange(0);
-  munmap(reinterpret_cast<void*>(base), end - base);
+  device::give_back(stock.load(), base, end);
 }
 
 bool overlap(const Request& a, const Request& b) {
@@ -170,19 +174,19 @@ void* serve(Thread& t, int64_t bytes) {
   return serve_off_plan(t, bytes);
 }
 
-struct PlannedAllocator final : c10::Allocator {
+struct PlannedAllocator final : device::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     Thread& t = thread;
+    if (device::kOwnDeleter && t.arena == nullptr && t.log == nullptr) return stock.load()->allocate(bytes);
     void* pointer = t.arena != nullptr && bytes != 0 ? serve(t, static_cast<int64_t>(bytes))
                                                      : stock.load()->raw_allocate(bytes);
     if (t.table != nullptr && bytes != 0)
       t.table->visit.push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
     if (t.log != nullptr && bytes != 0)
       t.log->push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
-    return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
+    return {pointer, pointer, &release, device::current()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
 // Ends the visit of the thread to a scope; what it did is kept if it went off the plan.
@@ -206,7 +210,7 @@ PlannedAllocator& allocator = *new PlannedAllocator;  // never destroyed: storag
 EXPORT int outofcore_install() {
   const std::lock_guard<std::mutex> guard(mutex);
   if (installs == 0) {
-    c10::Allocator* current = c10::GetCPUAllocator();
+    c10::Allocator* current = device::installed();
     if (current->raw_deleter() == nullptr) return 1;
     if (stock.load() == nullptr) {
       pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
@@ -214,8 +218,9 @@ EXPORT int outofcore_install() {
       return 2;
     }
     stock = current;
-    c10::SetCPUAllocator(&allocator);
-    if (c10::GetCPUAllocator() != &allocator) return 3;
+    device::beneath(allocator, current);
+    device::install(&allocator);
+    if (device::installed() != &allocator) return 3;
   }
   ++installs;
   return 0;
@@ -223,10 +228,10 @@ EXPORT int outofcore_install() {
 
 EXPORT void outofcore_uninstall() {
   const std::lock_guard<std::mutex> guard(mutex);
-  if (--installs == 0 && c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(stock);
+  if (--installs == 0 && device::installed() == &allocator) device::install(stock);
 }
 
-// Takes over [base, base + bytes), which is unmapped when the owner and all planned pieces are gone.
+// Takes over [base, base + bytes), which is given back when the owner and all planned pieces are gone.
 EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large, int64_t reserve) {
   const std::lock_guard<std::mutex> guard(mutex);
   for (int i = 0; i < kArenas; ++i) {

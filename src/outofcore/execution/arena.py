@@ -20,7 +20,7 @@ import functools
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import TracebackType
 from typing import Self
 
@@ -30,6 +30,8 @@ import torch
 from outofcore.analysis import LARGE_BYTES
 from outofcore.analysis.requests import Event, EventKind
 from outofcore.errors import ArenaError, StateError
+from outofcore.execution.arenas import ArenaCounters, Memory
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
 from outofcore.execution.native import Native, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
@@ -40,21 +42,6 @@ DEFAULT_RESERVE = 16 * MIB
 STOCK = -1
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaCounters:
-    """What the scopes of an arena have been asked for since it was opened. All 0 without the native allocator."""
-
-    served: int = 0  # requests served at their planned address
-    small: int = 0  # off-plan requests below 64 KiB
-    large: int = 0  # off-plan requests of 64 KiB and more that the reserve could hold
-    large_bytes: int = 0  # their bytes, all added up
-    live_bytes: int = 0  # their bytes in use now
-    peak_live_bytes: int = 0  # the most bytes of theirs in use at once
-    refused: int = 0  # off-plan requests that the reserve could not hold
-    unclaimed: int = 0  # planned requests that had not come when their scope ended
-    last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
 
 
 class Arena:
@@ -88,7 +75,7 @@ class Arena:
             self._uninstall: Callable[[], object] = _nothing
             return
         try:
-            _install(library)
+            install(library)
         except ArenaError:
             unmap(self.address, self.bytes)
             raise
@@ -149,6 +136,20 @@ class Arena:
         """
         return tensor_over(self.memory(offset, count))
 
+    def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
+        """Copy the bytes [offset, offset + count) to a slot.
+
+        Raises: as ``memory``; TransferError: the copy failed.
+        """
+        home.write(slot, self.memory(offset, count))
+
+    def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
+        """Fill the bytes [offset, offset + count) from a slot.
+
+        Raises: as ``memory``; TransferError: the copy failed.
+        """
+        home.read(slot, self.memory(offset, count))
+
     def discard(self, offset: int, count: int) -> None:
         """Give the physical memory of the whole pages in [offset, offset + count) back; they read as zeros after."""
         region = self.region
@@ -206,7 +207,7 @@ class ScopeTable:
     begin: Callable[[int], object]
     end: Callable[[], object]
 
-    def __init__(self, arena: Arena, scopes: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, arena: Memory, scopes: Sequence[Sequence[tuple[int, int]]]) -> None:
         self._region = arena.region  # the arena's pages must outlive the table
         requests = np.zeros((sum(len(scope) for scope in scopes), 2), np.int64)
         row = 0
@@ -269,7 +270,7 @@ class Recorder:
         if self._library is not None:
             if self._log is not None:
                 raise StateError("this recorder is recording already; leave its 'with' block first, or use another one")
-            _install(self._library)
+            install(self._library)
             self._log = self._library.outofcore_record_begin()
         return self
 
@@ -298,7 +299,12 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
     )
 
 
-def _install(library: ctypes.PyDLL) -> None:
+def install(library: ctypes.PyDLL) -> None:
+    """Put the native allocator under PyTorch; each call is undone by one of ``outofcore_uninstall``.
+
+    Raises:
+        ArenaError: the allocator that is there cannot be wrapped.
+    """
     status = library.outofcore_install()
     if status:
         why = {
@@ -306,9 +312,7 @@ def _install(library: ctypes.PyDLL) -> None:
             2: "another one was installed since this process first used outofcore",
             3: "it was installed with a higher priority",
         }
-        raise ArenaError(
-            f"PyTorch's CPU allocator cannot be wrapped: {why[status]}; do not install another CPU allocator"
-        )
+        raise ArenaError(f"PyTorch's allocator cannot be wrapped: {why[status]}; do not install another allocator")
 
 
 def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
@@ -327,7 +331,7 @@ def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
     ]
 
 
-def _free_table(library: ctypes.PyDLL, table: int, region: Region) -> None:
+def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
     library.outofcore_table_free(table)
 
 

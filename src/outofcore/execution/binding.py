@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 
+from outofcore import _torch_internals as internals
 from outofcore.analysis.requests import Requests, Result, Scratch
 from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.errors import GraphError
-from outofcore.execution.arena import STOCK, Arena
-from outofcore.program import Block, CopyOut, Program, Queue, Run, Wait, queue_of
+from outofcore.execution.arena import STOCK
+from outofcore.execution.arenas import Memory
+from outofcore.graph import StepGraph
+from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
 
-QUEUES = (Queue.COMPUTE, Queue.COPY_OUT, Queue.COPY_IN)
+# Queues are numbered: ops first, then for each home copies out and copies in.
+COMPUTE = 0
 
 
 class Draws(Enum):
@@ -40,7 +44,7 @@ class BoundRun:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[tuple[int, int, torch.Tensor], ...]  # leaf, the address it should have, the tensor to be
-    waits: tuple[tuple[int, int], ...]  # queue index, count
+    waits: tuple[tuple[int, int], ...]  # number of the queue, count
     number: int  # place in its queue, from 1
     awaited: bool  # whether an instruction of another queue waits for this one
     draws: Draws
@@ -52,6 +56,7 @@ class BoundCopy:
 
     index: int
     storage: int
+    home: int
     offset: int  # of the block in the arena
     bytes: int  # of the block, whole pages where it is large
     waits: tuple[tuple[int, int], ...]
@@ -61,11 +66,22 @@ class BoundCopy:
 
 @dataclass(frozen=True)
 class Bound:
-    """A program bound to an arena."""
+    """A program bound to an arena.
 
+    Attributes:
+        runs: the ops.
+        copies: for each home the copies out and the copies in, in the order in which queues are numbered.
+    """
+
+    graph: StepGraph
+    program: Program
     runs: tuple[BoundRun, ...]
-    copies_out: tuple[BoundCopy, ...]
-    copies_in: tuple[BoundCopy, ...]
+    copies: tuple[tuple[BoundCopy, ...], ...]
+
+
+def queue_number(queue: Queue, home: int) -> int:
+    """The number of a queue."""
+    return COMPUTE if queue is Queue.COMPUTE else 2 * home + (1 if queue is Queue.COPY_OUT else 2)
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
@@ -75,7 +91,7 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    def __init__(self, captured: Captured, program: Program, arena: Arena) -> None:
+    def __init__(self, captured: Captured, program: Program, arena: Memory) -> None:
         self.captured = captured
         self.program = program
         self.arena = arena
@@ -89,9 +105,17 @@ class _Binder:
             base = self.bases.get(block.id)
             if base is None:
                 count = self.captured.graph.storages[value.storage].bytes
-                base = self.bases[block.id] = self.arena.view(block.offset, count)
+                base = self.foreign(value.storage, count) if value.foreign else self.arena.view(block.offset, count)
+                self.bases[block.id] = base
             found = self.tensors[value_index, block.id] = tensor_on(base, value)
         return found
+
+    def foreign(self, storage: int, count: int) -> torch.Tensor:
+        """Host memory in place of a block, for one of the few small tensors that a step on a GPU keeps on the CPU."""
+        constant = self.captured.constants.get(storage)
+        if constant is not None:
+            return internals.storage_bytes(constant)
+        return torch.zeros(count, dtype=torch.uint8)
 
     def argument(self, item: Any, blocks: dict[int, Block]) -> Any:
         if isinstance(item, Ref):
@@ -104,30 +128,36 @@ class _Binder:
 
 
 def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((QUEUES.index(wait.queue), wait.count) for wait in waits)
+    return tuple((queue_number(wait.queue, wait.home), wait.count) for wait in waits)
 
 
-def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
+def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) -> Bound:
     """Bind a placed and wired program to an arena.
 
     Args:
         captured: the step.
         program: a program of ``captured.graph``, with offsets within the arena.
         arena: at least ``program.arena_bytes`` large.
+        homes: how many there are.
 
     Raises:
-        GraphError: the program copies a workspace, or uses another home than the first.
+        GraphError: the program copies a workspace, or uses a home that is not there.
     """
     binder = _Binder(captured, program, arena)
-    awaited = {(wait.queue, wait.count) for i in program.instructions for wait in i.waits}
+    awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
     random_again = {
         i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
     }
-    counts = dict.fromkeys(QUEUES, 0)
+    counts = [0] * (1 + 2 * homes)
     runs: list[BoundRun] = []
-    copies: dict[Queue, list[BoundCopy]] = {Queue.COPY_OUT: [], Queue.COPY_IN: []}
+    copies: list[list[BoundCopy]] = [[] for _ in range(2 * homes)]
     for index, instruction in enumerate(program.instructions):
-        queue = queue_of(instruction)
+        if not isinstance(instruction, Run) and not 0 <= instruction.home < homes:
+            raise GraphError(
+                f"instruction {index} copies to or from home {instruction.home}, and the step runs with {homes}: plan "
+                "it with costs that name those alone"
+            )
+        queue = queue_number(*lane_of(instruction))
         counts[queue] += 1
         number, is_awaited = counts[queue], (queue, counts[queue]) in awaited
         if isinstance(instruction, Run):
@@ -162,18 +192,19 @@ def bind(captured: Captured, program: Program, arena: Arena) -> Bound:
             block = program.blocks[instruction.block]
             if block.storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
-            if instruction.home:
-                raise GraphError(
-                    f"instruction {index} copies to or from home {instruction.home}; a step runs with its first home "
-                    "only: plan it with costs that name one home"
-                )
-            kind = Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
-            copies[kind].append(
+            copies[queue - 1].append(
                 BoundCopy(
-                    index, block.storage, block.offset, block.bytes, _pairs(instruction.waits), number, is_awaited
+                    index,
+                    block.storage,
+                    instruction.home,
+                    block.offset,
+                    block.bytes,
+                    _pairs(instruction.waits),
+                    number,
+                    is_awaited,
                 )
             )
-    return Bound(tuple(runs), tuple(copies[Queue.COPY_OUT]), tuple(copies[Queue.COPY_IN]))
+    return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)))
 
 
 def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -> list[list[tuple[int, int]]]:
@@ -198,7 +229,8 @@ def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -
                 case Result(leaf):
                     value_index = results[leaf]
                     block = None if value_index is None else blocks[captured.values[value_index].storage]
-                    if block is not None and request.bytes <= block.bytes:
+                    foreign = value_index is not None and captured.values[value_index].foreign
+                    if block is not None and not foreign and request.bytes <= block.bytes:
                         offset = block.offset
                 case Scratch(within) if scratch != STOCK:
                     offset = scratch + within
@@ -210,4 +242,4 @@ def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -
     return found
 
 
-__all__ = ["QUEUES", "Bound", "BoundCopy", "BoundRun", "Draws", "bind", "scopes", "tensor_on"]
+__all__ = ["COMPUTE", "Bound", "BoundCopy", "BoundRun", "Draws", "bind", "queue_number", "scopes", "tensor_on"]

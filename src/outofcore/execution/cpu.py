@@ -1,10 +1,10 @@
-"""Runs a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in."""
+"""Runs a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -12,23 +12,25 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
+from outofcore.execution.arenas import Memory
+from outofcore.execution.binding import COMPUTE, Bound, BoundCopy, Draws
+from outofcore.execution.engines import GeneratorStates, Port
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.slots import Piece
+from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
-
-_COMPUTE, _OUT, _IN = 0, 1, 2
 
 
 class _Progress:
     """How many instructions of each queue are done; who waits sleeps on one condition."""
 
-    def __init__(self) -> None:
-        self.done = [0, 0, 0]
+    def __init__(self, queues: int) -> None:
+        self.done = [0] * queues
         self.condition = threading.Condition()
         self.failure: BaseException | None = None
 
     def reset(self) -> None:
-        self.done[:] = [0, 0, 0]
+        self.done[:] = [0] * len(self.done)
         self.failure = None
 
     def publish(self, queue: int, number: int) -> None:
@@ -57,8 +59,8 @@ class _Progress:
 class _Copier(threading.Thread):
     """Runs one copy queue, step after step, until it is closed."""
 
-    def __init__(self, queue: int, progress: _Progress, copy: Callable[[BoundCopy], None]) -> None:
-        super().__init__(name=f"outofcore-copy-{'out' if queue == _OUT else 'in'}", daemon=True)
+    def __init__(self, queue: int, name: str, progress: _Progress, copy: Callable[[BoundCopy], None]) -> None:
+        super().__init__(name=f"outofcore-{name}", daemon=True)
         self._queue = queue
         self._progress = progress
         self._copy = copy
@@ -119,33 +121,43 @@ class _Copier(threading.Thread):
 
 
 class CpuEngine:
-    """The two copy threads and the loop that runs ops; one at a time per process is sensible.
+    """The copy threads, two for each home, and the loop that runs ops; one at a time per process is sensible.
 
     Args:
-        home: where blocks with a slot go to and come from.
+        homes: where blocks go to and come from, nearest first.
     """
 
-    def __init__(self, home: HomeStore) -> None:
-        self._home = home
-        self._progress = _Progress()
-        self._slots: dict[int, int] = {}
-        self._ports: dict[int, tuple[int, int]] = {}
+    def __init__(self, homes: Sequence[HomeStore]) -> None:
+        self._homes = tuple(homes)
+        self._progress = _Progress(1 + 2 * len(self._homes))
+        self._slots: Mapping[int, tuple[Piece, ...]] = {}
+        self._ports: dict[int, Port] = {}
         self._arena: Arena | None = None
-        self._copiers: tuple[_Copier, _Copier] | None = None
+        self._copiers: list[_Copier] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def reached(self) -> Reached:
+        """How far the last step came."""
+        return Reached([at > 0 for at in self._starts], [at > 0 for at in self._ends])
 
     def close(self) -> None:
         """End the copy threads."""
-        if self._copiers is not None:
-            for copier in self._copiers:
-                copier.close()
-            self._copiers = None
+        for copier in self._copiers:
+            copier.close()
+        self._copiers.clear()
 
-    def _started(self) -> tuple[_Copier, _Copier]:
-        if self._copiers is None:
-            self._copiers = (
-                _Copier(_OUT, self._progress, self._copy_out),
-                _Copier(_IN, self._progress, self._copy_in),
-            )
+    def synchronize(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def _started(self) -> list[_Copier]:
+        if not self._copiers:
+            for number, home in enumerate(self._homes):
+                out, into = 2 * number + 1, 2 * number + 2
+                self._copiers += [
+                    _Copier(out, f"{home.name}-out", self._progress, self._copy_out),
+                    _Copier(into, f"{home.name}-in", self._progress, self._copy_in),
+                ]
             for copier in self._copiers:
                 copier.start()
         return self._copiers
@@ -154,30 +166,38 @@ class CpuEngine:
         arena = self._arena
         if arena is None:
             raise StateError("a copy was asked for while no step was running")
-        port = self._ports.get(copy.storage)
-        if port is not None:
-            ctypes.memmove(port[0], arena.address + copy.offset, port[1])
-        else:
-            self._home.write(self._slots[copy.storage], arena.memory(copy.offset, copy.bytes))
+        pieces = self._slots.get(copy.index)
+        if pieces is None:
+            address, count, _ = self._ports[copy.storage]
+            ctypes.memmove(address, arena.address + copy.offset, count)
+            return
+        at, home = copy.offset, self._homes[copy.home]
+        for piece in pieces:
+            home.write(piece.offset, arena.memory(at, piece.bytes))
+            at += piece.bytes
 
     def _copy_in(self, copy: BoundCopy) -> None:
         arena = self._arena
         if arena is None:
             raise StateError("a copy was asked for while no step was running")
-        port = self._ports.get(copy.storage)
-        if port is not None:
-            ctypes.memmove(arena.address + copy.offset, port[0], port[1])
-        else:
-            self._home.read(self._slots[copy.storage], arena.memory(copy.offset, copy.bytes))
+        pieces = self._slots.get(copy.index)
+        if pieces is None:
+            address, count, _ = self._ports[copy.storage]
+            ctypes.memmove(arena.address + copy.offset, address, count)
+            return
+        at, home = copy.offset, self._homes[copy.home]
+        for piece in pieces:
+            home.read(piece.offset, arena.memory(at, piece.bytes))
+            at += piece.bytes
 
     def run(
         self,
         program: Program,
         bound: Bound,
-        arena: Arena,
+        arena: Memory,
         table: ScopeTable,
-        slots: dict[int, int],
-        ports: dict[int, tuple[int, int]],
+        slots: Mapping[int, tuple[Piece, ...]],
+        ports: dict[int, Port],
     ) -> Timeline:
         """Run one step and return when all queues are empty.
 
@@ -186,23 +206,22 @@ class CpuEngine:
             bound: the instructions.
             arena: the device.
             table: the planned requests of each run.
-            slots: for each storage that moves, the offset of its slot at the home.
-            ports: for each input and output the address and bytes of the caller's memory.
+            slots: by the index of a copy, where the bytes of the block are at its home, one piece after the other.
+            ports: for each input and output the address and bytes of the caller's memory: where copies without a slot
+                go to and come from.
 
         Raises:
             TransferError: a copy failed.
             ArenaError: an op asked for more memory than was planned and reserved.
         """
         count = len(program.instructions)
-        starts, ends = [0.0] * count, [0.0] * count
+        starts, ends = self._starts, self._ends = [0.0] * count, [0.0] * count
         progress = self._progress
         progress.reset()
+        if not isinstance(arena, Arena):
+            raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        copiers = [
-            (copier, work)
-            for copier, work in zip(self._started(), (bound.copies_out, bound.copies_in), strict=True)
-            if work
-        ]
+        copiers = [(copier, work) for copier, work in zip(self._started(), bound.copies, strict=True) if work]
         begin = perf_counter()
         for copier, work in copiers:
             copier.begin(work, starts, ends)
@@ -214,8 +233,7 @@ class CpuEngine:
             raise
         finally:
             table.end()
-            for copier, _ in copiers:
-                copier.finish()
+            self._finish([copier for copier, _ in copiers])
         if progress.failure is not None:
             raise _explained(progress.failure)
         end = perf_counter()
@@ -223,11 +241,25 @@ class CpuEngine:
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
 
+    def _finish(self, copiers: Sequence[_Copier]) -> None:
+        """Return when no copy is under way any more, whatever happens meanwhile."""
+        interrupted: BaseException | None = None
+        for copier in copiers:
+            while True:
+                try:
+                    copier.finish()
+                    break
+                except BaseException as error:  # the handler of a signal
+                    self._progress.fail(error)
+                    interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
     def _compute(self, bound: Bound, table: ScopeTable, starts: list[float], ends: list[float]) -> None:
         progress = self._progress
         done = progress.done
         enter = table.begin
-        generators = _Generators()
+        generators = GeneratorStates((torch.default_generator,))
         for scope, run in enumerate(bound.runs):
             if run.waits:
                 try:
@@ -255,36 +287,9 @@ class CpuEngine:
             out = None
             ends[run.index] = perf_counter()
             if run.awaited:
-                progress.publish(_COMPUTE, run.number)
+                progress.publish(COMPUTE, run.number)
             else:
-                done[_COMPUTE] = run.number
-
-
-class _Generators:
-    """The states of the default generator that one step needs to draw the same numbers again.
-
-    A state takes 5 KB of ordinary memory. Whoever else draws from the default generator while an op runs
-    again, from another thread, draws the numbers of that op.
-    """
-
-    def __init__(self) -> None:
-        self._generator = torch.default_generator
-        self._saved: dict[int, torch.Tensor] = {}  # by op
-        self._current: torch.Tensor | None = None
-
-    def before(self, run: BoundRun) -> None:
-        """Save the state before an op's first run, or set it for another."""
-        state = self._generator.get_state()
-        if run.draws is Draws.FIRST:
-            self._saved[run.op] = state
-        else:
-            self._current = state
-            self._generator.set_state(self._saved[run.op])
-
-    def after(self) -> None:
-        """Let the generator go on from where it was before the op ran again."""
-        if self._current is not None:
-            self._generator.set_state(self._current)
+                done[COMPUTE] = run.number
 
 
 def _explained(failure: BaseException) -> BaseException:

@@ -1,119 +1,21 @@
-"""Homes: where a storage's bytes live when they are not on the device.
-
-A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between
-steps a slot has a face: a tensor over its bytes, through which the user sees and changes them.
-"""
+"""Homes: where a storage's bytes live when they are not on the device. Here the one on disk; see ``store``."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
-from outofcore.execution.memory import Region, address_of, advise_pages, map_anonymous, tensor_over
+from outofcore.execution.host import HostHome
+from outofcore.execution.memory import advise_pages, tensor_over
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
-from outofcore.units import KIB, PAGE_BYTES, format_bytes, round_up
-
-
-class HomeStore(Protocol):
-    """What the executor needs of a home. Offsets of slots are multiples of the page size.
-
-    ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a
-    slot's last page whole. Transfers of one slot, and the use of its face, are put in order by the caller.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name in costs and reports: "host", "disk"."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Names the link: homes of one identity are equally fast."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that slots could occupy at most, as far as can be told."""
-        ...
-
-    def check(self, count: int) -> None:
-        """Refuse a total of ``count`` bytes that the home cannot hold, before anything is allocated.
-
-        Raises:
-            SpillError: it cannot.
-        """
-        ...
-
-    def ensure(self, count: int) -> None:
-        """Make room for a total of ``count`` bytes. Slots and faces that exist stay as they are.
-
-        Raises:
-            SpillError: there is not so much room.
-        """
-        ...
-
-    def reserve(self, count: int) -> int:
-        """Make room for one more slot of ``count`` bytes, and give its offset.
-
-        Raises: as ``ensure``.
-        """
-        ...
-
-    def write(self, offset: int, source: memoryview) -> None:
-        """Copy ``source`` into the slot at ``offset``.
-
-        Raises:
-            TransferError: the copy failed.
-        """
-        ...
-
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from the slot at ``offset``.
-
-        Raises:
-            TransferError: the copy failed.
-        """
-        ...
-
-    def face(self, offset: int, count: int) -> torch.Tensor:
-        """The slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
-
-        It shows what was last written, and what is stored through it is what is next read. It stays valid
-        when the home is closed.
-        """
-        ...
-
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """Give back physical memory that a face occupies for caching alone; its contents stay."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back to the system, apart from faces in use. May be called again."""
-        ...
-
-
-def slot_layout(sizes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
-    """Offsets for slots of the given sizes, one after the other in whole pages from ``start`` on, and their end."""
-    offsets: list[int] = []
-    end = round_up(start, PAGE_BYTES)
-    for size in sizes:
-        offsets.append(end)
-        end += round_up(size, PAGE_BYTES)
-    return tuple(offsets), end
+from outofcore.execution.store import HomeStore, check_slot, slot_layout
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 
 class DiskHome:
@@ -153,6 +55,11 @@ class DiskHome:
         """The file system: all folders on it share a disk."""
         device = self.directory.stat().st_dev
         return f"disk-{os.major(device)}:{os.minor(device)}-{file_system_of(self.directory)}"
+
+    @property
+    def in_memory(self) -> bool:
+        """Not as far as this library is concerned."""
+        return False
 
     @property
     def bytes(self) -> int:
@@ -207,7 +114,7 @@ class DiskHome:
     def face(self, offset: int, count: int) -> torch.Tensor:
         """See ``HomeStore.face``: pages of the file mapped as shared memory, coherent with direct I/O on Linux."""
         file = self._opened()
-        _check_slot(offset, count, file.bytes)
+        check_slot(offset, count, file.bytes)
         if not count:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -231,6 +138,18 @@ class DiskHome:
         if not self._closed:
             self._opened().forget(offset, storage.nbytes())
 
+    def start(self) -> None:
+        """See ``HomeStore.start``: the file is as long as it was made."""
+        if self._file is not None and not self._closed:
+            self._file.check_length()
+
+    def sibling(self, count: int) -> DiskHome:
+        """See ``HomeStore.sibling``: a file beside this one."""
+        check_directory(self.directory, count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is to be said of the directory was said before
+            return DiskHome(self.directory)
+
     def close(self) -> None:
         """See ``HomeStore.close``."""
         self._closed = True
@@ -243,140 +162,4 @@ class DiskHome:
         return self._file
 
 
-class HostHome:
-    """Slots in one slab of host memory.
-
-    Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
-    makes room and slots are written.
-
-    Args:
-        limit: bytes that slots may take; by default all physical memory.
-
-    Raises:
-        SpillError: the system will not reserve the addresses.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = round_up(max(limit if limit is not None else _physical_bytes(), 1), PAGE_BYTES)
-        self._bytes = 0
-        try:
-            address = map_anonymous(self._limit, accessible=False)
-        except OSError as error:
-            raise SpillError(
-                f"no addresses for {format_bytes(self._limit)} of host memory can be reserved ({error.strerror}); "
-                "give a smaller limit or lift that on address space (ulimit -v)"
-            ) from error
-        self._region: Region | None = Region(address, self._limit)
-
-    @property
-    def name(self) -> str:
-        """The name in costs and reports."""
-        return "host"
-
-    @property
-    def identity(self) -> str:
-        """All host memory is alike."""
-        return "host"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
-        return self._bytes
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that slots could occupy at most: the limit, or what they have and the memory available."""
-        return min(self._limit, self._bytes + _available_bytes())
-
-    def check(self, count: int) -> None:
-        """See ``HomeStore.check``."""
-        if count > self._limit:
-            raise SpillError(
-                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
-                "raise the limit or the budget, or use a disk home"
-            )
-        available = _available_bytes()
-        if count - self._bytes > available:
-            raise SpillError(
-                f"the step needs {format_bytes(count - self._bytes)} more of host memory, and the system has "
-                f"{format_bytes(available)} available; raise the budget or use a disk home"
-            )
-
-    def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``."""
-        region = self._opened()
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self._bytes:
-            return
-        self.check(wanted)
-        try:
-            region.make_accessible(self._bytes, wanted - self._bytes)
-        except OSError as error:
-            raise SpillError(
-                f"the system does not give {format_bytes(wanted - self._bytes)} more of host memory "
-                f"({error.strerror}); raise the budget or use a disk home"
-            ) from error
-        self._bytes = wanted
-
-    def reserve(self, count: int) -> int:
-        """See ``HomeStore.reserve``."""
-        offset = self.bytes
-        self.ensure(offset + count)
-        return offset
-
-    def write(self, offset: int, source: memoryview) -> None:
-        """See ``HomeStore.write``."""
-        region = self._opened()
-        _check_slot(offset, len(source), self._bytes)
-        if len(source):
-            # Unlike an assignment to a slice of a memoryview, this releases the GIL.
-            ctypes.memmove(region.address + offset, address_of(source), len(source))
-
-    def read(self, offset: int, target: memoryview) -> None:
-        """See ``HomeStore.read``."""
-        region = self._opened()
-        _check_slot(offset, len(target), self._bytes)
-        if len(target):
-            ctypes.memmove(address_of(target), region.address + offset, len(target))
-
-    def face(self, offset: int, count: int) -> torch.Tensor:
-        """See ``HomeStore.face``: the slot itself."""
-        region = self._opened()
-        _check_slot(offset, count, self._bytes)
-        return tensor_over(region.memory(offset, count))
-
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """See ``HomeStore.drop_cache``: there is nothing to drop, the slot being the face."""
-
-    def close(self) -> None:
-        """See ``HomeStore.close``."""
-        self._region = None
-
-    def _opened(self) -> Region:
-        if self._region is None:
-            raise StateError("the host home is closed; compile the step again to go on")
-        return self._region
-
-
-def _check_slot(offset: int, count: int, total: int) -> None:
-    if offset < 0 or offset % PAGE_BYTES or offset + count > total:
-        raise TransferError(
-            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots lie within it and "
-            f"start on a multiple of {PAGE_BYTES}; this is a fault of the plan: please report it"
-        )
-
-
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _available_bytes() -> int:
-    """Bytes of memory that can be taken without swapping, as the kernel estimates; all there are if it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return _physical_bytes()
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * KIB
-    return _physical_bytes()
+__all__ = ["DiskHome", "HomeStore", "HostHome", "slot_layout"]

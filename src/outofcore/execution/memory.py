@@ -41,6 +41,13 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
+def trim_heap() -> None:
+    """Give memory that was freed, and that the C library keeps for later, back to the system, where it can."""
+    trim = getattr(_libc, "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
 def unmap(address: int, count: int) -> None:
     """Give whole pages back to the system."""
     _libc.munmap(address, count)

@@ -1,7 +1,8 @@
-"""Builds and loads the native allocator (``arena.cpp``) on first use.
+"""Builds and loads the native allocator (``arena.cpp``) on first use, for the CPU or for CUDA.
 
-The build takes about a second, needs only a C++ compiler, and is kept in the user's cache per torch
-version. Without a compiler everything still works, but on malloc: see ``execution.arena``.
+The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which
+PyTorch's own packages bring along), and is kept in the user's cache per torch version. Without it everything still
+works, but on the stock allocator: see ``execution.arena``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -66,12 +68,19 @@ class Native:
     reason: str = ""
 
 
+class Flavor(Enum):
+    """Which of PyTorch's allocators is wrapped."""
+
+    CPU = "arena"  # that of the CPU
+    CUDA = "arena-cuda"  # the caching allocator of CUDA
+
+
 class BuildError(Exception):
     """The library could not be built; the message says why. Never reaches the user as an error."""
 
 
 @functools.cache
-def load_native() -> Native:
+def load_native(flavor: Flavor = Flavor.CPU) -> Native:
     """The native allocator of this process: from the cache folder, else built now.
 
     Raises nothing: without a compiler, or if its build fails, ``reason`` says so.
@@ -79,30 +88,32 @@ def load_native() -> Native:
     if sys.platform != "linux":
         return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
     reasons: list[str] = []
-    folder = user_cache_folder() / build_key()
+    folder = user_cache_folder() / build_key(flavor)
     try:
-        return Native(load_library(_cached(private_folder(folder))))
+        return Native(load_library(_cached(private_folder(folder), flavor)))
     except (OSError, BuildError) as error:
         reasons.append(f"in {folder}: {error}")
     # The cache may be read-only, or on a volume from which nothing may be executed.
     try:
         with tempfile.TemporaryDirectory(prefix="outofcore-") as temporary:
-            return Native(load_library(build(Path(temporary))))  # stays loaded when the file is gone
+            return Native(load_library(build(Path(temporary), flavor=flavor)))  # stays loaded when the file is gone
     except (OSError, BuildError) as error:
         if str(error) not in reasons[0]:
             reasons.append(f"in a temporary folder: {error}")
     return Native(None, "the native allocator could not be built: " + "; ".join(reasons))
 
 
-def build_key() -> str:
+def build_key(flavor: Flavor = Flavor.CPU) -> str:
     """Names the build: torch version, Python, machine and a hash of everything else that goes into it."""
     hashed = hashlib.sha256(_source().read_bytes())
-    hashed.update("\0".join((str(_torch_folder()), *_flags())).encode())
+    for header in sorted(_source().parent.glob("*.h")):
+        hashed.update(header.read_bytes())
+    hashed.update("\0".join((str(_torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     return f"torch-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
 
 
-def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
+def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
     """Build the library into ``folder``, under a name of its own until it is complete.
 
     Several processes may do so at once: each puts the whole file in place in one step.
@@ -114,7 +125,9 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
     found = [path for path in map(shutil.which, compilers) if path]
     if not found:
         raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(compilers)}); install g++ or clang++")
-    target = folder / "arena.so"
+    if flavor is Flavor.CUDA and cuda_headers() is None:
+        raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
+    target = folder / f"{flavor.value}.so"
     descriptor, name = tempfile.mkstemp(dir=folder, suffix=".so.part")
     os.close(descriptor)
     output = Path(name)
@@ -122,7 +135,7 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
     try:
         for compiler in found:
             for standard in STANDARDS:
-                failure = _compile(compiler, standard, output)
+                failure = _compile(compiler, standard, output, flavor)
                 if failure is None:
                     output.chmod(0o600)
                     output.replace(target)
@@ -151,20 +164,33 @@ def load_library(path: Path) -> ctypes.PyDLL:
     return library
 
 
-def _cached(folder: Path) -> Path:
-    path = folder / "arena.so"
+def cuda_headers() -> Path | None:
+    """The folder with the headers of the CUDA runtime: of PyTorch's packages, of conda, or of the system."""
+    packages = sorted(_torch_folder().parent.glob("nvidia/*/include"))
+    named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
+    conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
+    system = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"), reverse=True)]
+    for folder in (*packages, *named, *conda, *system):
+        if (folder / "cuda_runtime_api.h").is_file():
+            return folder
+    return None
+
+
+def _cached(folder: Path, flavor: Flavor) -> Path:
+    path = folder / f"{flavor.value}.so"
     if path.exists():
         try:
             load_library(path)
         except OSError:
-            return build(folder)  # damaged, perhaps by a full disk
+            return build(folder, flavor=flavor)  # damaged, perhaps by a full disk
         return path
-    return build(folder)
+    return build(folder, flavor=flavor)
 
 
-def _compile(compiler: str, standard: str, output: Path) -> str | None:
+def _compile(compiler: str, standard: str, output: Path, flavor: Flavor) -> str | None:
     """Run one compiler; None if it succeeded, else the most telling lines of what it said."""
-    command = [compiler, f"-std={standard}", *_flags(), str(_source()), "-o", str(output), *_link_flags()]
+    command = [compiler, f"-std={standard}", *_flags(flavor), str(_source()), "-o", str(output)]
+    command += _link_flags(flavor)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -185,8 +211,12 @@ def _source() -> Path:
     return Path(__file__).with_name("arena.cpp")
 
 
-def _flags() -> list[str]:
+def _flags(flavor: Flavor) -> list[str]:
+    headers = cuda_headers() if flavor is Flavor.CUDA else None
     return [
+        *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
+        # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
+        *([f"-I{headers}", f"-idirafter{_source().parent / 'cuda' / 'shim'}"] if headers else []),
         "-O2",
         "-fPIC",
         "-shared",
@@ -196,6 +226,7 @@ def _flags() -> list[str]:
     ]
 
 
-def _link_flags() -> list[str]:
+def _link_flags(flavor: Flavor) -> list[str]:
     library = _torch_folder() / "lib"
-    return [f"-L{library}", "-lc10", f"-Wl,-rpath,{library}"]
+    cuda = ["-lc10_cuda"] if flavor is Flavor.CUDA else []
+    return [f"-L{library}", "-lc10", *cuda, f"-Wl,-rpath,{library}"]

@@ -1,4 +1,4 @@
-"""One captured and planned step on the CPU: its program bound to an arena, to be run again and again."""
+"""One captured and planned step: its program bound to an arena, to be run again and again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis import is_large, placed_bytes
+from outofcore.analysis import is_large
 from outofcore.analysis.requests import Requests
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, StateOwner, mark_stepped
+from outofcore.costs import Costs
 from outofcore.errors import StateError
-from outofcore.execution.arena import Arena, ScopeTable
+from outofcore.execution.arena import ScopeTable
+from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, bind, scopes, tensor_on
-from outofcore.execution.cpu import CpuEngine
-from outofcore.execution.slots import Slots
-from outofcore.execution.state import State, StateKeeper
+from outofcore.execution.checks import CheckedHome
+from outofcore.execution.engines import Engine, Port
+from outofcore.execution.gradients import assign_gradient
+from outofcore.execution.slots import Layout, Piece, lay_out
+from outofcore.execution.state import Place, State, StateKeeper
 from outofcore.execution.surprises import requests_seen
+from outofcore.execution.undo import Undo
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
@@ -30,11 +35,14 @@ _NOTHING: dict[str, Any] = {}
 class _Placed:
     """What a runner needs while its program is the one in the arena."""
 
-    arena: Arena
+    arena: Memory
     bound: Bound
     table: ScopeTable
     first_table: ScopeTable | None  # while an update has yet to make its state
-    slots: dict[int, int]
+    layout: Layout
+    slots: dict[int, tuple[Piece, ...]]  # by the index of a copy
+    undo: Undo
+    left: tuple[tuple[int, Piece], ...]  # what is written to a home and stays there: the home, and where
 
 
 class Runner:
@@ -43,6 +51,7 @@ class Runner:
     Args:
         captured: the step.
         program: placed and wired.
+        costs: that it was planned with; of them the capacities of homes matter.
         requests: for each op what it asks of the allocator.
         first_requests: the same for the first run of ops that then ask for other memory.
         keeper: the states of all captures of this step.
@@ -53,6 +62,7 @@ class Runner:
         self,
         captured: Captured,
         program: Program,
+        costs: Costs,
         requests: Sequence[Requests],
         first_requests: dict[int, Requests],
         keeper: StateKeeper,
@@ -60,11 +70,13 @@ class Runner:
     ) -> None:
         self.captured = captured
         self.program = program
+        self._costs = costs
         self._requests = requests
         self._first_requests = first_requests
         self._keeper = keeper
         self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
+        self._begun = False  # whether the last run got to its first instruction
         self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
         self._moved = {
             storage
@@ -86,29 +98,32 @@ class Runner:
         ]
         self._owned = [(b, b.owner) for b in captured.states if isinstance(b.owner, StateOwner)]
 
-    def replanned(self, program: Program, requests: Sequence[Requests]) -> Runner:
+    def replanned(self, program: Program, costs: Costs, requests: Sequence[Requests]) -> Runner:
         """A runner of another program for the same capture, whose states are those of now."""
-        return Runner(self.captured, program, requests, self._first_requests, self._keeper, self._states)
+        return Runner(self.captured, program, costs, requests, self._first_requests, self._keeper, self._states)
 
-    def enter(self, arena: Arena, slots_of: Slots) -> None:
+    def enter(self, arena: Memory) -> None:
         """Make this runner's program the one in the arena; no other may be.
 
         Raises:
-            SpillError: the home has no room for what moves.
-            TransferError: a state could not be brought to its place.
+            SpillError: a home has no room for what moves. All states are out of the arena.
+            TransferError: a state could not be brought to its place. All states are out of the arena.
         """
-        graph = self.captured.graph
-        ported = {self.captured.values[b.value].storage for b in self.captured.inputs}
-        ported |= set(graph.outputs) | set(self._states)
-        sizes = {s: placed_bytes(graph.storages[s].bytes) for s in sorted(self._moved - ported)}
-        slots = slots_of.pool(sizes)
-        for storage, state in self._states.items():
-            if storage in self._moved:
-                slots[storage] = self._keeper.slot(state)
-        for index, (_, state) in self._gradients.items():
-            if is_large(state.bytes):
-                slots[self.captured.values[index].storage] = self._keeper.slot(state)
-        bound = bind(self.captured, self.program, arena)
+        keeper = self._keeper
+        bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
+        try:
+            keeper.enter(self._states, self.program, arena)
+            lasting = self._lasting()
+            layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
+        except BaseException:
+            keeper.leave(arena)
+            raise
+        slots = dict(layout.pieces)
+        for index, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
+                block = self.program.blocks[instruction.block]
+                if block.storage in lasting:
+                    slots[index] = (Piece(lasting[block.storage], block.bytes),)
         table = ScopeTable(arena, scopes(self.captured, self.program, self._requests))
         first_table = None
         if self._first_requests:
@@ -116,28 +131,48 @@ class Runner:
             first_table = ScopeTable(arena, scopes(self.captured, self.program, first))
         for storage, value in self.captured.constants.items():
             self._load_constant(storage, value, arena)
-        self._keeper.enter(self._states, self.program, arena)
-        self._placed = _Placed(arena, bound, table, first_table, slots)
+        undo = Undo(self.captured, self.program, slots)
+        left = tuple(
+            (instruction.home, slots[index][0])
+            for index, instruction in enumerate(self.program.instructions)
+            if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
+        )
+        self._placed = _Placed(arena, bound, table, first_table, layout, slots, undo, left)
 
-    def _load_constant(self, storage: int, constant: torch.Tensor, arena: Arena) -> None:
+    def _lasting(self) -> dict[int, int]:
+        """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
+        found: dict[int, int] = {}
+        for storage, state in self._states.items():
+            if state.place is Place.HOME:
+                found[storage] = self._keeper.slot(state)
+        for index, (_, state) in self._gradients.items():
+            if is_large(state.bytes):
+                found[self.captured.values[index].storage] = self._keeper.slot(state)
+        return found
+
+    def _load_constant(self, storage: int, constant: torch.Tensor, arena: Memory) -> None:
+        if constant.device.type != self.captured.device.type:
+            return  # bound as it is
         for block in self.program.blocks:
             if block.storage == storage:
-                count = self.captured.graph.storages[storage].bytes
+                count = self.captured.own_bytes(storage)
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
     @property
     def spilled(self) -> frozenset[int]:
-        """The storages that the program moves between the arena and the home."""
+        """The storages that the program moves between the arena and its homes."""
         ported = {self.captured.values[b.value].storage for b in self.captured.inputs}
         return frozenset(self._moved - ported - set(self.captured.graph.outputs))
 
     def leave(self) -> None:
         """Take every state out of the arena."""
         if self._placed is not None:
+            self._placed.layout.give_back(self._keeper.slots)
+            self._placed = replace(self._placed, layout=Layout({}, ()))
             self._keeper.leave(self._placed.arena)
             self._placed = None
 
-    def run(self, engine: CpuEngine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
+    def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
         """Run one step.
 
         Args:
@@ -150,6 +185,7 @@ class Runner:
         placed, captured = self._placed, self.captured
         if placed is None:
             raise StateError("the step was run before its program was in the arena")
+        self._begun = False
         self._take_over()
         ports, results = self._ports(leaves)
         table = self._table = placed.table
@@ -159,7 +195,12 @@ class Runner:
             else:
                 self._placed = placed = replace(placed, first_table=None)
                 self._first_requests = {}
+        for slots in self._keeper.slots:
+            slots.home.start()
+        placed.undo.begin(placed.arena)
+        self._begun = True
         timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        self._check_left()
         self._show_gradients(results)
         self._publish()
         for optimizer in self._optimizers:
@@ -178,6 +219,29 @@ class Runner:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
 
+    def undo(self, engine: Engine) -> bool:
+        """Have everything as it was before the step that has just failed; False: it came too far for that.
+
+        Raises:
+            TransferError: what had left the arena cannot be brought back.
+        """
+        if self._placed is None or not self._begun:
+            return True
+        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, engine.reached())
+
+    def _check_left(self) -> None:
+        """Nobody else has moved a state meanwhile, and what was left at a home is what was written there."""
+        moved = self._keeper.displaced()
+        if moved:
+            raise StateError(
+                f"{', '.join(moved[:3])}{' and others' if len(moved) > 3 else ''} got other memory while the step ran, "
+                "from another step or another thread; let one step at a time run over a model"
+            )
+        for home, piece in self._placed.left if self._placed is not None else ():
+            store = self._keeper.slots[home].home
+            if isinstance(store, CheckedHome):
+                store.read_back(piece.offset)
+
     def surprises(self) -> dict[int, Requests]:
         """What ops asked for in the last run, those alone that asked for 64 KiB or more that no plan foresaw."""
         if self._placed is None or self._table is None:
@@ -185,33 +249,34 @@ class Runner:
         found: dict[int, Requests] = {}
         for scope, events in self._table.surprises().items():
             run = self._placed.bound.runs[scope]
-            seen = requests_seen(run, self._requests[run.op], events)
+            seen = requests_seen(run, self._requests[run.op], events, self.captured.alignment)
             # Of several runs of an op, the one that needs the most.
             if run.op not in found or seen.workspace_bytes > found[run.op].workspace_bytes:
                 found[run.op] = seen
         return found
 
-    def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, tuple[int, int]], dict[int, torch.Tensor]]:
+    def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
         """The caller's memory: where inputs come from, and fresh memory where outputs go."""
         captured = self.captured
-        storages = captured.graph.storages
-        ports: dict[int, tuple[int, int]] = {}
+        ports: dict[int, Port] = {}
         for binding in captured.inputs:
             storage = captured.values[binding.value].storage
-            ports[storage] = (leaves[binding.leaf].data_ptr(), storages[storage].bytes)
+            leaf = leaves[binding.leaf]
+            ports[storage] = Port(leaf.data_ptr(), captured.own_bytes(storage), leaf)
         results: dict[int, torch.Tensor] = {}
         in_slots = {captured.values[index].storage for index, (_, s) in self._gradients.items() if is_large(s.bytes)}
         for storage in captured.graph.outputs:
             if storage in in_slots:
                 continue
-            results[storage] = torch.empty(storages[storage].bytes, dtype=torch.uint8)
-            ports[storage] = (results[storage].data_ptr(), storages[storage].bytes)
+            count = captured.own_bytes(storage)
+            result = results[storage] = torch.empty(count, dtype=torch.uint8, device=captured.device)
+            ports[storage] = Port(result.data_ptr(), count, result)
         return ports, results
 
     def _show_gradients(self, results: dict[int, torch.Tensor]) -> None:
         for index, (parameter, state) in self._gradients.items():
             own = results.get(self.captured.values[index].storage)
-            parameter_of(parameter).grad = self._keeper.arrived(state, own)
+            assign_gradient(parameter_of(parameter), self._keeper.arrived(state, own))
         for parameter in self._cleared:
             parameter.grad = None
         for binding, state in self._accumulated:

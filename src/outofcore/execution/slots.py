@@ -1,16 +1,36 @@
-"""Which slot of a home belongs to what."""
+"""Which bytes of a home belong to what."""
 
 from __future__ import annotations
 
-from outofcore.execution.homes import HomeStore
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outofcore.costs import Costs
+from outofcore.errors import GraphError, SpillError
+from outofcore.graph import StepGraph
+from outofcore.lowering.slots import Turn, lasting, slot_bytes, turns
+from outofcore.program import CopyOut, Program, Run
 from outofcore.units import PAGE_BYTES, round_up
+
+if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
+    from outofcore.execution.store import HomeStore
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Whole pages of a home in a row."""
+
+    offset: int
+    bytes: int
 
 
 class Slots:
-    """Hands out slots of one home.
+    """Hands out the pages of one home, the lowest first, and takes them back.
 
-    States get slots for good. What never outlives a step gets slots in a pool that programs take
-    turns with.
+    What the user sees between steps gets pages in a row. What never outlives a step may lie in several pieces, so that
+    a home of limited size can be filled to the last page.
 
     Args:
         home: where the slots are; room is made for them as they are handed out.
@@ -18,36 +38,181 @@ class Slots:
 
     def __init__(self, home: HomeStore) -> None:
         self.home = home
-        self._pool: tuple[int, int] = (0, 0)  # start, bytes
+        self._free: list[tuple[int, int]] = []  # start and end of what was given back, in order, none touching another
+        self._end = 0
 
-    def reserve(self, count: int) -> int:
-        """The offset of a new slot of ``count`` bytes.
+    @property
+    def end(self) -> int:
+        """Pages from here on have never been handed out: they read as zeros."""
+        return self._end
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are handed out now."""
+        return self._end - sum(end - start for start, end in self._free)
+
+    def take(self, count: int) -> int:
+        """The offset of a new slot of ``count`` bytes in a row.
+
+        Raises:
+            SpillError: the home has no room for it, or none in a row.
+        """
+        count = round_up(count, PAGE_BYTES)
+        for at, (start, end) in enumerate(self._free):
+            if end - start >= count:
+                self._free[at : at + 1] = [(start + count, end)] if end - start > count else []
+                return start
+        return self._extend(count)
+
+    def take_pieces(self, count: int) -> tuple[Piece, ...]:
+        """A new slot of ``count`` bytes, in a row if that is possible without more of the home, else in pieces.
 
         Raises:
             SpillError: the home has no room for it.
         """
-        return self.home.reserve(round_up(count, PAGE_BYTES))
+        count = round_up(count, PAGE_BYTES)
+        if any(end - start >= count for start, end in self._free):
+            return (Piece(self.take(count), count),)
+        try:
+            return (Piece(self._extend(count), count),)
+        except SpillError:
+            if not self._free:
+                raise
+        found: list[Piece] = []
+        while count and self._free:
+            start, end = self._free.pop(0)
+            used = min(count, end - start)
+            found.append(Piece(start, used))
+            if used < end - start:
+                self._free.insert(0, (start + used, end))
+            count -= used
+        try:
+            if count:
+                found.append(Piece(self._extend(count), count))
+        except SpillError:
+            for piece in found:
+                self.give(piece.offset, piece.bytes)
+            raise
+        return tuple(found)
 
-    def pool(self, sizes: dict[int, int]) -> dict[int, int]:
-        """A slot for each key; they hold until the next call.
+    def _extend(self, count: int) -> int:
+        """Take from the end, with free pages that lie there already."""
+        start = self._free[-1][0] if self._free and self._free[-1][1] == self._end else self._end
+        self.home.ensure(start + count)
+        if start < self._end:
+            self._free.pop()
+        self._end = start + count
+        return start
 
-        Raises:
-            SpillError: the home has no room for them.
-        """
-        total = sum(round_up(size, PAGE_BYTES) for size in sizes.values())
-        if total > self._pool[1]:
-            self._pool = (self.reserve(total), total)
-        slots: dict[int, int] = {}
-        at = self._pool[0]
-        for key, size in sizes.items():
-            slots[key] = at
-            at += round_up(size, PAGE_BYTES)
-        return slots
+    def give(self, offset: int, count: int) -> None:
+        """Take back a slot or a piece."""
+        start, end = offset, offset + round_up(count, PAGE_BYTES)
+        at = bisect_left(self._free, (start, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == start:
+            at -= 1
+            start = self._free.pop(at)[0]
+        self._free.insert(at, (start, end))
 
-    def check(self, count: int) -> None:
-        """Refuse ``count`` bytes more than have been handed out, before anything is changed.
 
-        Raises:
-            SpillError: the home has no room for them.
-        """
-        self.home.check(self.home.bytes + count)
+@dataclass(frozen=True)
+class Layout:
+    """Where at the homes the copies of a program that is about to run find what does not last.
+
+    Attributes:
+        pieces: by the index of the copy.
+        held: by home, all that was taken for it.
+    """
+
+    pieces: Mapping[int, tuple[Piece, ...]]
+    held: tuple[tuple[Piece, ...], ...]
+
+    def give_back(self, slots: Sequence[Slots]) -> None:
+        """Let others have the room."""
+        for mine, home in zip(self.held, slots, strict=True):
+            for piece in mine:
+                home.give(piece.offset, piece.bytes)
+
+
+def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
+    """Give each slot that does not last its pages, as ``lowering.slots.turns`` has them change hands.
+
+    Raises:
+        SpillError: a home has no room for them.
+        GraphError: the plan wants more at a home than it can hold.
+    """
+    # Pages that have changed hands within the step are kept apart from those of the homes, which are still taken.
+    spare: list[list[Piece]] = [[] for _ in slots]
+    held: list[list[Piece]] = [[] for _ in slots]
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    try:
+        for turn in _turns(graph, costs, program):
+            home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
+            for slot in turn.vacated:
+                spare[home] += pieces[slot.taken]
+            mine: list[Piece] = []
+            while count and spare[home]:
+                # What is as large is taken first, so that slots stay whole.
+                at = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
+                piece = spare[home].pop(at)
+                used = min(count, piece.bytes)
+                mine.append(Piece(piece.offset, used))
+                if used < piece.bytes:
+                    spare[home].append(Piece(piece.offset + used, piece.bytes - used))
+                count -= used
+            if count:
+                fresh = slots[home].take_pieces(count)
+                held[home] += fresh
+                mine += fresh
+            pieces[turn.slot.taken] = tuple(mine)
+    except SpillError:
+        Layout({}, tuple(map(tuple, held))).give_back(slots)
+        raise
+    return Layout(_by_copy(graph, program, pieces), tuple(map(tuple, held)))
+
+
+def _by_copy(
+    graph: StepGraph, program: Program, pieces: Mapping[int, tuple[Piece, ...]]
+) -> dict[int, tuple[Piece, ...]]:
+    """The pages of the copies in as well: those of the last copy out of the storage to that home."""
+    settled = set(lasting(graph, program).items())
+    now: dict[tuple[int, int], tuple[Piece, ...]] = {}
+    found: dict[int, tuple[Piece, ...]] = {}
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            continue
+        storage = program.blocks[instruction.block].storage
+        if storage is None or (storage, instruction.home) in settled:
+            continue
+        if isinstance(instruction, CopyOut):
+            now[storage, instruction.home] = pieces[index]
+        found[index] = now[storage, instruction.home]
+    return found
+
+
+def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
+    """By home, the bytes of slots that a program needs: what is found there between steps, and what is not.
+
+    What lies in the caller's memory, inputs and small outputs, counts as well.
+
+    Raises:
+        GraphError: the plan wants more at a home than it can hold.
+    """
+    found = [0] * max(len(costs.homes), 1)
+    for storage, home in lasting(graph, program).items():
+        found[home] += slot_bytes(graph.storages[storage].bytes)
+    spare = [0] * len(found)
+    for turn in _turns(graph, costs, program):
+        home, size = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
+        spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.vacated)
+        found[home] += max(size - spare[home], 0)
+        spare[home] -= min(size, spare[home])
+    return found
+
+
+def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
+    found = turns(graph, costs, program)
+    if found is None:
+        raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
+    return found

@@ -110,6 +110,20 @@ class SpillFile:
             ) from error
         self.bytes = wanted
 
+    def check_length(self) -> None:
+        """Refuse a file that somebody has cut off: what is missing would read as zeros once it grows again.
+
+        Raises:
+            TransferError: it is shorter than what was allocated.
+        """
+        self._check_open()
+        length = os.fstat(self._descriptor).st_size
+        if length < self.bytes:
+            raise TransferError(
+                f"the spill file in {self.directory} was cut off: of its {format_bytes(self.bytes)} there are "
+                f"{format_bytes(length)}; check that disk, or name another spill directory"
+            )
+
     def map(self, offset: int, count: int) -> Region:
         """Bytes of the file as shared memory; it stays usable after ``close``."""
         self._check_open()

@@ -15,11 +15,11 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
-from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
-from outofcore.errors import StateError
-from outofcore.execution.arena import Arena
+from outofcore.capture.captured import CPU, Captured, GradientLeft, StateBinding, Value
+from outofcore.errors import SpillError, StateError
+from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import tensor_on
-from outofcore.execution.slots import Slots
+from outofcore.execution.faces import Faces
 from outofcore.program import Block, Program
 
 
@@ -50,7 +50,9 @@ class State:
     bytes: int
     place: Place
     windows: list[_Window] = field(default_factory=list[_Window])
-    slot: int | None = None
+    slot: int | None = None  # its offset at its home
+    home: int = 0  # which of the homes, nearest first, has its slot
+    origin: torch.device = CPU  # where the user had it
 
     def show(self, base: torch.Tensor, place: Place) -> None:
         """Make the user's tensors look at these bytes."""
@@ -69,35 +71,70 @@ class StateKeeper:
     """Moves states between memory of their own, their home and the arena, and keeps their faces right.
 
     Args:
-        slots: of the home where large states live when they are not in the arena. Small ones (below
-            64 KiB) get memory of their own instead.
+        faces: of the homes, nearest first, where large states live when they are not in the arena: each at the one
+            that the program in the arena says. Small ones (below 64 KiB) get memory of their own instead.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._home = slots.home
+    def __init__(self, faces: Faces) -> None:
+        self._faces = faces
+        self.slots = faces.slots
         self._states: dict[str, State] = {}
         self._by_tensor: dict[str, State] = {}
-        self._arena: Arena | None = None
+        self._arena: Memory | None = None
+        self._settled: set[int] = set()  # ids of states that are not to make way for others
 
     def adopt(self, captured: Captured) -> dict[int, State]:
         """The states of a capture by storage id; new ones are taken note of, nothing is moved."""
         found: dict[int, State] = {}
         for binding in captured.states:
             value = captured.values[binding.value]
-            count = captured.graph.storages[value.storage].bytes
+            count = captured.own_bytes(value.storage)
             state = self._by_tensor.get(binding.key) or found.get(value.storage)
             if state is None:
                 place = Place.UNBORN if binding.tensor is None else Place.OWN
                 state = self._states[binding.key] = State(binding.key, count, place)
+                if binding.tensor is not None:
+                    self._settle(state, binding.tensor)
             found[value.storage] = state
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
+                state.origin = tensor.device
                 state.windows.append(_Window(binding.key, tensor, value, tensor.data_ptr()))
                 self._by_tensor[binding.key] = state
             elif binding.tensor is not None:
                 self.rebind(state, binding, binding.tensor)
         return found
+
+    def _settle(self, state: State, tensor: torch.Tensor) -> None:
+        """Take note of where the bytes are that the user, a birth or another step has brought."""
+        face = self._faces.find(tensor)
+        if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
+            state.place = Place.OWN
+        else:
+            face.owned = True
+            state.home, state.slot, state.place = face.home, face.offset, Place.HOME
+
+    def hand_over(self) -> None:
+        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena."""
+        for state in self._states.values():
+            if state.place is Place.HOME and state.slot is not None:
+                self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
+                state.slot, state.place = None, Place.OWN
+            else:
+                self._vacate(state)
+
+    def take_back(self) -> None:
+        """See where everything is after others have had it.
+
+        Raises:
+            StateError: something has another shape or dtype than before.
+        """
+        for state in self._states.values():
+            if state.place is Place.OWN:
+                for window in state.windows:
+                    _check_alike(window)
+                    window.address = window.tensor.data_ptr()
+                self._settle(state, state.windows[0].tensor)
 
     def gradient(self, captured: Captured, left: GradientLeft) -> State:
         """The state for a gradient that a step leaves behind."""
@@ -105,7 +142,7 @@ class StateKeeper:
         state = self._by_tensor.get(key)
         if state is None:
             value = captured.values[left.value]
-            state = State(key, captured.graph.storages[value.storage].bytes, Place.UNBORN)
+            state = State(key, captured.own_bytes(value.storage), Place.UNBORN)
             state.windows.append(_Window(key, torch.empty(0, dtype=value.dtype), value))
             self._states[key] = self._by_tensor[key] = state
         return state
@@ -118,14 +155,54 @@ class StateKeeper:
         raise StateError(f"{binding.key} has no tensor")
 
     def slot(self, state: State) -> int:
-        """The offset of a large state's slot at its home.
+        """The offset of a large state's slot at its home; a new one at the first home if it has none.
 
         Raises:
             SpillError: the home has no room for it.
         """
         if state.slot is None:
-            state.slot = self._slots.reserve(placed_bytes(state.bytes))
+            state.slot, state.home = self._take(0, state), 0
         return state.slot
+
+    def _take(self, home: int, state: State) -> int:
+        """Room for a state at a home, where others make way for it if need be.
+
+        Raises:
+            SpillError: there is none.
+        """
+        count = placed_bytes(state.bytes)
+        slots, last = self.slots[home], len(self.slots) - 1
+        try:
+            return slots.take(count)
+        except SpillError:
+            if home == last and not slots.home.in_memory:
+                raise
+        if home < last:
+            for other in self._states.values():
+                if other.place is Place.HOME and other.home == home and id(other) not in self._settled:
+                    self._to_home(other, last)
+        if slots.home.in_memory:
+            self._compact(home)
+        return slots.take(count)
+
+    def _compact(self, home: int) -> None:
+        """Move the states at a home in memory together, so that what is free lies in a row."""
+        slots = self.slots[home]
+        here = [s for s in self._states.values() if s.place is Place.HOME and s.home == home and s.slot is not None]
+        for state in sorted(here, key=lambda s: s.slot or 0):
+            old, count = self.slot(state), placed_bytes(state.bytes)
+            self._faces.drop(home, old)
+            slots.give(old, count)
+            state.slot = slots.take(count)
+            if state.slot != old:
+                slots.home.write(state.slot, internals.memory_of(state.bytes_now()))
+            state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
+
+    def _vacate(self, state: State) -> None:
+        if state.slot is not None:
+            self._faces.drop(state.home, state.slot)
+            self.slots[state.home].give(state.slot, placed_bytes(state.bytes))
+            state.slot = None
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
         """Take note that the user now has another tensor object for a state, with the bytes that count."""
@@ -137,7 +214,7 @@ class StateKeeper:
                 tensor.data = window.tensor.data
             else:
                 window.address = tensor.data_ptr()
-                state.place = Place.OWN
+                self._settle(state, tensor)
             window.tensor = tensor
 
     def arrived(self, state: State, own: torch.Tensor | None) -> torch.Tensor:
@@ -145,7 +222,7 @@ class StateKeeper:
         if own is not None:
             state.show(own, Place.OWN)
         else:
-            state.show(self._home.face(self.slot(state), state.bytes), Place.HOME)
+            state.show(self._face(state), Place.HOME)
         return state.windows[0].tensor
 
     def forget(self, state: State) -> None:
@@ -167,77 +244,150 @@ class StateKeeper:
             for window in state.windows:
                 if window.tensor.data_ptr() == window.address:
                     continue
-                new, value = window.tensor.data, window.value
-                if tuple(new.shape) != value.shape or new.dtype != value.dtype:
-                    raise StateError(
-                        f"{window.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of "
-                        f"{value.shape} and {value.dtype} after the step was compiled; compile the step again"
-                    )
+                _check_alike(window)
                 changed.append(window.key)
                 face = self._face_at(state, window)
-                face.copy_(new)
+                face.copy_(window.tensor.data)
                 window.tensor.data = face
+                window.address = face.data_ptr()
         return changed
+
+    def displaced(self) -> list[str]:
+        """The keys of what no longer looks at where it was last shown."""
+        return [
+            window.key
+            for state in self._states.values()
+            if state.place in (Place.HOME, Place.ARENA)
+            for window in state.windows
+            if window.tensor.data_ptr() != window.address
+        ]
 
     def _face_at(self, state: State, window: _Window) -> torch.Tensor:
         if state.place is Place.HOME:
-            return tensor_on(self._home.face(self.slot(state), state.bytes), window.value)
+            return tensor_on(self._face(state), window.value)
         return tensor_on(self._block_of(state), window.value)
+
+    def _face(self, state: State) -> torch.Tensor:
+        slot = self.slot(state)
+        return self._faces.show(state.home, slot, state.bytes)
 
     def _block_of(self, state: State) -> torch.Tensor:
         if self._arena is None:
             raise StateError(f"{state.key} is said to be in the arena, and there is none")
         return self._arena.view(self._offset(state, self._arena), state.bytes)
 
-    def _offset(self, state: State, arena: Arena) -> int:
+    def _offset(self, state: State, arena: Memory) -> int:
         window = state.windows[0]
         return window.address - window.value.offset * window.value.dtype.itemsize - arena.address
 
-    def enter(self, states: dict[int, State], program: Program, arena: Arena) -> None:
-        """Bring every state to where ``program`` expects it when a step starts; the arena holds no other."""
+    def enter(self, states: dict[int, State], program: Program, arena: Memory) -> None:
+        """Bring every state to where ``program`` expects it when a step starts; the arena holds no other.
+
+        Raises:
+            SpillError: a home has no room for what is to be there.
+            TransferError: a copy failed.
+        """
         self._arena = arena
+        last = len(self.slots) - 1
         wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage is not None}
-        for storage, state in states.items():
-            if storage not in wrapping and is_large(state.bytes):
-                self._to_home(state, arena)
+        lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
+        leaving = {s: lodgings.get(s, 0) for s, state in states.items() if s not in wrapping and is_large(state.bytes)}
+        self._settled = {id(states[storage]) for storage in leaving}
+        # What goes far first: it makes room for what comes near.
+        for storage, home in leaving.items():
+            if home == last:
+                self._to_home(states[storage], home)
         for storage, state in states.items():
             if storage in wrapping:
                 self._to_arena(state, wrapping[storage], arena)
+        for home in range(last - 1, -1, -1):
+            for storage, wanted in leaving.items():
+                if wanted == home:
+                    self._to_home(states[storage], home)
 
-    def leave(self, arena: Arena) -> None:
-        """Take every state out of the arena, to its slot or, if small, to memory of its own."""
+    def leave(self, arena: Memory) -> None:
+        """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
+        self._settled = {id(state) for state in self._states.values()}
         for state in self._states.values():
-            if state.place is Place.ARENA:
-                if is_large(state.bytes):
-                    self._to_home(state, arena)
-                else:
-                    self._to_own(state)
+            if state.place is not Place.ARENA:
+                continue
+            if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
+                self._to_own(state)
+
+    def _leaves_for(self, state: State, home: int) -> bool:
+        try:
+            self._to_home(state, home)
+        except SpillError:
+            return False
+        return True
+
+    def evacuate(self) -> None:
+        """Take every state that has memory of its own on a device out of it, so that an arena has room there."""
+        for state in self._states.values():
+            if state.place is Place.OWN:
+                own = state.bytes_now()
+                if own.device.type != "cpu":
+                    state.show(own.cpu(), Place.OWN)
+
+    def go_back(self) -> None:
+        """Bring what the user had on a device back there, once there is no arena."""
+        for state in self._states.values():
+            if state.place is Place.OWN and state.origin.type != "cpu":
+                state.show(state.bytes_now().to(state.origin), Place.OWN)
 
     def give_back(self) -> None:
-        """Give every state memory of its own, as plain PyTorch has it."""
+        """Give every state memory of its own, as plain PyTorch has it, on the CPU."""
         for state in self._states.values():
             if state.place in (Place.HOME, Place.ARENA):
                 self._to_own(state)
 
     def _to_own(self, state: State) -> None:
-        state.show(state.bytes_now().clone(), Place.OWN)
+        now = state.bytes_now()
+        state.show(now.clone() if now.device.type == "cpu" else now.cpu(), Place.OWN)
+        self._vacate(state)
 
-    def _to_home(self, state: State, arena: Arena) -> None:
-        if state.place is Place.HOME:
+    def _to_home(self, state: State, home: int) -> None:
+        if state.place is Place.HOME and state.home == home:
             return
-        slot = self.slot(state)
-        if state.place is Place.ARENA:
-            self._home.write(slot, arena.memory(self._offset(state, arena), placed_bytes(state.bytes)))
-        elif state.place is Place.OWN:
-            self._home.write(slot, internals.memory_of(state.bytes_now()))
-        state.show(self._home.face(slot, state.bytes), Place.HOME)
+        slots = self.slots[home]
+        fresh = slots.end
+        slot = self._take(home, state)
+        face = self._faces.show(home, slot, state.bytes)
+        try:
+            if state.place is Place.ARENA and self._arena is not None:
+                offset = self._offset(state, self._arena)
+                self._arena.save(offset, placed_bytes(state.bytes), slots.home, slot)
+            elif state.place is Place.HOME and slots.home.in_memory and state.slot is not None:
+                # Reading it through its face would fill the page cache.
+                self.slots[state.home].home.read(state.slot, internals.memory_of(face))
+            elif state.place is not Place.UNBORN:
+                slots.home.write(slot, internals.memory_of(state.bytes_now().cpu()))
+            elif slot < fresh:
+                face.zero_()
+        except BaseException:
+            self._faces.drop(home, slot)
+            slots.give(slot, placed_bytes(state.bytes))
+            raise
+        self._vacate(state)
+        state.slot, state.home = slot, home
+        state.show(face, Place.HOME)
 
-    def _to_arena(self, state: State, block: Block, arena: Arena) -> None:
+    def _to_arena(self, state: State, block: Block, arena: Memory) -> None:
         target = arena.view(block.offset, state.bytes)
         if state.place is Place.UNBORN:
             target.zero_()
         elif state.place is Place.HOME and state.slot is not None:
-            self._home.read(state.slot, arena.memory(block.offset, block.bytes))
+            arena.load(block.offset, block.bytes, self.slots[state.home].home, state.slot)
         else:
             target.copy_(state.bytes_now())
+        self._vacate(state)
         state.show(target, Place.ARENA)
+
+
+def _check_alike(window: _Window) -> None:
+    new, value = window.tensor, window.value
+    if tuple(new.shape) != value.shape or new.dtype != value.dtype:
+        raise StateError(
+            f"{window.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of {value.shape} and "
+            f"{value.dtype} after the step was compiled; compile the step again"
+        )

@@ -8,13 +8,14 @@ from outofcore.analysis.requests import Event, EventKind, Requests, Result, work
 from outofcore.execution.binding import BoundRun
 
 
-def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event]) -> Requests:
+def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
     """The requests of an op as they were in one visit to its scope.
 
     Args:
         run: the op as bound; its results lie where the plan has them, unless their requests came out of turn.
         planned: what the op was thought to ask for.
         events: what its thread did with the allocator while it ran.
+        alignment: as in ``workspace_layout``.
     """
     live: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
@@ -39,4 +40,4 @@ def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event]) -> 
         if found is not None:
             pointers[found] = leaf
             del live[found]
-    return workspace_layout(events, pointers)
+    return workspace_layout(events, pointers, alignment)

@@ -48,8 +48,13 @@ def machine_facts() -> dict[str, object]:
     }
 
 
-def op_shelf(cache: Cache) -> Shelf:
-    """The profiles taken under the settings of now."""
+def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
+    """The profiles taken under the settings of now.
+
+    Args:
+        cache: where.
+        device: facts about a device other than the CPU.
+    """
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -59,7 +64,7 @@ def op_shelf(cache: Cache) -> Shelf:
         "arena": load_native().library is not None,
         "large_bytes": LARGE_BYTES,
     }
-    return cache.shelf("ops", {**machine_facts(), **settings})
+    return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
 
 
 def is_keepable(op: Op) -> bool:
@@ -73,10 +78,11 @@ class KeptProfiles:
 
     Args:
         cache: None keeps and knows nothing.
+        device: as for ``op_shelf``.
     """
 
-    def __init__(self, cache: Cache | None) -> None:
-        self._shelf = None if cache is None else op_shelf(cache)
+    def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
+        self._shelf = None if cache is None else op_shelf(cache, device)
         self._known = {} if self._shelf is None else self._shelf.read()
         self._new: dict[str, object] = {}
 
@@ -113,7 +119,11 @@ class KeptProfiles:
 
 
 def keep_profiles(
-    cache: Cache, graph: StepGraph, profiles: Sequence[OpProfile], only: Collection[int] | None = None
+    cache: Cache,
+    graph: StepGraph,
+    profiles: Sequence[OpProfile],
+    only: Collection[int] | None = None,
+    device: Mapping[str, object] | None = None,
 ) -> None:
     """Put what steps have shown in place of what was measured of ops alone.
 
@@ -123,13 +133,14 @@ def keep_profiles(
         profiles: of its ops. A family gets the median of its ops' seconds, and the requests of the one that needs
             the most scratch memory.
         only: the ops whose families are kept; None: all.
+        device: as for ``op_shelf``.
     """
     wanted = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
         if op.touched and is_keepable(op) and (wanted is None or op.family in wanted):
             families.setdefault(op.family, []).append(op.id)
-    kept = KeptProfiles(cache)
+    kept = KeptProfiles(cache, device)
     for members in families.values():
         largest = max(members, key=lambda index: profiles[index].cost.workspace_bytes)
         seconds = statistics.median(profiles[index].cost.seconds for index in members)

@@ -10,8 +10,8 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from outofcore.errors import GraphError
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import Node
-from outofcore.profiling.cache import Cache
+from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.kept import machine_facts
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
@@ -102,20 +102,30 @@ class LinkReport:
         )
 
 
-def known_link(home: HomeStore, cache: Cache | None, *, buffer_bytes: int = 64 * MIB) -> LinkReport:
+def known_link(
+    home: HomeStore,
+    cache: Cache | None,
+    *,
+    buffer_bytes: int = 64 * MIB,
+    measure: Callable[..., LinkReport] | None = None,
+    device: Mapping[str, object] | None = None,
+) -> LinkReport:
     """The link to a home as the cache has it, else measured now and kept.
 
     Args:
         home: an open or unopened home.
         cache: None measures whatever was measured before.
         buffer_bytes: rounded down to a power of two; what was measured with other buffers is another link.
+        measure: measures it, as ``measure_link`` does, which is the default.
+        device: facts about the device at the other end, if that is not the CPU.
 
     Raises: as ``measure_link``.
     """
     size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
+    measure = measure or measure_link
     if cache is None:
-        return measure_link(home, buffer_bytes=size)
-    shelf, key = cache.shelf("links", machine_facts()), f"{home.identity}/{size}"
+        return measure(home, buffer_bytes=size)
+    shelf, key = _shelf(cache, device), f"{home.identity}/{size}"
     node = shelf.read().get(key)
     if node is not None:
         try:
@@ -124,14 +134,40 @@ def known_link(home: HomeStore, cache: Cache | None, *, buffer_bytes: int = 64 *
                 return _read(node, home)
         except GraphError as error:
             _log.warning("the link is measured anew: %s", error)
-    report = measure_link(home, buffer_bytes=size)
+    report = measure(home, buffer_bytes=size)
     shelf.write({key: {"measured_at": time.time(), **asdict(report)}})
     return report
 
 
-def forget_link(home: HomeStore, cache: Cache) -> None:
+def link_to(
+    home: HomeStore,
+    cache: Cache | None,
+    *,
+    buffer_bytes: int = 64 * MIB,
+    measure: Callable[..., LinkReport] | None = None,
+    device: Mapping[str, object] | None = None,
+) -> Home:
+    """The costs of a home that is in use, or soon will be: measured on one like it, so that it loses no room.
+
+    Args: as for ``known_link``.
+
+    Raises: as ``measure_link``.
+    """
+    other = home.sibling(2 * max(buffer_bytes, PAGE_BYTES))
+    try:
+        link = known_link(other, cache, buffer_bytes=buffer_bytes, measure=measure, device=device)
+        return replace(link.home, bytes=home.capacity)
+    finally:
+        other.close()
+
+
+def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:
+    return cache.shelf("links", {**machine_facts(), **(device or {})})
+
+
+def forget_link(home: HomeStore, cache: Cache, device: Mapping[str, object] | None = None) -> None:
     """Let the link to a home be measured again when it is next asked for."""
-    shelf = cache.shelf("links", machine_facts())
+    shelf = _shelf(cache, device)
     stale = [key for key in shelf.read() if key.startswith(f"{home.identity}/")]
     shelf.write({key: {"measured_at": 0.0} for key in stale})
 

@@ -22,7 +22,10 @@ from outofcore.analysis import placed_bytes
 from outofcore.analysis.requests import Requests, workspace_layout
 from outofcore.capture.captured import Captured
 from outofcore.costs import OpCost
-from outofcore.execution.arena import Arena, Recorder, ScopeTable
+from outofcore.errors import ArenaError
+from outofcore.execution.arena import ScopeTable
+from outofcore.execution.arenas import Memory
+from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.graph import Op
 from outofcore.profiling.cache import Cache
@@ -45,25 +48,28 @@ def profile_ops(
     advance: Callable[[int, int], None] | None = None,
     measure_time: bool = True,
     cache: Cache | None = None,
+    backend: Backend | None = None,
 ) -> tuple[OpProfile, ...]:
     """Measure every op of a captured step, once per family.
 
-    The default random generator is left as it was found.
+    The random generators are left as they were found.
 
     Args:
         captured: the step.
         advance: called with (families measured, families) after each.
         measure_time: False learns only what is asked of the allocator, in a single run of each family.
         cache: where families that were measured before are found, and the others are kept.
+        backend: where the step runs; None: on the CPU.
     """
-    kept = KeptProfiles(cache)
+    backend = backend or CpuBackend()
+    kept = KeptProfiles(cache, backend.facts())
     families: dict[str, list[int]] = {}
     for op in captured.graph.ops:
         families.setdefault(op.family or f"#{op.id}", []).append(op.id)
     found: dict[int, OpProfile] = {}
-    state = torch.get_rng_state()
+    states = [(generator, generator.get_state()) for generator in backend.generators()]
     try:
-        with _Bench(captured) as bench:
+        with _Bench(captured, backend) as bench:
             for number, members in enumerate(families.values(), 1):
                 profile = bench.profile(members[0], measure_time, kept)
                 for member in members:
@@ -71,7 +77,8 @@ def profile_ops(
                 if advance is not None:
                     advance(number, len(families))
     finally:
-        torch.set_rng_state(state)
+        for generator, state in states:
+            generator.set_state(state)
         kept.save()
     return tuple(found[op.id] for op in captured.graph.ops)
 
@@ -79,13 +86,14 @@ def profile_ops(
 class _Bench:
     """Scratch memory, and one op at a time on it."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, backend: Backend) -> None:
         self._captured = captured
+        self._backend = backend
         self._dtypes: dict[int, torch.dtype] = {}
         for value in captured.values:
             self._dtypes.setdefault(value.storage, value.dtype)
-        self._arena: Arena | None = None
-        self._recorder = Recorder()
+        self._arena: Memory | None = None
+        self._recorder = backend.recorder()
 
     def __enter__(self) -> _Bench:
         return self
@@ -98,10 +106,14 @@ class _Bench:
             self._arena.close()
             self._arena = None
 
-    def _room(self, count: int) -> Arena:
+    def _room(self, count: int) -> Memory:
         if self._arena is None or self._arena.bytes < count:
             self._release()
-            self._arena = Arena(count + count // 4 + MIB, reserve=1 << 62)
+            try:
+                self._arena = self._backend.arena(count + count // 4 + MIB, 1 << 62)
+            except ArenaError:
+                # There may yet be room for what is needed, and no more.
+                self._arena = self._backend.arena(count, 1 << 62)
         return self._arena
 
     def profile(self, index: int, measure_time: bool, kept: KeptProfiles) -> OpProfile:
@@ -162,7 +174,7 @@ class _Bench:
 
     def _bound(
         self, op: Op, requests: Requests, *, fill: bool
-    ) -> tuple[BoundRun, Arena, list[list[tuple[int, int]]], int]:
+    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
@@ -171,7 +183,7 @@ class _Bench:
                 self._fill(block.storage, arena, block)
         return bound.runs[0], arena, scopes(self._captured, program, _Everywhere(requests)), arguments_end
 
-    def _fill(self, storage: int, arena: Arena, block: Block) -> None:
+    def _fill(self, storage: int, arena: Memory, block: Block) -> None:
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -179,7 +191,7 @@ class _Bench:
         target = arena.view(block.offset, count)
         constant = captured.constants.get(storage)
         if constant is not None:
-            target.copy_(internals.storage_bytes(constant))
+            target[: captured.own_bytes(storage)].copy_(internals.storage_bytes(constant))
             return
         dtype = self._dtypes[storage]
         if dtype.is_floating_point or dtype.is_complex:
@@ -188,6 +200,7 @@ class _Bench:
             target.zero_()
 
     def _record(self, op: Op, func: Callable[..., object]) -> Requests:
+        captured = self._captured
         run, arena, _, arguments_end = self._bound(op, Requests((), 0), fill=True)
         arena.discard(arguments_end, arena.bytes - arguments_end)
         with internals.below_autograd():
@@ -196,10 +209,10 @@ class _Bench:
             leaves = internals.tensor_leaves(out)
             pointers = {
                 leaves[leaf].untyped_storage().data_ptr(): leaf
-                for leaf, value in enumerate(self._captured.calls[op.id].results)
+                for leaf, value in enumerate(captured.calls[op.id].results)
                 if value is not None
             }
-            return workspace_layout(recorder.events, pointers)
+            return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _time(self, op: Op, requests: Requests) -> float:
         # The arguments lie where the recording left them, unless a larger arena has to be made.
@@ -207,6 +220,16 @@ class _Bench:
         run, arena, planned, _ = self._bound(op, requests, fill=grown)
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
+
+        def call() -> None:
+            table.begin(0)
+            out = func(*run.args, **run.kwargs)
+            del out
+            table.end()
+
+        if self._backend.timer is not None:
+            with internals.below_autograd():
+                return self._backend.timer(call)
         seconds: list[float] = []
         with internals.below_autograd():
             while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from outofcore.costs import Costs, Home
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
@@ -18,6 +18,10 @@ from outofcore.units import MIB
 
 # Copies of less than this in all say little of a link's bandwidth.
 _TELLING_BYTES = 16 * MIB
+# Slowdowns that are added up and taken off again leave less than this.
+_TINY = 1e-9
+
+_Lane = tuple[type, int]  # the way of a copy, and its home
 
 
 def is_off(predicted: float, timelines: Sequence[Timeline], tolerance: float = 0.1) -> bool:
@@ -32,53 +36,90 @@ def refined(costs: Costs, program: Program, timelines: Sequence[Timeline], moved
         costs: what the program was planned with.
         program: what ran.
         timelines: measured, of whole steps.
-        moved: the storages whose copies went to the home and not to the caller's memory.
+        moved: the storages whose copies went to a home and not to the caller's memory.
     """
-    home = costs.homes[0] if costs.homes else Home("none", None, 1.0, 1.0)
-    alone = [_alone(program, timeline, home) for timeline in timelines]
+    alone = [_alone(program, timeline, costs.homes) for timeline in timelines]
     seconds = [cost.seconds for cost in costs.ops]
-    busy = {CopyOut: 0.0, CopyIn: 0.0}
-    count = {CopyOut: 0, CopyIn: 0}
-    copies = {CopyOut: 0, CopyIn: 0}
+    traffic: dict[_Lane, _Traffic] = {}
     for index, instruction in enumerate(program.instructions):
         took = statistics.median(times[index] for times in alone)
         if isinstance(instruction, Run):
             seconds[instruction.op] = took
         elif program.blocks[instruction.block].storage in moved:
-            busy[type(instruction)] += took
-            count[type(instruction)] += program.blocks[instruction.block].bytes
-            copies[type(instruction)] += 1
+            lane = traffic.setdefault((type(instruction), instruction.home), _Traffic())
+            lane.busy += took
+            lane.bytes += program.blocks[instruction.block].bytes
+            lane.copies += 1
     ops = tuple(replace(cost, seconds=s) for cost, s in zip(costs.ops, seconds, strict=True))
-    if not costs.homes:
-        return replace(costs, ops=ops)
-    rates = {CopyOut: home.bytes_per_s_out, CopyIn: home.bytes_per_s_in}
-    for kind in rates:
-        if count[kind] >= _TELLING_BYTES:
-            # No less than half of the time is put down to the bytes: latency may have been measured too high.
-            rates[kind] = count[kind] / max(busy[kind] - copies[kind] * home.latency_s, busy[kind] / 2)
-    home = replace(home, bytes_per_s_out=rates[CopyOut], bytes_per_s_in=rates[CopyIn])
-    return replace(costs, ops=ops, homes=(home, *costs.homes[1:]))
+    homes = tuple(
+        replace(
+            home,
+            bytes_per_s_out=_rate(home, traffic.get((CopyOut, number)), home.bytes_per_s_out),
+            bytes_per_s_in=_rate(home, traffic.get((CopyIn, number)), home.bytes_per_s_in),
+        )
+        for number, home in enumerate(costs.homes)
+    )
+    return replace(costs, ops=ops, homes=homes)
 
 
-def _alone(program: Program, timeline: Timeline, home: Home) -> list[float]:
+@dataclass
+class _Traffic:
+    """What went over one link one way."""
+
+    busy: float = 0.0  # seconds
+    bytes: int = 0
+    copies: int = 0
+
+
+def _rate(home: Home, traffic: _Traffic | None, known: float) -> float:
+    if traffic is None or traffic.bytes < _TELLING_BYTES:
+        return known
+    # No less than half of the time is put down to the bytes: latency may have been measured too high.
+    return traffic.bytes / max(traffic.busy - traffic.copies * home.latency_s, traffic.busy / 2)
+
+
+def _alone(program: Program, timeline: Timeline, homes: Sequence[Home]) -> list[float]:
     """What each instruction would have taken with nothing else under way."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
-    kinds = [type(i) for i in program.instructions]
-    busy = {
-        kind: _Busy([span for span, k in zip(spans, kinds, strict=True) if k is kind]) for kind in (CopyOut, CopyIn)
+    lanes: dict[_Lane, list[tuple[float, float]]] = {}
+    for instruction, span in zip(program.instructions, spans, strict=True):
+        if not isinstance(instruction, Run):
+            lanes.setdefault((type(instruction), instruction.home), []).append(span)
+    busy = {lane: _Busy(found) for lane, found in lanes.items()}
+    both = {
+        home: _Busy(_meeting(busy[CopyOut, home].spans, busy[CopyIn, home].spans))
+        for home in range(len(homes))
+        if (CopyOut, home) in busy and (CopyIn, home) in busy
     }
-    one, two = 1 / (1 + home.compute_slowdown), 1 / (1 + 2 * home.compute_slowdown)
-    both = _Busy(_meeting(busy[CopyOut].spans, busy[CopyIn].spans))
+    # Ops lose time by what runs beside them: stretches with the same copies under way, and how much longer they take.
+    slowed = _slowed({lane: found for lane, found in busy.items() if lane[1] < len(homes)}, homes)
     found: list[float] = []
-    for (start, end), kind in zip(spans, kinds, strict=True):
-        if kind is Run:
-            together = both.within(start, end)
-            single = busy[CopyOut].within(start, end) + busy[CopyIn].within(start, end) - 2 * together
-            found.append(end - start - (1 - one) * single - (1 - two) * together)
+    for (start, end), instruction in zip(spans, program.instructions, strict=True):
+        if isinstance(instruction, Run):
+            found.append(end - start - sum((1 - 1 / slower) * part.within(start, end) for slower, part in slowed))
         else:
             # Each of the two that meet has lost half of what both have lost.
-            found.append(end - start - home.contention / 2 * both.within(start, end))
+            at = instruction.home
+            lost = homes[at].contention / 2 * both[at].within(start, end) if at in both else 0.0
+            found.append(end - start - lost)
     return found
+
+
+def _slowed(busy: Mapping[_Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
+    """How many times as long ops take while copies are under way, and when."""
+    changes = sorted(
+        (time, sign * homes[home].compute_slowdown)
+        for (_, home), found in busy.items()
+        for begin, end in found.spans
+        for time, sign in ((begin, 1), (end, -1))
+    )
+    parts: dict[float, list[tuple[float, float]]] = {}
+    slowdown, last = 0.0, 0.0
+    for time, change in changes:
+        if slowdown > _TINY and time > last:
+            parts.setdefault(round(1 + slowdown, 9), []).append((last, time))
+        slowdown, last = slowdown + change, time
+    return [(slower, _Busy(spans)) for slower, spans in sorted(parts.items())]
 
 
 class _Busy:

@@ -1,0 +1,165 @@
+"""Where steps run: the CPU, or a CUDA device. All that differs between the two for those who compile a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from outofcore._torch_internals import storage_key
+from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT
+from outofcore.capture.captured import Captured
+from outofcore.errors import BudgetError
+from outofcore.execution.arena import Arena, Recorder
+from outofcore.execution.arenas import Memory
+from outofcore.execution.cpu import CpuEngine
+from outofcore.execution.cuda.interface import Driver
+from outofcore.execution.engines import Engine
+from outofcore.execution.homes import HomeStore
+from outofcore.units import format_bytes
+
+_RESERVE_SHARE = 64  # off-plan requests may take a 64th of the budget
+
+
+class Backend(Protocol):
+    """A device to compile steps for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where ops run."""
+        ...
+
+    @property
+    def alignment(self) -> int:
+        """Of blocks below 64 KiB, in bytes."""
+        ...
+
+    @property
+    def driver(self) -> Driver | None:
+        """The device itself, where it has streams; None: the CPU."""
+        ...
+
+    def arena(self, count: int, reserve: int) -> Memory:
+        """Memory for planned addresses, and how much off-plan requests may take beyond it.
+
+        Raises:
+            ArenaError: there is not so much.
+        """
+        ...
+
+    def engine(self, homes: Sequence[HomeStore]) -> Engine:
+        """Runs steps here, with homes, nearest first."""
+        ...
+
+    def reserve(self, budget: int) -> int:
+        """Bytes that off-plan requests may take under a budget."""
+        ...
+
+    def beside(self, budget: int, given: int, moved: int) -> int:
+        """Bytes of a budget that the arena cannot have.
+
+        Args:
+            budget: bytes.
+            given: bytes of outputs, which leave the arena.
+            moved: bytes of states that lie on the device now and will make room.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Make ready for ops to be measured and run."""
+        ...
+
+    def recorder(self) -> Recorder:
+        """Logs what a thread asks of the allocator."""
+        ...
+
+    @property
+    def timer(self) -> Callable[[Callable[[], object]], float] | None:
+        """Median seconds of what a call does, by the device's own clock; None: the host's clock tells."""
+        ...
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """The random generators that ops may draw from."""
+        ...
+
+    def facts(self) -> Mapping[str, object]:
+        """What measurements depend on, beyond the machine."""
+        ...
+
+
+def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
+    """Bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
+    given = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
+    tensors = [binding.tensor for binding in captured.states if binding.tensor is not None]
+    moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
+    return backend.beside(budget, given, sum(moved.values()))
+
+
+def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
+    """Bytes of a budget that a step's arena may have.
+
+    Raises:
+        BudgetError: none are left.
+    """
+    beside = beside_the_arena(captured, backend, budget)
+    if beside >= budget:
+        raise BudgetError(
+            f"the budget of {format_bytes(budget)} leaves nothing for the step: {format_bytes(beside)} of it are taken "
+            f"on {backend.device} by other tensors, outputs, libraries and the reserve; raise the budget, or free what "
+            "else lies there"
+        )
+    return budget - beside
+
+
+def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
+    """The refusal of an arena's size, as one of the budget of which it is a part."""
+    if room == budget or error.smallest_budget is None:
+        return error
+    smallest = error.smallest_budget + budget - room
+    return BudgetError(
+        f"{error}\nThese are bytes of the arena alone: of the budget of {format_bytes(budget)}, "
+        f"{format_bytes(budget - room)} are taken on the device by other tensors, outputs, libraries and the reserve. "
+        f"So the smallest budget is {smallest} bytes ({format_bytes(smallest)}).",
+        smallest,
+    )
+
+
+class CpuBackend:
+    """The CPU: its arena is all of the budget."""
+
+    device = torch.device("cpu")
+    driver = None
+    alignment = SMALL_ALIGNMENT
+    timer = None
+
+    def arena(self, count: int, reserve: int) -> Arena:
+        """See ``Backend.arena``."""
+        return Arena(count, reserve=reserve)
+
+    def engine(self, homes: Sequence[HomeStore]) -> CpuEngine:
+        """See ``Backend.engine``."""
+        return CpuEngine(homes)
+
+    def reserve(self, budget: int) -> int:
+        """See ``Backend.reserve``."""
+        return max(budget // _RESERVE_SHARE, LARGE_BYTES)
+
+    def beside(self, budget: int, given: int, moved: int) -> int:
+        """See ``Backend.beside``: memory of the process is not the arena's concern."""
+        return 0
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``."""
+
+    def recorder(self) -> Recorder:
+        """See ``Backend.recorder``."""
+        return Recorder()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Backend.generators``."""
+        return (torch.default_generator,)
+
+    def facts(self) -> Mapping[str, object]:
+        """See ``Backend.facts``."""
+        return {}

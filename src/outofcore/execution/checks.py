@@ -1,0 +1,168 @@
+"""Checksums of what lies at a home: what is read back must be what was written.
+
+They are CRC-32 (IEEE 802.3), of whole slots or of a few of their pages, kept in memory. They hold within a step:
+between steps the user may change what is at home through the tensors that show it, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from enum import Enum
+
+import torch
+
+from outofcore.errors import TransferError
+from outofcore.execution.memory import Region, map_anonymous
+from outofcore.execution.store import HomeStore
+from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
+
+# Of a slot that is sampled: its first page, its last, and so many between them.
+_BETWEEN = 2
+# An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
+_SPREAD = 2654435761
+_PIECE = MIB  # of a slot that is read back
+
+
+class Check(Enum):
+    """How much of what is at home is checked."""
+
+    OFF = "off"  # nothing
+    SAMPLED = "sampled"  # a few pages of every copy to and from a disk
+    FULL = "full"  # every byte of every copy; what stays at home after a step is read back once
+
+
+def checksum(memory: memoryview, offset: int, check: Check) -> int:
+    """The checksum of a slot's bytes; of its pages that are sampled for a slot at that offset."""
+    if check is Check.FULL:
+        return zlib.crc32(memory)
+    pages = round_up(len(memory), PAGE_BYTES) // PAGE_BYTES
+    picked = {0, pages - 1}
+    picked |= {((offset // PAGE_BYTES + k + 1) * _SPREAD % 2**32) * pages >> 32 for k in range(_BETWEEN)}
+    found = 0
+    for page in sorted(picked):
+        found = zlib.crc32(memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], found)
+    return found
+
+
+class CheckedHome:
+    """A home whose copies are checked; otherwise it is the home that it is given.
+
+    Args:
+        home: what it wraps.
+        check: how much is checked.
+    """
+
+    def __init__(self, home: HomeStore, check: Check) -> None:
+        self.inner = home
+        self.check_mode = check
+        self._sums: dict[int, tuple[int, int]] = {}  # by offset: bytes, checksum
+        self._buffers = threading.local()
+
+    @property
+    def name(self) -> str:
+        """See ``HomeStore.name``."""
+        return self.inner.name
+
+    @property
+    def identity(self) -> str:
+        """See ``HomeStore.identity``."""
+        return self.inner.identity
+
+    @property
+    def in_memory(self) -> bool:
+        """See ``HomeStore.in_memory``."""
+        return self.inner.in_memory
+
+    @property
+    def bytes(self) -> int:
+        """See ``HomeStore.bytes``."""
+        return self.inner.bytes
+
+    @property
+    def capacity(self) -> int:
+        """See ``HomeStore.capacity``."""
+        return self.inner.capacity
+
+    def check(self, count: int) -> None:
+        """See ``HomeStore.check``."""
+        self.inner.check(count)
+
+    def ensure(self, count: int) -> None:
+        """See ``HomeStore.ensure``."""
+        self.inner.ensure(count)
+
+    def reserve(self, count: int) -> int:
+        """See ``HomeStore.reserve``."""
+        return self.inner.reserve(count)
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """See ``HomeStore.write``."""
+        self._sums[offset] = (len(source), checksum(source, offset, self.check_mode))
+        self.inner.write(offset, source)
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """See ``HomeStore.read``.
+
+        Raises:
+            TransferError: the copy failed, or what came is not what was written.
+        """
+        self.inner.read(offset, target)
+        count, known = self._sums.get(offset, (-1, 0))
+        if count == len(target) and checksum(target, offset, self.check_mode) != known:
+            raise self._damaged(offset, count)
+
+    def start(self) -> None:
+        """See ``HomeStore.start``: nothing is known any more of what was written before."""
+        self.inner.start()
+        self._sums.clear()
+
+    def read_back(self, offset: int) -> None:
+        """Read what was last written at ``offset`` from the home, and compare it. Nothing is done but with ``FULL``.
+
+        Raises:
+            TransferError: it is not what was written.
+        """
+        if self.check_mode is not Check.FULL or offset not in self._sums:
+            return
+        count, known = self._sums[offset]
+        buffer: memoryview | None = getattr(self._buffers, "memory", None)
+        if buffer is None:
+            buffer = self._buffers.memory = Region(map_anonymous(_PIECE), _PIECE).memory(0, _PIECE)
+        found = 0
+        for start in range(0, count, _PIECE):
+            piece = buffer[: min(_PIECE, count - start)]
+            self.inner.read(offset + start, piece)
+            found = zlib.crc32(piece, found)
+        if found != known:
+            raise self._damaged(offset, count)
+
+    def _damaged(self, offset: int, count: int) -> TransferError:
+        return TransferError(
+            f"the {format_bytes(count)} at byte {offset} of the {self.name} home are not what was written there: the "
+            "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
+            "or name another spill directory"
+        )
+
+    def face(self, offset: int, count: int) -> torch.Tensor:
+        """See ``HomeStore.face``."""
+        return self.inner.face(offset, count)
+
+    def drop_cache(self, face: torch.Tensor) -> None:
+        """See ``HomeStore.drop_cache``."""
+        self.inner.drop_cache(face)
+
+    def sibling(self, count: int) -> HomeStore:
+        """See ``HomeStore.sibling``: with the same checks, so that a link is as fast as it is with them."""
+        return CheckedHome(self.inner.sibling(count), self.check_mode)
+
+    def close(self) -> None:
+        """See ``HomeStore.close``."""
+        self.inner.close()
+
+
+def checked(home: HomeStore, check: Check) -> HomeStore:
+    """A home with as many checks as are asked for."""
+    if check is Check.OFF or (check is Check.SAMPLED and home.in_memory):
+        return home
+    return CheckedHome(home, check)

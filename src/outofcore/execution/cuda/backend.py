@@ -1,0 +1,93 @@
+"""A CUDA device to compile steps for. It has not run on a GPU yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from outofcore.execution.arena import Recorder
+from outofcore.execution.arenas import Memory
+from outofcore.execution.cuda.driver import ALIGNMENT, SEGMENT, CudaDriver
+from outofcore.execution.cuda.engine import CudaEngine
+from outofcore.execution.cuda.host import PinnedHome
+from outofcore.execution.homes import HomeStore
+from outofcore.units import MIB, round_up
+
+# Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.
+_RESERVE_SHARE = 64
+_LEAST_RESERVE = 32 * MIB
+# Pools that the caching allocator opens beside the arena: for small requests, and the rest of a large one.
+_POOLS = 4
+
+
+class CudaBackend:
+    """One CUDA device; as ``backend.Backend`` has it.
+
+    Args:
+        device: such as ``torch.device("cuda")``.
+
+    Raises:
+        InputError: there is no such device.
+    """
+
+    alignment = ALIGNMENT
+
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
+        self.driver = CudaDriver(device) if driver is None else driver
+        self.device = self.driver.device
+
+    def arena(self, count: int, reserve: int) -> Memory:
+        """See ``Backend.arena``. What PyTorch keeps unused goes back to the device first."""
+        self.driver.synchronize()
+        self.driver.reserved_bytes()
+        return self.driver.open_arena(count, reserve)
+
+    def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
+        """See ``Backend.engine``."""
+        return CudaEngine(self.driver, homes)
+
+    def home(self, limit: int | None) -> PinnedHome:
+        """Host memory for what does not fit.
+
+        Args:
+            limit: bytes of it; None: all that there is.
+
+        Raises:
+            SpillError: the system will not reserve the addresses.
+        """
+        return PinnedHome(self.driver.pin, self.driver.unpin, limit)
+
+    def reserve(self, budget: int) -> int:
+        """See ``Backend.reserve``."""
+        return max(budget // _RESERVE_SHARE, _LEAST_RESERVE)
+
+    def beside(self, budget: int, given: int, moved: int) -> int:
+        """See ``Backend.beside``.
+
+        That is what else PyTorch has on the device (inputs, workspaces of libraries), the reserve, twice the outputs,
+        as the user may hold those of the last step, and the pools of the caching allocator.
+        """
+        others = max(self.driver.allocated_bytes() - moved, 0)
+        return round_up(others, SEGMENT) + self.reserve(budget) + 2 * round_up(given, SEGMENT) + _POOLS * SEGMENT
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``."""
+        self.driver.prepare()
+
+    def recorder(self) -> Recorder:
+        """See ``Backend.recorder``."""
+        return self.driver.recorder()
+
+    @property
+    def timer(self) -> Callable[[Callable[[], object]], float]:
+        """See ``Backend.timer``."""
+        return self.driver.time
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Backend.generators``."""
+        return self.driver.generators()
+
+    def facts(self) -> Mapping[str, object]:
+        """See ``Backend.facts``."""
+        return self.driver.facts()

@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM in the middle of a step: the step ends first, so that the model is never part old and part new."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_log = logging.getLogger("outofcore")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Deferred:
+    """In ``with Deferred(what):`` signals that have a handler in Python are kept for its end.
+
+    A second one is not: its handler runs at once, and if it raises, as Ctrl-C does, the block is left half way. Any
+    further ones are dropped until the block has cleaned up. Signals without such a handler, as SIGTERM by default, do
+    what they always do. Outside of the main thread, where handlers never run, this does nothing.
+
+    Args:
+        what: goes on to its end, as the log tells.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append((number, frame))
+        if len(self._pending) == 1:
+            _log.warning(
+                "%s: %s is brought to its end first; another one stops it half way",
+                signal.Signals(number).name,
+                self._what,
+            )
+        elif len(self._pending) == 2:
+            self._handlers[number](number, frame)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if len(self._pending) == 1:
+            number, frame = self._pending[0]
+            self._handlers[number](number, frame)

@@ -1,0 +1,53 @@
+"""What one call of a step did, in a few numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outofcore.capture.captured import Captured
+from outofcore.planning import Planned
+from outofcore.program import CopyIn, CopyOut, Timeline
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the last call of a step did.
+
+    Attributes:
+        seconds: of the step, its own waits for copies included.
+        compute_seconds: of which ops ran.
+        bytes_out: moved from the arena to the home.
+        bytes_in: moved from the home to the arena.
+        off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
+        predicted_seconds: what the simulator foretold.
+    """
+
+    seconds: float
+    compute_seconds: float
+    bytes_out: int
+    bytes_in: int
+    off_plan: int
+    predicted_seconds: float
+
+
+def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
+    """What a call did: by its plan, and the timeline of when everything ran."""
+    program = planned.program
+    ported = set(captured.graph.outputs) | {captured.values[b.value].storage for b in captured.inputs}
+    compute = 0.0
+    moved = {CopyOut: 0, CopyIn: 0}
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        if isinstance(instruction, CopyOut | CopyIn):
+            block = program.blocks[instruction.block]
+            if block.storage not in ported:
+                moved[type(instruction)] += block.bytes
+        else:
+            compute += end - start
+    return StepStats(
+        timeline.step_seconds,
+        compute,
+        moved[CopyOut],
+        moved[CopyIn],
+        off_plan,
+        planned.timeline.step_seconds,
+    )

@@ -1,0 +1,157 @@
+"""The model as it was before a step that failed, where that is still to be had.
+
+A step changes what persists late: large parameters and optimizer state in its updates. If it fails before, in a
+forward pass that was given a wrong index or at a copy that could not be made, all of that is unchanged, at its home, in
+its block of the arena, or, where it left the arena for a while, in a slot. What little changes early, such as the
+running statistics of batch norm, is put aside when the step starts; so are the states of random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outofcore.analysis import is_large
+from outofcore.capture.captured import Captured
+from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.randomness import generators_on
+from outofcore.execution.arenas import Memory
+from outofcore.execution.slots import Piece, Slots
+from outofcore.program import Block, CopyIn, CopyOut, Program, Run
+from outofcore.units import MIB
+
+# More than this is not put aside at every step: it would be memory beside the budget.
+_ASIDE_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a step came: by the index of an instruction, whether it was started and whether it was done."""
+
+    started: Sequence[bool]
+    done: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class _Stray:
+    """A block that is held from step to step, and left the arena within the step."""
+
+    block: Block
+    out: int  # the first copy out
+    pieces: tuple[Piece, ...]
+    home: int
+    back: int | None  # the copy into the block, before the step ends
+    others: tuple[int, ...]  # copies out, later on, to pages of the same slot
+
+
+class Undo:
+    """What it takes to undo a part of one program.
+
+    Args:
+        captured: the step.
+        program: placed.
+        slots: by the index of a copy, where at its home its bytes are.
+    """
+
+    def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[Piece, ...]]) -> None:
+        graph = captured.graph
+        small: list[Block] = []
+        self._final: list[int] = []  # once one of these has been started, there is no way back
+        early: set[int] = set()
+        wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage in graph.persistent}
+        for index, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Run):
+                changed = [s for s in graph.ops[instruction.op].mutates if s in graph.persistent]
+                update = isinstance(captured.calls[instruction.op].func, OptimizerUpdate)
+                if update or any(is_large(graph.storages[s].bytes) for s in changed):
+                    self._final.append(index)
+                else:
+                    early.update(changed)
+            elif isinstance(instruction, CopyOut):
+                storage = program.blocks[instruction.block].storage
+                # What is written to a slot that outlives the step (a gradient that is left) is seen by the user.
+                if storage in graph.outputs and index in slots:
+                    self._final.append(index)
+        small = [wrapping[storage] for storage in sorted(early) if storage in wrapping]
+        self._span = (min(b.offset for b in small), max(b.offset + b.bytes for b in small)) if small else (0, 0)
+        self._possible = len(small) == len(early) and self._span[1] - self._span[0] <= _ASIDE_BYTES
+        self._strays = _strays(program, {b.id for b in wrapping.values()}, slots) if self._possible else []
+        self._aside: torch.Tensor | None = None
+        self._device = captured.device
+        self._generators = generators_on(captured.device)
+        self._drawn: list[torch.Tensor] = []  # their states when the step started
+
+    def begin(self, arena: Memory) -> None:
+        """Put aside what changes early. Called when a step starts."""
+        if not self._possible:
+            return
+        first, last = self._span
+        if last > first:
+            if self._aside is None:
+                self._aside = torch.empty(last - first, dtype=torch.uint8, device=self._device)
+            self._aside.copy_(arena.view(first, last - first))
+        self._drawn = [generator.get_state() for generator in self._generators]
+
+    def undo(self, arena: Memory, homes: Sequence[Slots], reached: Reached) -> bool:
+        """Have everything as it was when the step started; False: it is too late for that.
+
+        Args:
+            arena: as the step has left it.
+            homes: where its copies went.
+            reached: how far it came; nothing of it is under way any more.
+
+        Raises:
+            TransferError: what left the arena cannot be brought back.
+        """
+        if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
+            return False
+        lost = [stray for stray in self._strays if reached.done[stray.out]]
+        for stray in lost:
+            back = stray.back is not None and reached.done[stray.back]
+            if not back and any(reached.started[index] for index in stray.others):
+                return False
+        for stray in lost:
+            if stray.back is not None and reached.done[stray.back]:
+                continue
+            at = stray.block.offset
+            for piece in stray.pieces:
+                arena.load(at, piece.bytes, homes[stray.home].home, piece.offset)
+                at += piece.bytes
+        first, last = self._span
+        if self._aside is not None:
+            arena.view(first, last - first).copy_(self._aside)
+        for generator, state in zip(self._generators, self._drawn, strict=True):
+            generator.set_state(state)
+        return True
+
+
+def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piece, ...]]) -> list[_Stray]:
+    found: list[_Stray] = []
+    seen: set[int] = set()
+    outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]
+    for index, copy in outs:
+        block = program.blocks[copy.block]
+        if block.id not in wrapping or index >= block.dies or block.id in seen:
+            continue
+        seen.add(block.id)
+        pieces = slots[index]
+        back = next(
+            (
+                i
+                for i, other in enumerate(program.instructions)
+                if i > index and isinstance(other, CopyIn) and other.block == block.id
+            ),
+            None,
+        )
+        others = tuple(i for i, other in outs if i > index and other.home == copy.home and _meet(pieces, slots[i]))
+        found.append(_Stray(block, index, pieces, copy.home, back, others))
+    return found
+
+
+def _meet(some: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
+    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
+
+
+__all__ = ["Reached", "Undo"]

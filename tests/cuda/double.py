@@ -1,0 +1,280 @@
+"""A double of a CUDA device: streams as queues under a virtual clock, memory with poison, and a witness of every race.
+
+Nothing runs when it is issued. When the step ends, the queues are worked off in the order in which a device might
+have done so, drawn from a seed: an op happens at its start, a copy poisons its target at its start and reads its
+source at its end. So what is used before it arrives, or overwritten before it has left, shows in the numbers.
+
+That would be luck for any one seed. The witness needs none: it keeps vector clocks (Lamport's happened-before, as race
+detectors for threads do) and raises as soon as two accesses to the same bytes, one of them a write, are not put in
+order by marks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore.execution.arena import Arena, Recorder
+from outofcore.execution.binding import Bound, BoundRun
+from outofcore.execution.cuda.engine import CudaEngine
+from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.homes import HomeStore
+from outofcore.program import Run
+
+POISON = 0xFF  # as a floating-point number: not a number
+OP_SECONDS = 1e-4
+
+_Span = tuple[int, int, bool]  # first byte, end, whether it is written
+_Clock = tuple[int, int, int]
+
+
+class RaceError(Exception):
+    """Two accesses to the same bytes are in no order."""
+
+
+@dataclass
+class FakeMark:
+    """A mark of the double."""
+
+    item: _Item | None = None  # where it was recorded last
+    clock: _Clock = (0, 0, 0)
+
+
+@dataclass
+class _Item:
+    """Something on a queue."""
+
+    stream: Stream
+    seconds: float = 0.0
+    after: _Item | None = None  # of another queue
+    begin: Callable[[], object] | None = None
+    end: Callable[[], object] | None = None
+    started: float | None = None
+    done: float | None = None
+
+
+@dataclass(frozen=True)
+class _Access:
+    start: int
+    end: int
+    writes: bool
+    stream: Stream
+    number: int
+    what: str
+
+
+@dataclass
+class FakeCuda:
+    """See the module; as ``interface.Driver`` has it.
+
+    Attributes:
+        seed: decides how long everything takes.
+        bytes_per_s: of copies, either way.
+        shared: what a copy is slowed down by one the other way; 1: not at all.
+        witness: whether races are raised.
+        waits_on_host: whether the end of a step waits for the device where the host asks for it. Without, steps follow
+            each other unhindered, as where everything stays on the device.
+        drop: numbers of the calls of ``wait`` that are left undone.
+    """
+
+    seed: int = 0
+    bytes_per_s: float = 1e9
+    shared: float = 1.0
+    witness: bool = True
+    waits_on_host: bool = True
+    drop: frozenset[int] = frozenset()
+    waits: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _queues: dict[Stream, deque[_Item]] = field(default_factory=lambda: {s: deque() for s in Stream})
+    _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, (0, 0, 0)))
+    _accesses: list[_Access] = field(default_factory=list)
+    _free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(Stream, 0.0))
+    _bound: Bound | None = None
+    _base: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def open_arena(self, count: int, reserve: int) -> Arena:
+        arena = Arena(count, reserve=reserve)
+        arena.view(0, arena.bytes).fill_(POISON)
+        self._base = arena.address
+        return arena
+
+    @contextlib.contextmanager
+    def step(self, bound: Bound | None) -> Iterator[None]:
+        self._bound = bound
+        try:
+            yield
+        except BaseException:
+            for queue in self._queues.values():
+                queue.clear()
+            raise
+
+    def launch(self, run: BoundRun | None, call: Callable[[], object]) -> None:
+        if run is not None and self._bound is not None:
+            self._touch(Stream.COMPUTE, self._spans(run.index), f"op {run.op}")
+        self._put(_Item(Stream.COMPUTE, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
+
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.numel() == source.numel()
+        reads = (source.data_ptr(), source.data_ptr() + source.numel(), False)
+        writes = (target.data_ptr(), target.data_ptr() + target.numel(), True)
+        self._touch(stream, [reads, writes], f"copy {index}")
+        seconds = target.numel() / self.bytes_per_s
+        self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
+
+    def mark(self, *, timed: bool = False) -> FakeMark:
+        return FakeMark()
+
+    def record(self, stream: Stream, mark: FakeMark) -> None:
+        mark.item = _Item(stream)
+        mark.clock = self._clocks[stream]
+        self._put(mark.item)
+
+    def wait(self, stream: Stream, mark: FakeMark) -> None:
+        self.waits += 1
+        if self.waits - 1 in self.drop or mark.item is None:
+            return
+        self._clocks[stream] = _later(self._clocks[stream], mark.clock)
+        self._put(_Item(stream, after=mark.item))
+
+    def seconds(self, start: FakeMark, end: FakeMark) -> float:
+        self._drain()
+        return end.item.done - start.item.done
+
+    def finish(self, *, host: bool) -> None:
+        if host and self.waits_on_host:
+            self.synchronize()
+        else:
+            # The test looks at the results at once; the order of the streams is as if the host had gone on.
+            self._drain()
+
+    def await_mark(self, mark: FakeMark) -> None:
+        self._drain()
+
+    def synchronize(self) -> None:
+        self._drain()
+        if self.waits_on_host:
+            reached = self._clocks[Stream.COMPUTE]
+            for clock in self._clocks.values():
+                reached = _later(reached, clock)
+            self._clocks = dict.fromkeys(Stream, reached)
+            self._accesses.clear()
+
+    def pinned(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        return (torch.default_generator,)
+
+    def _spans(self, index: int) -> list[_Span]:
+        program, graph = self._bound.program, self._bound.graph
+        instruction = program.instructions[index]
+        assert isinstance(instruction, Run)
+        op = graph.ops[instruction.op]
+        written = {*op.mutates, *op.creates}
+        spans = [(program.blocks[b], s in written) for b, s in zip(instruction.blocks, op.touched, strict=True)]
+        if instruction.workspace is not None:
+            spans.append((program.blocks[instruction.workspace], True))
+        return [(self._base + b.offset, self._base + b.offset + b.bytes, writes) for b, writes in spans]
+
+    def _touch(self, stream: Stream, spans: Sequence[_Span], what: str) -> None:
+        if self._bound is None:
+            return
+        clock = self._clocks[stream]
+        number = clock[stream] + 1
+        for start, end, writes in spans:
+            for other in self._accesses:
+                meets = other.start < end and start < other.end and (writes or other.writes)
+                if meets and other.stream is not stream and clock[other.stream] < other.number and self.witness:
+                    raise RaceError(f"{what} on {stream.name} and {other.what} on {other.stream.name} are in no order")
+        known = self._clocks.values()
+        self._accesses = [a for a in self._accesses if any(c[a.stream] < a.number for c in known)]
+        self._accesses += [_Access(start, end, writes, stream, number, what) for start, end, writes in spans]
+
+    def _put(self, item: _Item) -> None:
+        clock = list(self._clocks[item.stream])
+        clock[item.stream] += 1
+        self._clocks[item.stream] = (clock[0], clock[1], clock[2])
+        self._queues[item.stream].append(item)
+
+    def _drain(self) -> None:
+        """Work off the queues in order of the virtual clock."""
+        running: dict[Stream, _Item] = {}
+        with internals.below_autograd():
+            while any(self._queues.values()) or running:
+                starts = {
+                    stream: max(self._free[stream], queue[0].after.done if queue[0].after is not None else 0.0)
+                    for stream, queue in self._queues.items()
+                    if queue and stream not in running and (queue[0].after is None or queue[0].after.done is not None)
+                }
+                ends = {stream: item.started + item.seconds for stream, item in running.items()}
+                if not starts and not ends:
+                    raise RaceError("the streams wait for each other for ever")
+                first = min([*starts.values(), *ends.values()])
+                # At one moment, what ends comes before what begins.
+                stream = next((s for s, at in ends.items() if at == first), None)
+                if stream is not None:
+                    self._end(running.pop(stream), first)
+                    continue
+                stream = self._random.choice([s for s, at in starts.items() if at == first])
+                item = self._queues[stream].popleft()
+                item.started = first
+                if item.begin is not None:
+                    item.begin()
+                others = [s for s in running if s is not stream]
+                if stream is not Stream.COMPUTE and any(s is not Stream.COMPUTE for s in others):
+                    item.seconds *= self.shared
+                running[stream] = item
+
+    def _end(self, item: _Item, at: float) -> None:
+        if item.end is not None:
+            item.end()
+        item.done = self._free[item.stream] = at
+
+
+def _later(a: _Clock, b: _Clock) -> _Clock:
+    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]))
+
+
+class FakeBackend:
+    """The double as a backend, with the alignment of CUDA."""
+
+    alignment = 512
+    timer = None
+
+    def __init__(self, driver: FakeCuda) -> None:
+        self.driver = driver
+        self.device = driver.device
+
+    def arena(self, count: int, reserve: int) -> Arena:
+        return self.driver.open_arena(count, reserve)
+
+    def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
+        return CudaEngine(self.driver, homes)
+
+    def reserve(self, budget: int) -> int:
+        return max(budget // 64, 65536)
+
+    def beside(self, budget: int, given: int, moved: int) -> int:
+        return 0
+
+    def prepare(self) -> None:
+        pass
+
+    def recorder(self) -> Recorder:
+        return Recorder()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        return self.driver.generators()
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"device": "double"}

@@ -1,0 +1,206 @@
+"""Steps on a GPU: the bits of plain PyTorch, whatever the streams do, within a hard limit."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from worlds import WORLDS, World, convolutional, dense, eager, same
+
+import outofcore
+from outofcore import _torch_internals as internals
+from outofcore.costs import Home
+from outofcore.errors import BudgetError
+from outofcore.execution.arena import ScopeTable
+from outofcore.execution.cuda.backend import CudaBackend
+from outofcore.execution.cuda.driver import CudaDriver
+from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.native import Flavor, load_native
+from outofcore.execution.opened import OpenHome
+from outofcore.program import CopyIn, CopyOut
+from outofcore.step import Step
+from outofcore.units import GIB, KIB, MIB
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+CPU = torch.device("cpu")
+STEPS = 4
+POLICIES = ("offload-all", "auto", "priced", "sqrt-checkpoint", "keep-all")
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Delayed(CudaDriver):
+    """A device whose streams dawdle, each by itself."""
+
+    def __init__(self, device: torch.device, seed: int, slow: frozenset[Stream]) -> None:
+        super().__init__(device)
+        self._random = random.Random(seed)
+        self._slow = slow
+
+    def launch(self, run: Any, call: Callable[[], object]) -> None:
+        self._dawdle(Stream.COMPUTE)
+        super().launch(run, call)
+
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._dawdle(stream)
+        super().copy(stream, index, target, source)
+
+    def _dawdle(self, stream: Stream) -> None:
+        if stream in self._slow and self._random.random() < 0.5:
+            with torch.cuda.stream(self._streams[stream]):
+                internals.let_device_idle(self._random.randrange(1_000_000))
+
+
+def compiled(world: World, budget: int, policy: str, driver: CudaDriver) -> Step:
+    backend = CudaBackend(driver.device, driver)
+    return Step(
+        world.step,
+        [world.model],
+        [world.optimizer],
+        budget,
+        OpenHome([backend.home(GIB)], kept=False),
+        policy,
+        None,
+        backend,
+    )
+
+
+def smallest(make: Callable[[torch.device], World], device: torch.device) -> int:
+    """What the arena needs at the least, as the refusal of a smaller one tells."""
+    world, budget = make(CPU), beside(device) + 256 * KIB
+    step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device, cache=False)
+    with step, pytest.raises(BudgetError) as caught:
+        step(*world.batch(0))
+    assert caught.value.smallest_budget is not None
+    return caught.value.smallest_budget - budget + 256 * KIB
+
+
+def beside(device: torch.device) -> int:
+    return CudaBackend(device).beside(128 * MIB, 4, 0)
+
+
+def agree(world: World, step: Step, losses: list[torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    found = [step(*world.batch(index)).detach().cpu() for index in range(STEPS)]
+    assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
+    assert same(world.state(), state) == []
+
+
+def test_the_native_allocator_is_there() -> None:
+    native = load_native(Flavor.CUDA)
+    assert native.library is not None, native.reason
+
+
+def test_requests_are_served_where_they_were_planned(device: torch.device) -> None:
+    arena = CudaDriver(device).open_arena(4 * MIB, MIB)
+    table = ScopeTable(arena, [[(MIB, 512 * KIB), (2 * MIB, 2 * MIB)]])
+    table.begin(0)
+    one, other = (torch.empty(count, dtype=torch.uint8, device=device) for count in (MIB, 2 * MIB))
+    table.end()
+    assert [t.data_ptr() - arena.address for t in (one, other)] == [512 * KIB, 2 * MIB]
+    assert arena.counters().served == 2
+    one.fill_(3)
+    assert int(arena.view(512 * KIB, MIB).max()) == 3
+    view = arena.view(0, 512)
+    arena.close()
+    view.fill_(1)  # it keeps the memory
+    assert int(view.sum()) == 512
+
+
+def test_host_memory_is_pinned_to_the_page(device: torch.device) -> None:
+    home = CudaBackend(device).home(64 * MIB)
+    first, second = home.reserve(3 * 4096), home.reserve(5 * MIB)
+    assert home.bytes == 3 * 4096 + 5 * MIB
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert home.face(first, 4096).is_pinned()
+        assert home.face(second, 5 * MIB).is_pinned()
+    assert home.unbroken(0, home.bytes) == [(0, 3 * 4096), (3 * 4096, 5 * MIB)]
+    home.close()
+
+
+@pytest.mark.parametrize("where", ["model on the CPU", "model on the device"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: torch.device) -> None:
+    make = WORLDS[name]
+    losses, state = eager(make(device), STEPS)
+    least = smallest(make, device)
+    room = {"offload-all": least, "priced": least + 2 * MIB, "auto": least + 4 * MIB}.get(policy, 64 * MIB)
+    world = make(CPU if where == "model on the CPU" else device)
+    with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device)) as step:
+        agree(world, step, losses, state)
+        moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
+        assert policy != "offload-all" or len(moved) > 10
+    assert same(world.state(), state) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slow", [{Stream.COMPUTE}, {Stream.COPY_OUT}, {Stream.COPY_IN}, set(Stream)])
+def test_streams_that_dawdle(slow: set[Stream], seed: int, device: torch.device) -> None:
+    losses, state = eager(dense(device), STEPS)
+    world = dense(CPU)
+    budget = smallest(dense, device) + beside(device) + 2 * MIB
+    with compiled(world, budget, "offload-all", Delayed(device, seed, frozenset(slow))) as step:
+        agree(world, step, losses, state)
+
+
+@contextmanager
+def capped(device: torch.device, budget: int) -> Iterator[None]:
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(budget / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_a_hard_limit_at_the_budget_is_never_met(device: torch.device) -> None:
+    losses, state = eager(convolutional(device), STEPS)
+    gc.collect()
+    torch.cuda.empty_cache()
+    least = smallest(convolutional, device)
+    world = convolutional(CPU)
+    budget = least + beside(device) + 4 * MIB
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    with capped(device, budget):
+        step = compiled(world, budget, "auto", CudaDriver(device))
+        step._links = (Home("host", None, 2e10, 2e10),)  # its measurement wants buffers of its own
+        with step:
+            agree(world, step, losses, state)
+            assert torch.cuda.max_memory_reserved(device) <= budget
+            assert step.stats.off_plan == 0
+
+
+def test_the_host_does_not_wait_within_a_step(device: torch.device) -> None:
+    world = dense(device, "sgd")
+    with compiled(world, GIB, "auto", CudaDriver(device)) as step:
+        for index in range(8):  # by then no step is measured any more
+            step(*world.batch(index))
+        batch = world.batch(9)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(*batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

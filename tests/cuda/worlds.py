@@ -1,0 +1,113 @@
+"""Small training steps that the tests run on the double and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class World:
+    """A model, its optimizer and a step, on one device."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[..., Any]
+    batch: Callable[[int], tuple[torch.Tensor, ...]]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every tensor that persists, on the CPU."""
+        found = dict(self.model.state_dict())
+        for index, own in self.optimizer.state_dict()["state"].items():
+            found |= {f"{index}.{name}": value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _seeded(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(index)
+
+
+def dense(device: torch.device, optimizer: str = "adamw") -> World:
+    """Linear layers with dropout."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(192, 192), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(192, 10)).to(device)
+    made = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if optimizer == "adamw"
+        else torch.optim.SGD(model.parameters(), lr=1e-2)
+    )
+
+    def batch(index: int) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(256, 192, generator=_seeded(index))
+        return x.to(device), torch.randint(0, 10, (256,), generator=_seeded(index)).to(device)
+
+    return World(model, made, _supervised(model, made), batch)
+
+
+def convolutional(device: torch.device) -> World:
+    """Convolutions with batch norm and a residual connection, under momentum."""
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(24, 24, 3, padding=1, bias=False)
+            self.norm = nn.BatchNorm2d(24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(self.norm(self.conv(x)) + x)
+
+    layers = [
+        nn.Conv2d(3, 24, 3, padding=1),
+        Block(),
+        Block(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(24, 10),
+    ]
+    model = nn.Sequential(*layers).to(device)
+    made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def batch(index: int) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(8, 3, 24, 24, generator=_seeded(index))
+        return x.to(device), torch.randint(0, 10, (8,), generator=_seeded(index)).to(device)
+
+    return World(model, made, _supervised(model, made), batch)
+
+
+WORLDS: dict[str, Callable[[torch.device], World]] = {"dense": dense, "convolutional": convolutional}
+
+
+def eager(world: World, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The losses of plain PyTorch, and the state that it ends with."""
+    torch.manual_seed(1)
+    losses = [world.step(*world.batch(index)).detach().cpu() for index in range(steps)]
+    return losses, world.state()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names under which the two differ by any bit."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(_bits(a[name]), _bits(b[name]))]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
