@@ -1,0 +1,1 @@
+"""Checkpoints: state streamed to and from safetensors files, never whole in memory."""

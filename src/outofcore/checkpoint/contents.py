@@ -1,0 +1,137 @@
+"""What belongs to a checkpoint: the tensors of models and optimizers by name, and what is no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import storage_key
+from outofcore.errors import StateError
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class ModelContents:
+    """The tensors of a model, each once however many names it has.
+
+    Attributes:
+        tensors: parameters and the buffers that belong to its state dict, by their first name.
+        rest: other buffers.
+        aliases: further names, each with the first one.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    rest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    aliases: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def contents_of(model: nn.Module) -> ModelContents:
+    """The tensors of a model.
+
+    Raises:
+        StateError: a module has state that is no parameter and no buffer.
+    """
+    found = ModelContents()
+    seen: dict[Any, str] = {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise StateError(
+                f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint has no place "
+                "for; save it by yourself, or with extra="
+            )
+    for name, tensor, persistent in _named_tensors(model):
+        window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key: Any = window if tensor.numel() and tensor.device.type != "meta" else id(tensor)
+        if key in seen:
+            found.aliases[name] = seen[key]
+        else:
+            seen[key] = name
+            (found.tensors if persistent else found.rest)[name] = tensor
+    return found
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, True
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                persistent = name not in module._non_persistent_buffers_set
+                yield f"{path}.{name}" if path else name, buffer, persistent
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer in the order in which its state dict counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def known_to(models: Sequence[nn.Module]) -> set[int]:
+    """The ids of all parameters of some models."""
+    return {id(parameter) for model in models for parameter in model.parameters()}
+
+
+def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group that are no tensors, for JSON.
+
+    Raises:
+        StateError: a setting is neither a tensor nor plain data.
+    """
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
+        for name, value in settings.items():
+            check_plain(value, f"the setting {name!r} of group {index} of {type(optimizer).__name__}")
+        groups.append({"parameters": len(group["params"]), "settings": settings})
+    return groups
+
+
+def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """The state of each parameter that is no tensor, by the parameter's number, for JSON.
+
+    Raises:
+        StateError: some state is neither a tensor nor plain data, or belongs to no parameter.
+    """
+    parameters = parameters_of(optimizer)
+    known = {id(parameter) for parameter in parameters}
+    for key in optimizer.state:
+        if id(key) not in known:
+            raise StateError(
+                f"{type(optimizer).__name__} keeps state that belongs to none of its parameters, which a checkpoint "
+                "has no place for; save it by yourself, or with extra="
+            )
+    found: dict[str, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        entries = optimizer.state.get(parameter, {})
+        plain = {n: v for n, v in entries.items() if not isinstance(v, torch.Tensor)}
+        for name, value in plain.items():
+            check_plain(value, f"the state {name!r} of parameter {number} of {type(optimizer).__name__}")
+        if parameter in optimizer.state:
+            found[str(number)] = plain
+    return found
+
+
+def check_plain(value: Any, what: str) -> None:
+    """Refuse what JSON does not give back as it was, but for tuples, which come back as lists.
+
+    Raises:
+        StateError: the value is neither a number, text, True, False or None, nor a list, tuple or dict of such.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise StateError(f"{what} has the key {key!r}, and a checkpoint can hold keys of text alone")
+            check_plain(item, what)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_plain(item, what)
+    elif type(value) not in _PLAIN:
+        raise StateError(
+            f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False and None, "
+            "and lists and dicts of these, can be saved"
+        )

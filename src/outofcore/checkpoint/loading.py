@@ -1,0 +1,263 @@
+"""Loads a checkpoint into models, optimizers and random generators, a buffer at a time."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import storage_bytes
+from outofcore.analysis import is_large
+from outofcore.checkpoint.contents import contents_of, known_to, parameters_of
+from outofcore.checkpoint.copying import fill
+from outofcore.checkpoint.folder import read_index
+from outofcore.checkpoint.format import Entry, TensorFile, read_header
+from outofcore.checkpoint.generators import generator_tensors, restore_generators, restore_plain_generators
+from outofcore.checkpoint.stream import InFile, new_buffer
+from outofcore.errors import InputError, TransferError
+from outofcore.execution.faces import Faces
+from outofcore.jsonfile import Node
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore")
+
+Targets = dict[str, torch.Tensor]
+
+
+class Checkpoint:
+    """A checkpoint in a folder, found to be whole as far as sizes tell; its contents are checked as they are read.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._index = read_index(folder)
+        self._files: dict[str, TensorFile] = {}
+        self._names = {stem: str(name) for stem, name in self._index.at("names").mapping().items()}
+        for stem, name in self._names.items():
+            facts = self._index.at("files").at(name)
+            file = read_header(folder / name)
+            if file.bytes != facts.at("bytes").count():
+                raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
+            self._files[stem] = file
+        # By the numbers of the optimizer and the parameter: the state's name, and its entry.
+        self._state: dict[tuple[int, int], dict[str, Entry]] = {}
+        for key, entry in self._files["training"].entries.items():
+            match key.split(".", 4):
+                case ["optimizer", number, "state", place, name]:
+                    self._state.setdefault((int(number), int(place)), {})[name] = entry
+                case _:
+                    pass
+
+    @property
+    def extra(self) -> Any:
+        """What the caller has saved along."""
+        return self._index.mapping().get("extra")
+
+    def load(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None) -> None:
+        """Put everything in its place.
+
+        Tensors that exist are overwritten where they are; optimizer state and gradients that do not exist yet are
+        born at home.
+
+        Raises:
+            InputError: the checkpoint is not one of such models and optimizers; nothing has been changed.
+            TransferError: a file cannot be read or is not as it was saved; models and optimizers are part old and
+                part new.
+            SpillError: the home has no room.
+        """
+        saved_models = list(self._index.at("models").items())
+        saved_optimizers = list(self._index.at("optimizers").items())
+        self._check_counts(len(models), len(saved_models), "models")
+        self._check_counts(len(optimizers), len(saved_optimizers), "optimizers")
+        fillings: list[tuple[str, Targets]] = []
+        rest: Targets = {}
+        for number, (model, saved) in enumerate(zip(models, saved_models, strict=True)):
+            contents = contents_of(model)
+            stem = saved.at("stem").text()
+            aliases = {name: str(first) for name, first in saved.at("aliases").mapping().items()}
+            fillings.append((stem, self._model_targets(number, stem, contents.tensors, aliases)))
+            for name, tensor in contents.rest.items():
+                if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
+                    rest[key] = tensor
+        for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
+            self._check_optimizer(number, optimizer, saved)
+            rest |= self._optimizer_targets(number, optimizer, known_to(models))
+        fillings.append(("training", rest))
+        for stem, targets in fillings:
+            self._check_shapes(stem, targets)
+        # From here on things change.
+        new = self._born(models, optimizers, faces)
+        rest |= new
+        generators = {name: state.clone() for name, state in generator_tensors()}
+        rest |= {name: state for name, state in generators.items() if name in self._files["training"].entries}
+        buffer = new_buffer()
+        for stem, targets in fillings:
+            self._fill(stem, targets, faces, buffer)
+        for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
+            _restore_settings(optimizer, saved)
+            self._show_state(number, optimizer, saved, new)
+        for number, model in enumerate(models):
+            for name, parameter in contents_of(model).tensors.items():
+                if parameter.is_leaf:
+                    parameter.grad = rest.get(f"gradient.{number}.{name}")
+        restore_generators(generators)
+        restore_plain_generators(self._index.at("generators"))
+        _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
+
+    def _check_counts(self, given: int, saved: int, what: str) -> None:
+        if given != saved:
+            raise InputError(f"the checkpoint in {self.folder} has {saved} {what}, and {given} were given")
+
+    def _model_targets(self, number: int, stem: str, own: Targets, aliases: dict[str, str]) -> Targets:
+        """The tensors of a model by their names in the file; names may be tied otherwise than they were."""
+        entries = self._files[stem].entries
+        targets: Targets = {}
+        for name, tensor in own.items():
+            saved = name if name in entries else aliases.get(name)
+            if saved is None:
+                raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
+            if saved in targets:
+                raise InputError(f"{name} and {saved} were one tensor when {self.folder} was saved, and are two now")
+            targets[saved] = tensor
+        unknown = entries.keys() - targets.keys()
+        if unknown:
+            raise InputError(
+                f"the checkpoint in {self.folder} has {min(unknown)}, which model {number} has not; "
+                "give the model that was saved"
+            )
+        return targets
+
+    def _check_optimizer(self, number: int, optimizer: Optimizer, saved: Node) -> None:
+        given = [len(group["params"]) for group in optimizer.param_groups]
+        were = [group.at("parameters").count() for group in saved.at("groups").items()]
+        if given != were:
+            raise InputError(
+                f"optimizer {number} has groups of {given} parameters, and the checkpoint in {self.folder} of {were}"
+            )
+
+    def _optimizer_targets(self, number: int, optimizer: Optimizer, known: set[int]) -> Targets:
+        entries = self._files["training"].entries
+        targets: Targets = {}
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            own: dict[str, Any] = {f"state.{place}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()}
+            if id(parameter) not in known:
+                own[f"parameter.{place}"] = parameter
+            for name, tensor in own.items():
+                entry = entries.get(f"optimizer.{number}.{name}")
+                if entry is not None and isinstance(tensor, torch.Tensor) and _is_like(tensor, entry):
+                    targets[f"optimizer.{number}.{name}"] = tensor
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                key = f"optimizer.{number}.setting.{index}.{name}"
+                if isinstance(value, torch.Tensor) and key in entries:
+                    targets[key] = value
+        return targets
+
+    def _check_shapes(self, stem: str, targets: Targets) -> None:
+        for name, tensor in targets.items():
+            entry = self._files[stem].entries[name]
+            if tuple(tensor.shape) != entry.shape:
+                raise InputError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and {entry.shape} in the checkpoint in {self.folder}"
+                )
+            if tensor.device.type != "cpu":
+                raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
+
+    def _born(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None) -> Targets:
+        """New tensors for optimizer state and gradients that there are in the file and not yet here."""
+        entries = self._files["training"].entries
+        born: Targets = {}
+        for number, optimizer in enumerate(optimizers):
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                present = optimizer.state.get(parameter, {})
+                for name, entry in self._state.get((number, place), {}).items():
+                    old = present.get(name)
+                    if not (isinstance(old, torch.Tensor) and _is_like(old, entry)):
+                        born[entry.name] = _newborn(parameter, entry, faces)
+        for number, model in enumerate(models):
+            for name, parameter in contents_of(model).tensors.items():
+                key = f"gradient.{number}.{name}"
+                if key in entries:
+                    own = parameter.grad if parameter.is_leaf else None
+                    born[key] = own if own is not None else _newborn(parameter, entries[key], faces)
+        return born
+
+    def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
+        """Fill all targets from one file, from its beginning to its end, and compare its checksum."""
+        file = self._files[stem]
+        wanted = self._index.at("files").at(self._names[stem]).at("crc32").count()
+        entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
+        start = entries[0].begin if entries else file.bytes
+        with InFile(file.path) as source:
+            crc32 = _checksum(source, 0, start, buffer, 0)
+            for entry in entries:
+                target = targets.get(entry.name)
+                if target is None:
+                    crc32 = _checksum(source, entry.begin, entry.end, buffer, crc32)
+                else:
+                    crc32 = fill(target, entry, source, faces, buffer, crc32)
+        if crc32 != wanted:
+            raise TransferError(
+                f"{file.path} is not as it was saved: its checksum is {crc32:08x}, and {wanted:08x} was saved; "
+                "take another copy of the checkpoint"
+            )
+
+    def _show_state(self, number: int, optimizer: Optimizer, saved: Node, new: Targets) -> None:
+        """Give each parameter the state that was saved, and none besides."""
+        plain = saved.at("state").mapping()
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            if str(place) not in plain:
+                optimizer.state.pop(parameter, None)
+                continue
+            names = self._state.get((number, place), {})
+            own = optimizer.state[parameter]
+            for name in own.keys() - names.keys():
+                del own[name]
+            for name, entry in names.items():
+                if entry.name in new:
+                    own[name] = new[entry.name]
+            own.update(_mapping(plain[str(place)]))
+
+
+def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
+    return tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
+
+
+def _newborn(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+    """A tensor for a file's entry, laid out in memory like the parameter where they have one shape."""
+    shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    if tuple(parameter.shape) == entry.shape:
+        shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")
+    count = shape.untyped_storage().nbytes()
+    if faces is None or not is_large(count):
+        return torch.empty_strided(shape.shape, shape.stride(), dtype=entry.dtype)
+    base = storage_bytes(faces.birth(count)).untyped_storage()
+    return torch.empty(0, dtype=entry.dtype).set_(base, 0, shape.shape, shape.stride())
+
+
+def _checksum(source: InFile, begin: int, end: int, buffer: memoryview, crc32: int) -> int:
+    for start in range(begin, end, len(buffer)):
+        piece = buffer[: min(len(buffer), end - start)]
+        source.read(start, piece)
+        crc32 = zlib.crc32(piece, crc32)
+    return crc32
+
+
+def _restore_settings(optimizer: Optimizer, saved: Node) -> None:
+    for group, node in zip(optimizer.param_groups, saved.at("groups").items(), strict=True):
+        for name, value in node.at("settings").mapping().items():
+            # JSON knows no tuples.
+            group[name] = tuple(value) if isinstance(value, list) and isinstance(group.get(name), tuple) else value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else {}

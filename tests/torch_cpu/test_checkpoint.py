@@ -1,0 +1,386 @@
+"""Checkpoints: whole or not at all, and training goes on from them to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import outofcore
+from outofcore.checkpoint import stream
+from outofcore.errors import InputError, StateError, TransferError
+
+Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]
+
+
+class Model(nn.Module):
+    """Tied weights, a buffer that is not saved in state dicts but changes, and other layouts and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(192, 192)
+        self.conv = nn.Conv2d(3, 64, 3, padding=1).to(memory_format=torch.channels_last)
+        self.wide = nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(64)
+        self.out = nn.Linear(192, 192, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(20000), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = F.dropout(self.embed(x), 0.1)
+        y = self.norm(self.wide(self.conv(x.view(-1, 3, 8, 8))))
+        return self.out(x) + y.mean((1, 2, 3))[:, None]
+
+
+def make(seed: int = 0, clear: bool = True) -> Sides:
+    torch.manual_seed(seed)
+    model = Model()
+    optimizer = torch.optim.AdamW(
+        [{"params": [*model.embed.parameters()], "betas": (0.8, 0.99)}, {"params": [*model.conv.parameters()]}],
+        lr=0.01,
+        amsgrad=True,
+    )
+    optimizer.add_param_group({"params": [*model.wide.parameters(), *model.norm.parameters()], "lr": 0.002})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, 192, generator=torch.Generator().manual_seed(number))
+
+
+def run(step: Callable[..., Any], numbers: range) -> list[torch.Tensor]:
+    return [step(batch(k)) for k in numbers]
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    tensors = [*model.state_dict().values(), *model.buffers()]
+    tensors += [state[k][n] for k in sorted(state) for n in sorted(state[k])]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    return [t.detach().clone() for t in tensors]
+
+
+def assert_alike(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    assert len(ours) == len(plain)
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+
+
+@pytest.fixture(scope="module")
+def budget() -> int:
+    model, optimizer, step = make()
+    return outofcore.minimum_budget(step, model, optimizer, inputs=(batch(0),))
+
+
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("share", [1.0, 100])
+def test_training_goes_on_to_the_last_bit(budget: int, tmp_path: Path, clear: bool, share: float) -> None:
+    model, optimizer, step = make(clear=clear)
+    with outofcore.compile(
+        step, model, optimizer, budget=int(share * budget) + 2**20, policy="auto" if share > 1 else "window"
+    ) as compiled:
+        run(compiled, range(2))
+        compiled.save(tmp_path / "deep" / "saved", extra={"epoch": 3, "history": [1.5, None]})
+        numbers = random.random(), float(np.random.rand())
+        expected = run(compiled, range(2, 4)) + bits(model, optimizer)
+    model, optimizer, step = make(seed=5, clear=clear)
+    with outofcore.compile(
+        step, model, optimizer, budget=int(share * budget) + 2**20, policy="auto" if share > 1 else "window"
+    ) as compiled:
+        assert compiled.load(tmp_path / "deep" / "saved") == {"epoch": 3, "history": [1.5, None]}
+        assert (random.random(), float(np.random.rand())) == numbers
+        assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+        # And once more, into a step that has run.
+        compiled.load(tmp_path / "deep" / "saved")
+        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+
+
+def test_plain_pytorch_and_steps_read_each_others_checkpoints(budget: int, tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    run(step, range(2))
+    outofcore.save(tmp_path, model, optimizer)
+    expected = run(step, range(2, 4)) + bits(model, optimizer)
+    with outofcore.open_home() as home:
+        with torch.device("meta"):
+            model, optimizer, step = make(seed=5)
+        outofcore.load(tmp_path, model, optimizer, home=home)
+        assert home.faces.find(model.embed.weight) is not None
+        with outofcore.compile(step, model, optimizer, budget=budget, home=home) as compiled:
+            assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+            compiled.save(tmp_path)
+            expected = run(compiled, range(4, 5)) + bits(model, optimizer)
+    model, optimizer, step = make(seed=6)
+    outofcore.load(tmp_path, model, optimizer)
+    assert_alike(run(step, range(4, 5)) + bits(model, optimizer), expected)
+
+
+def test_a_checkpoint_before_the_first_step_clears_the_state(budget: int, tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
+        compiled.save(tmp_path)
+        expected = run(compiled, range(3)) + bits(model, optimizer)
+        compiled.load(tmp_path)
+        assert not optimizer.state
+        assert_alike(run(compiled, range(3)) + bits(model, optimizer), expected)
+
+
+def test_other_tools_read_the_weights(tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer)
+    (path,) = tmp_path.glob("model-*.safetensors")
+    found = load_file(path)
+    state = model.state_dict()
+    assert found.keys() == state.keys() - {"out.weight"}
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_a_step_that_failed_half_way_goes_on_from_a_checkpoint(budget: int, tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
+        run(compiled, range(2))
+        compiled.save(tmp_path)
+        expected = run(compiled, range(2, 4)) + bits(model, optimizer)
+        optimizer.param_groups[2]["betas"] = ("not a number", 0.9)
+        with pytest.raises(TypeError):
+            compiled(batch(4))
+        with pytest.raises(StateError, match="half way"):
+            compiled.save(tmp_path)
+        compiled.load(tmp_path)
+        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+
+
+class Crash(BaseException):
+    """Ends a save as the end of the process would: nothing cleans up after it."""
+
+
+_CALLS = ("open", "pwrite", "write", "ftruncate", "fsync", "replace")
+
+
+def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BUFFER_BYTES", 65536)  # many writes
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer, extra=0)
+    states = [bits(model, optimizer)]
+    run(step, range(1, 2))
+    states.append(bits(model, optimizer))
+    real = {name: getattr(os, name) for name in _CALLS}
+    countdown = 0
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                if name in {"pwrite", "write"}:
+                    real[name](args[0], args[1][: len(args[1]) // 2 // 4096 * 4096], *args[2:])
+                raise Crash
+            return real[name](*args, **kwargs)
+
+        return call
+
+    crashes = 0
+    found = set()
+    while True:
+        countdown = crashes + 1
+        with monkeypatch.context() as patch:
+            for name in _CALLS:
+                patch.setattr(os, name, counted(name))
+            try:
+                outofcore.save(tmp_path, model, optimizer, extra=1)
+                done = True
+            except Crash:
+                done = False
+        other, other_optimizer, _ = make(seed=9)
+        extra = outofcore.load(tmp_path, other, other_optimizer)
+        assert_alike(bits(other, other_optimizer), states[extra])
+        found.add(extra)
+        if done:
+            break
+        crashes += 1
+    assert crashes > 20
+    assert found == {0, 1}
+    outofcore.save(tmp_path, model, optimizer)
+    assert len(list(tmp_path.iterdir())) == 3, "what crashes left behind is still there"
+
+
+KILLED = """
+import os, sys, torch, outofcore
+from outofcore.checkpoint import saving
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])
+saving.commit = lambda *_: os.kill(os.getpid(), 9)
+outofcore.save(sys.argv[1], model)
+"""
+
+
+def test_a_process_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    def ones() -> nn.Module:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+        for p in model.parameters():
+            nn.init.ones_(p)
+        return model
+
+    outofcore.save(tmp_path, ones())
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.iterdir())) > 3
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+    outofcore.load(tmp_path, model)
+    assert all((p == 1).all() for p in model.parameters())
+    outofcore.save(tmp_path, model)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer)
+    expected = bits(model, optimizer)
+    before = sorted(tmp_path.iterdir())
+    run(step, range(1, 2))
+    real = os.pwrite
+    calls = 0
+
+    def full(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(TransferError, match=r"No space left.*make room.*still whole"):
+        outofcore.save(tmp_path, model, optimizer)
+    assert sorted(tmp_path.iterdir()) == before
+    outofcore.load(tmp_path, model, optimizer)
+    assert_alike(bits(model, optimizer), expected)
+
+
+def damaged(folder: Path, change: Callable[[bytearray], bytearray]) -> None:
+    (path,) = folder.glob("model-*.safetensors")
+    path.write_bytes(change(bytearray(path.read_bytes())))
+
+
+def test_damage_is_found(budget: int, tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
+        run(compiled, range(1))
+        for name in ("good", "short", "changed"):
+            compiled.save(tmp_path / name)
+        damaged(tmp_path / "short", lambda data: data[:-1])
+        damaged(tmp_path / "changed", lambda data: bytearray([*data[:-5], data[-5] ^ 1, *data[-4:]]))
+        before = bits(model, optimizer)
+        with pytest.raises(InputError, match="cut off"):
+            compiled.load(tmp_path / "short")
+        assert_alike(bits(model, optimizer), before)
+        with pytest.raises(TransferError, match="checksum"):
+            compiled.load(tmp_path / "changed")
+        with pytest.raises(StateError, match="part old"):
+            compiled(batch(1))
+        compiled.load(tmp_path / "good")
+        assert_alike(bits(model, optimizer), before)
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer)
+    with pytest.raises(InputError, match=r"has no 0\.weight"):
+        outofcore.load(tmp_path, nn.Sequential(nn.Linear(3, 3)), optimizer)
+    with pytest.raises(InputError, match="1 optimizers, and 0"):
+        outofcore.load(tmp_path, model)
+    with pytest.raises(InputError, match=r"groups of \[8\] parameters"):
+        outofcore.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        outofcore.load(tmp_path / "nowhere", model, optimizer)
+    other = Model()
+    other.embed = nn.Linear(192, 192)
+    with pytest.raises(InputError, match=r"one tensor when .* two now"):
+        outofcore.load(tmp_path, other, optimizer)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    model, optimizer, _ = make()
+    with pytest.raises(StateError, match="extra is a set"):
+        outofcore.save(tmp_path, model, optimizer, extra={1, 2})
+    optimizer.param_groups[0]["thing"] = object()
+    with pytest.raises(StateError, match="'thing' of group 0"):
+        outofcore.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_as_a_setting_and_parameters_of_the_optimizer_alone(tmp_path: Path) -> None:
+    def sides(value: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        model = nn.Linear(4, 4)
+        own = nn.Parameter(torch.full((3,), value))
+        lr = torch.tensor(value)
+        return model, torch.optim.AdamW([*model.parameters(), own], lr=lr, capturable=False, foreach=False), own
+
+    model, optimizer, _ = sides(0.25)
+    outofcore.save(tmp_path, model, optimizer)
+    model, optimizer, own = sides(0.5)
+    outofcore.load(tmp_path, model, optimizer)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    assert (own == 0.25).all()
+
+
+def test_a_scheduler_goes_on_with_extra(budget: int, tmp_path: Path) -> None:
+    def sides() -> tuple[Any, ...]:
+        model, optimizer, step = make()
+        return model, optimizer, step, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+
+    def go(compiled: Any, scheduler: Any, numbers: range) -> None:
+        for k in numbers:
+            compiled(batch(k))
+            scheduler.step()
+
+    model, optimizer, step, scheduler = sides()
+    with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
+        go(compiled, scheduler, range(2))
+        compiled.save(tmp_path, extra=scheduler.state_dict())
+        go(compiled, scheduler, range(2, 4))
+        expected = bits(model, optimizer)
+    model, optimizer, step, scheduler = sides()
+    with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
+        scheduler.load_state_dict(compiled.load(tmp_path))
+        go(compiled, scheduler, range(2, 4))
+        assert_alike(bits(model, optimizer), expected)
+
+
+def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib\nfrom outofcore.checkpoint.folder import saving_into\n"
+        "with saving_into(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(StateError, match="another process is saving"):
+            outofcore.save(tmp_path, nn.Linear(2, 2))
+        other.communicate("\n")
+    outofcore.save(tmp_path, nn.Linear(2, 2))
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["format"] == "outofcore checkpoint 1"

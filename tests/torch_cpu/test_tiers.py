@@ -1,0 +1,224 @@
+"""A step over host memory with a budget of its own, and a disk behind it: the bits of plain PyTorch, within budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_cases import Case
+from test_exact import CASES, assert_same, budgets_of, everything
+from torch import nn
+
+import outofcore
+from outofcore.errors import BudgetError, InputError, SpillError
+from outofcore.execution.homes import HostHome
+from outofcore.execution.slots import Piece, Slots
+from outofcore.planning import POLICIES
+from outofcore.program import CopyIn, CopyOut
+from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
+from outofcore.validator import validate
+
+STEPS = 3
+
+
+def train(
+    make: Callable[[], Case], budget: int, host_budget: int, folder: Path, policy: str = "auto"
+) -> tuple[list[Any], Case, set[int]]:
+    """Results, the case, and the homes that were copied to; every program is proved valid."""
+    torch.manual_seed(1234)
+    case = make()
+    used: set[int] = set()
+    step = outofcore.compile(
+        case.step,
+        list(case.models),
+        list(case.optimizers),
+        budget=budget,
+        home=folder,
+        host_budget=host_budget,
+        policy=policy,
+    )
+    results: list[Any] = []
+    for _ in range(STEPS):
+        results.append(step(*case.batch(), **case.kwargs))
+        planned = step.planned
+        validate(step.captured.graph, planned.program, budget, step.costs)
+        host, _ = step.homes
+        assert host.bytes <= host_budget
+        used |= {i.home for i in planned.program.instructions if isinstance(i, CopyOut)}
+    step.close()
+    return results, case, used
+
+
+def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    torch.manual_seed(1234)
+    case = make()
+    results = [case.step(*case.batch(), **case.kwargs) for _ in range(STEPS)]
+    return results, dict(everything(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "of_budget", "share"),
+    [
+        ("gpt", 0.0, 0.2),
+        *[("optimizer_adamw", of_budget, share) for of_budget in (0.0, 0.5) for share in (0.05, 0.2, 1.5)],
+    ],
+)
+def test_same_bits_at_several_budgets_and_host_budgets(
+    name: str, of_budget: float, share: float, tmp_path: Path
+) -> None:
+    theirs, right = in_core(CASES[name])
+    smallest, everything_fits = budgets_of(CASES[name])
+    budget = smallest + int(of_budget * (everything_fits - smallest))
+    host_budget = max(int(share * everything_fits), 3 * 64 * KIB)
+    policy = "streamed" if name == "gpt" else "auto"  # which takes longer to plan
+    ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
+    assert_same(ours, theirs)
+    for key, tensor in everything(case):
+        assert torch.equal(tensor, right[key]), f"{key} differs"
+    if name == "gpt":
+        assert used == {0, 1}
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"auto", "keep-all", "pooch", "sqrt-checkpoint"}))
+def test_every_policy_runs_over_two_homes(policy: str, tmp_path: Path) -> None:
+    make = CASES["optimizer_adamw"]
+    theirs, right = in_core(make)
+    smallest, everything_fits = budgets_of(make)
+    ours, case, used = train(make, (smallest + everything_fits) // 2, everything_fits // 5, tmp_path, policy)
+    assert_same(ours, theirs)
+    assert used
+    for key, tensor in everything(case):
+        assert torch.equal(tensor, right[key])
+
+
+def test_other_shapes_share_the_host_budget(tmp_path: Path) -> None:
+    """Programs take turns: what one leaves in host memory makes way for the next."""
+
+    def sides() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 256))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor, whole: bool) -> torch.Tensor:
+            y = model(x) if whole else model[4](x)
+            loss = F.mse_loss(y, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return model, optimizer, step
+
+    model, optimizer, plain = sides()
+    other, its_optimizer, its_plain = sides()
+    smallest = outofcore.minimum_budget(its_plain, other, its_optimizer, inputs=(torch.rand(64, 256), True))
+    with outofcore.compile(
+        its_plain, other, its_optimizer, budget=smallest, home=tmp_path, host_budget="1200KiB"
+    ) as step:
+        for number, (rows, whole) in enumerate(
+            [(64, True), (64, True), (32, False), (16, True), (64, True), (64, False)]
+        ):
+            x = torch.rand(rows, 256, generator=torch.Generator().manual_seed(number))
+            assert torch.equal(step(x, whole), plain(x, whole))
+            for one, its in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(one, its)
+            assert step.homes[0].bytes <= 1200 * KIB
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, its)
+    for key, entries in optimizer.state_dict()["state"].items():
+        for name, tensor in entries.items():
+            assert torch.equal(tensor, its_optimizer.state_dict()["state"][key][name])
+
+
+def test_a_host_budget_that_cannot_hold_the_inputs_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    step = outofcore.compile(
+        lambda x: model(x).sum().backward(), model, budget="3900KiB", home=tmp_path, host_budget="64KiB"
+    )
+    with pytest.raises(BudgetError, match=r"inputs and outputs .* 'host'"):
+        step(torch.rand(512, 512))
+
+
+def test_host_budgets_that_are_none() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (0, 100, "many", -5):
+        with pytest.raises(InputError):
+            outofcore.compile(lambda: None, model, budget="1MiB", host_budget=wrong)
+
+
+def test_host_memory_with_a_limit_and_no_disk() -> None:
+    make = CASES["optimizer_adamw"]
+    smallest, _ = budgets_of(make)
+    torch.manual_seed(1234)
+    case = make()
+    step = outofcore.compile(
+        case.step,
+        list(case.models),
+        list(case.optimizers),
+        budget=smallest,
+        home="host",
+        host_budget="150KiB",
+        policy="offload-all",
+    )
+    before = {key: tensor.clone() for key, tensor in everything(case)}
+    with pytest.raises(BudgetError, match="homes cannot hold"):
+        step(*case.batch())
+    for key, tensor in everything(case):
+        assert torch.equal(tensor, before[key])
+
+
+def test_slots_are_taken_from_the_lowest_pages_and_given_back() -> None:
+    slots = Slots(HostHome(16 * PAGE_BYTES))
+    page = PAGE_BYTES
+    assert [slots.take(count * page) for count in (4, 3, 2)] == [0, 4 * page, 7 * page]
+    slots.give(0, 4 * page)
+    assert slots.take(3 * page - 1) == 0  # whole pages
+    slots.give(4 * page, 3 * page)
+    assert slots.take(4 * page) == 3 * page  # what lies next to each other is one
+    slots.give(7 * page, 2 * page)
+    assert slots.take(5 * page) == 7 * page  # up to the end and beyond it
+    assert slots.taken == slots.home.bytes == slots.end == 12 * page
+    with pytest.raises(SpillError, match="limit"):
+        slots.take(5 * page)
+    assert slots.take(4 * page) == 12 * page
+
+
+def test_a_full_home_is_filled_in_pieces() -> None:
+    slots = Slots(HostHome(8 * PAGE_BYTES))
+    page = PAGE_BYTES
+    for at in range(0, 8, 2):
+        assert slots.take(2 * page) == at * page
+    slots.give(0, 2 * page)
+    slots.give(4 * page, 2 * page)
+    with pytest.raises(SpillError):
+        slots.take(3 * page)
+    with pytest.raises(SpillError):
+        slots.take_pieces(5 * page)
+    assert slots.taken == 4 * page
+    assert slots.take_pieces(3 * page) == (Piece(0, 2 * page), Piece(4 * page, page))
+    assert slots.take_pieces(page) == (Piece(5 * page, page),)
+    assert slots.taken == 8 * page
+
+
+def test_measuring_a_link_takes_no_room_of_the_home(tmp_path: Path) -> None:
+    make = CASES["optimizer_adamw"]
+    torch.manual_seed(1234)
+    case = make()
+    smallest, _ = budgets_of(make)
+    with outofcore.compile(
+        case.step,
+        list(case.models),
+        list(case.optimizers),
+        budget=smallest,
+        home=tmp_path,
+        cache=False,
+        host_budget=GIB,
+    ) as step:
+        step(*case.batch())
+        moved = {i.block for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)}
+        bytes_moved = sum(step.planned.program.blocks[block].bytes for block in moved)
+        assert sum(home.bytes for home in step.homes) <= bytes_moved < 2 * MIB
