@@ -5,10 +5,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outofcore.api import Step, StepStats, compile, minimum_budget
+    from outofcore.api import (
+        Estimate,
+        OpenHome,
+        Step,
+        StepStats,
+        build,
+        compile,
+        estimate,
+        load,
+        materialize,
+        minimum_budget,
+        open_home,
+        save,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Step", "StepStats", "compile", "minimum_budget"]
+__all__ = [
+    "Estimate",
+    "OpenHome",
+    "Step",
+    "StepStats",
+    "build",
+    "compile",
+    "estimate",
+    "load",
+    "materialize",
+    "minimum_budget",
+    "open_home",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

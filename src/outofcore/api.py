@@ -11,16 +11,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import planning
+from outofcore import planning, presets
+from outofcore.birth import build, materialize, realise
 from outofcore.capture.whole import capture_whole
+from outofcore.checkpoint.loading import Checkpoint
+from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
-from outofcore.errors import InputError
+from outofcore.errors import InputError, UnitError
+from outofcore.estimation import costed
+from outofcore.execution.backend import Backend, CpuBackend, beside_the_arena
+from outofcore.execution.checks import Check, checked
+from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
+from outofcore.execution.opened import OpenHome
+from outofcore.execution.stats import StepStats
+from outofcore.forecast import Estimate, estimated
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
-from outofcore.step import Step, StepStats
-from outofcore.units import parse_bytes
+from outofcore.progress import following
+from outofcore.step import Step
+from outofcore.units import PAGE_BYTES, parse_bytes
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -35,23 +46,90 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _open_home(home: str | os.PathLike[str] | None) -> HomeStore:
-    if home is None or home == "disk":
-        return DiskHome()
-    if home == "host":
-        return HostHome()
-    return DiskHome(Path(home))
+def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
+    """The homes of a step, nearest first.
 
+    Args:
+        home: "host", "disk", or a folder on a disk; by default "disk".
+        host_budget: bytes of host memory for what is not on the device. With a home on disk they are used before
+            it; by default none, and with "host" as much as there is.
 
-def _check_devices(models: Sequence[nn.Module], device: str | torch.device | None) -> None:
-    wanted = torch.device(device) if device is not None else torch.device("cpu")
-    if wanted.type != "cpu":
-        raise InputError(
-            f"this version runs on the CPU only, and device={str(wanted)!r} was asked for; leave 'device' out"
+    Raises:
+        UnitError: the budget cannot be read, or is less than a page.
+        SpillError: a home cannot be used.
+    """
+    limit = None if host_budget is None else parse_bytes(host_budget)
+    if limit is not None and limit < PAGE_BYTES:
+        raise UnitError(
+            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
         )
+    if home == "host":
+        return [HostHome(limit)]
+    disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
+    return [disk] if limit is None else [HostHome(limit), disk]
+
+
+def open_backend(device: str | torch.device | None) -> Backend:
+    """Where steps run: on the CPU, or on a CUDA device.
+
+    Raises:
+        InputError: there is no such device, or steps do not run there.
+    """
+    try:
+        wanted = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
+    if wanted.type == "cpu":
+        return CpuBackend()
+    if wanted.type == "cuda":
+        return CudaBackend(wanted)
+    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
+
+
+def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: str) -> OpenHome:
+    """The home of a step on a GPU."""
+    if home not in (None, "host") or check == Check.FULL.value:
+        raise InputError(
+            f"a step on {backend.device} has a home of its own, in pinned host memory, whose copies are not checked: "
+            "leave 'home' and 'check' out"
+        )
+    limit = None if host_budget is None else parse_bytes(host_budget)
+    return OpenHome([backend.home(limit)], kept=False)
+
+
+def _opened(home: str | os.PathLike[str] | None, host_budget: int | str | None, check: str, *, kept: bool) -> OpenHome:
+    if check not in {mode.value for mode in Check}:
+        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
+
+
+def open_home(
+    home: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    check: str = "sampled",
+) -> OpenHome:
+    """Open a home for models to be born in, and for several steps to share.
+
+    Args:
+        home: "host", "disk", or a folder on a disk. By default "disk".
+        host_budget: bytes of host memory to be used before a disk, as for ``compile``. Models are born on the disk.
+        check: as for ``compile``.
+
+    Returns:
+        The home; for ``build``, ``materialize``, ``load`` and ``compile``. Close it when no model is to be born in it
+        any more.
+
+    Raises:
+        InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+    """
+    return _opened(home, host_budget, check, kept=True)
+
+
+def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.device.type != wanted.type:
+            # What is on the CPU goes to a device by and by, as the plan has it: it need not fit there.
+            if tensor.device != wanted and tensor.device.type != "cpu":
                 which = f"model {number}: " if len(models) > 1 else ""
                 raise InputError(
                     f"{which}{name} is on {tensor.device} and the step is to run on {wanted}; "
@@ -66,9 +144,11 @@ def compile(
     *,
     budget: int | str,
     device: str | torch.device | None = None,
-    home: str | os.PathLike[str] | None = None,
+    home: str | os.PathLike[str] | OpenHome | None = None,
+    host_budget: int | str | None = None,
     policy: str = "auto",
     cache: bool | str | os.PathLike[str] = True,
+    check: str = "sampled",
 ) -> Step:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -78,12 +158,20 @@ def compile(
         model: the module that the step trains or uses, or a list of all of them.
         optimizer: the optimizer that the step calls, a list of them, or None.
         budget: device bytes for all tensors of the step, as a number or as text such as "6GiB".
-        device: "cpu"; by default that.
-        home: where bytes live that are not on the device: "host", "disk", or a folder on a disk.
-            By default "disk".
+        device: "cpu", the default, or "cuda". For a step on a GPU, the model may be on the CPU, and what the step is
+            called with as well: then it need not fit the device. Its home is pinned host memory of its own.
+        home: where bytes live that are not on the device: "host", "disk", or a folder on a disk, opened for this
+            step alone; or a home that is open (``open_home``), or that of another step over the same model
+            (``step.home``). By default "disk".
+        host_budget: bytes of host memory, beside the budget, for what is not on the device, as a number or as text.
+            With a home on disk this is a tier before it: what fits there does not go to disk. By default there is
+            none; with home="host" it limits that. A home that is open has its own.
         policy: how to plan; one of ``outofcore.planning.POLICIES``.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
+        check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
+            a few pages of each copy to disk; "full", all bytes of all copies, and what stays at a home after the step
+            is read back once; "off", nothing.
 
     Returns:
         The step, to be called as the one given. Nothing is captured before its first call.
@@ -98,9 +186,18 @@ def compile(
     count = parse_bytes(budget)
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
-    _check_devices(models, device)
+    backend = open_backend(device)
+    _check_devices(models, backend.device)
     kept = open_cache(cache)
-    return Step(step, models, optimizers, count, _open_home(home), policy, kept)
+    if isinstance(backend, CudaBackend):
+        opened = _pinned(backend, home, host_budget, check)
+        return Step(step, models, optimizers, count, opened, policy, kept, backend)
+    if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
+        raise InputError(
+            "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+        )
+    opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
+    return Step(step, models, optimizers, count, opened, policy, kept)
 
 
 def minimum_budget(
@@ -132,15 +229,152 @@ def minimum_budget(
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
-    _check_devices(models, device)
+    backend = open_backend(device)
+    _check_devices(models, backend.device)
     kept = open_cache(cache)
-    captured = capture_whole(step, models, optimizers, inputs, kwargs or {})
-    profiles = profile_ops(captured, measure_time=False, cache=kept)
-    return planning.smallest_budget(captured.graph, _costs(profiles))
+    captured = capture_whole(step, models, optimizers, inputs, kwargs or {}, backend.device).aligned(backend.alignment)
+    backend.prepare()
+    profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
+    smallest = planning.smallest_budget(captured.graph, _costs(profiles))
+    return smallest + beside_the_arena(captured, backend, smallest)
+
+
+def estimate(
+    step: Callable[..., Any],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    inputs: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    budgets: Sequence[int | str] = (),
+    gpu: str | None = None,
+    home: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    policy: str = "auto",
+    cache: bool | str | os.PathLike[str] = True,
+) -> Estimate:
+    """Whether a step fits, and how long it would take over budgets, without training it.
+
+    Each family of ops is run a few times on scratch tensors; nothing of the user's is changed. For a device that is
+    not here nothing is run at all. A model and inputs on the device ``meta`` do as well: they take no memory.
+
+    Args:
+        step: as for ``compile``.
+        model: as for ``compile``, or on the device ``meta``.
+        optimizer: as for ``compile``.
+        inputs: the positional arguments of the step.
+        kwargs: its keyword arguments.
+        budgets: to be looked at, besides those that suit the step.
+        gpu: a device that need not be here, by its name in ``outofcore.presets`` such as "h100"; None: this machine.
+        home: as for ``compile``; of no matter where a device is named.
+        host_budget: likewise.
+        policy: as for ``compile``.
+        cache: as for ``compile``.
+
+    Raises:
+        InputError: an argument cannot be used.
+        CaptureError: the step cannot become one graph.
+    """
+    models = _as_list(model, nn.Module, "model")
+    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    if policy not in planning.POLICIES:
+        raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    wanted = [parse_bytes(budget) for budget in budgets]
+    device = None if gpu is None else presets.device(gpu)
+    kept = open_cache(cache)
+    where = device or open_homes(home, host_budget)
+    try:
+        with following() as tell:
+            graph, costs = costed(
+                step, models, optimizers, tuple(inputs), kwargs or {}, where=where, cache=kept, tell=tell
+            )
+            machine = "" if device is None else device.describe()
+            return estimated(graph, costs, budgets=wanted, policy=policy, machine=machine, tell=tell)
+    finally:
+        if not isinstance(where, presets.Device):
+            for store in where:
+                store.close()
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    home: OpenHome | None = None,
+    extra: Any = None,
+) -> None:
+    """Save models and optimizers as ``Step.save`` does, with or without a compiled step.
+
+    Args:
+        folder: where the checkpoint goes; one that is there counts until this one is whole.
+        model: one or several.
+        optimizer: one, several or None.
+        home: where tensors live, if anywhere.
+        extra: as for ``Step.save``.
+
+    Raises: as ``Step.save``.
+    """
+    models = _as_list(model, nn.Module, "model")
+    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    if home is not None:
+        home.start()
+    save_checkpoint(Path(folder), models, optimizers, None if home is None else home.faces, extra)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    home: OpenHome | None = None,
+) -> Any:
+    """Load a checkpoint into models and optimizers, and PyTorch's, Python's and numpy's random generators.
+
+    What exists is overwritten where it is. A model on the meta device gets its tensors now, straight from the files;
+    so does the state of an optimizer that has none yet.
+
+    Args:
+        folder: that a checkpoint was saved into.
+        model: as when it was saved.
+        optimizer: as when it was saved.
+        home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
+
+    Returns:
+        what was saved as ``extra``; tuples come back as lists.
+
+    Raises:
+        InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer; nothing has been
+            changed but a model on the meta device.
+        TransferError: a file cannot be read or is not as it was saved; do not use the model before another checkpoint
+            has been loaded.
+        SpillError: the home has no room.
+    """
+    models = _as_list(model, nn.Module, "model")
+    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    faces = None if home is None else home.faces
+    checkpoint = Checkpoint(Path(folder))
+    for one in models:
+        realise(one, faces)
+    checkpoint.load(models, optimizers, faces)
+    return checkpoint.extra
 
 
 def _costs(profiles: Sequence[OpProfile]) -> Costs:
     return Costs(tuple(profile.cost for profile in profiles))
 
 
-__all__ = ["Step", "StepStats", "compile", "minimum_budget"]
+__all__ = [
+    "Estimate",
+    "OpenHome",
+    "Step",
+    "StepStats",
+    "build",
+    "compile",
+    "estimate",
+    "load",
+    "materialize",
+    "minimum_budget",
+    "open_home",
+    "save",
+]

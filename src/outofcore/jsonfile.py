@@ -109,12 +109,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def read_json(path: Path, form: str) -> Node:
-    """Read a JSON file whose key ``format`` says ``form``. Gzip is recognised by its first bytes.
+def load_json(path: Path) -> Node:
+    """Read a JSON file of any kind. Gzip is recognised by its first bytes.
 
     Raises:
         InputError: the file cannot be read.
-        GraphError: it is not JSON, or not of this format.
+        GraphError: it is not JSON.
     """
     try:
         content = path.read_bytes()
@@ -123,9 +123,19 @@ def read_json(path: Path, form: str) -> Node:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     try:
-        root = Node(json.loads(content), str(path))
+        return Node(json.loads(content), str(path))
     except (ValueError, RecursionError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from error
+
+
+def read_json(path: Path, form: str) -> Node:
+    """Read a JSON file whose key ``format`` says ``form``. Gzip is recognised by its first bytes.
+
+    Raises:
+        InputError: the file cannot be read.
+        GraphError: it is not JSON, or not of this format.
+    """
+    root = load_json(path)
     found = root.at("format")
     if found.value != form:
         found.refuse(

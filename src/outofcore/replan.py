@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from outofcore import planning
 from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured
-from outofcore.costs import Costs
+from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError
+from outofcore.execution.backend import Backend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.runner import Runner
+from outofcore.execution.slots import needed_bytes
 from outofcore.execution.state import StateKeeper
 from outofcore.planning import Planned
 from outofcore.profiling.cache import Cache
@@ -57,15 +59,17 @@ class Planner:
         budget: bytes.
         policy: one of ``planning.POLICIES``.
         keeper: the states of all captures of the step.
-        home: where bytes live that are not on the device.
+        homes: where bytes live that are not on the device, nearest first.
         cache: where measurements are kept, if anywhere.
+        backend: where the step runs.
     """
 
     budget: int
     policy: str
     keeper: StateKeeper
-    home: HomeStore
+    homes: tuple[HomeStore, ...]
     cache: Cache | None
+    backend: Backend
 
     def plan(
         self,
@@ -90,15 +94,17 @@ class Planner:
     def _entry(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], planned: Planned) -> Entry:
         requests = [profile.requests for profile in profiles]
         first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
-        runner = Runner(captured, planned.program, requests, first, self.keeper)
+        runner = Runner(captured, planned.program, costs, requests, first, self.keeper)
         return Entry(captured, costs, planned, runner, profiles)
 
-    def after(self, entry: Entry, timeline: Timeline) -> Entry | None:
+    def after(self, entry: Entry, timeline: Timeline, make_room: Callable[[], None]) -> Entry | None:
         """The plan to go on with after a step, where it is another one than before.
 
         Args:
             entry: what ran.
             timeline: of its last step.
+            make_room: called before a plan is made from measured times: planning takes memory, too, and not beside
+                that of the step.
         """
         surprises = entry.runner.surprises()
         entry.runs += 1
@@ -117,6 +123,7 @@ class Planner:
         measured, entry.measured = entry.measured, []
         if entry.planned.plan.policy == "keep-all" or not is_off(entry.planned.timeline.step_seconds, measured):
             return None
+        make_room()
         return self._measured(entry, measured)
 
     def _measured(self, entry: Entry, measured: Sequence[Timeline]) -> Entry | None:
@@ -137,9 +144,10 @@ class Planner:
         )
         profiles = tuple(replace(p, cost=cost) for p, cost in zip(entry.profiles, costs.ops, strict=True))
         if self.cache is not None:
-            keep_profiles(self.cache, graph, profiles)
-            if _differ(entry.costs, costs):
-                forget_link(self.home, self.cache)
+            keep_profiles(self.cache, graph, profiles, device=self.backend.facts())
+            for store, before, after in zip(self.homes, entry.costs.homes, costs.homes, strict=True):
+                if _differ(before, after):
+                    forget_link(store, self.cache, self.backend.facts())
         return self._again(entry, costs, planned, profiles)
 
     def _foreseeing(self, entry: Entry, surprises: Mapping[int, Requests]) -> Entry | None:
@@ -172,21 +180,46 @@ class Planner:
             planned.plan.policy,
         )
         if self.cache is not None:
-            keep_profiles(self.cache, graph, profiles, only=surprises)
+            keep_profiles(self.cache, graph, profiles, only=surprises, device=self.backend.facts())
         return self._again(entry, costs, planned, tuple(profiles))
 
     def _again(self, entry: Entry, costs: Costs, planned: Planned, profiles: tuple[OpProfile, ...]) -> Entry:
-        runner = entry.runner.replanned(planned.program, [profile.requests for profile in profiles])
+        runner = entry.runner.replanned(planned.program, costs, [profile.requests for profile in profiles])
         return Entry(entry.captured, costs, planned, runner, profiles, refined=entry.refined, surprised=entry.surprised)
 
 
-def _differ(before: Costs, after: Costs) -> bool:
+def _differ(before: Home, after: Home) -> bool:
     """Whether the rates of a link are not what they were."""
     return any(
         max(a / b, b / a) > _OTHER_LINK
-        for old, new in zip(before.homes, after.homes, strict=True)
         for a, b in (
-            (old.bytes_per_s_out, new.bytes_per_s_out),
-            (old.bytes_per_s_in, new.bytes_per_s_in),
+            (before.bytes_per_s_out, after.bytes_per_s_out),
+            (before.bytes_per_s_in, after.bytes_per_s_in),
         )
     )
+
+
+def describer(captured: Captured) -> Callable[[int], str]:
+    """Tells of a storage of a step what it is, with its shape and dtype, for people."""
+    shapes = {}
+    for value in captured.values:
+        shapes.setdefault(value.storage, (value.shape, value.dtype))
+
+    def describe(storage: int) -> str:
+        name = captured.graph.storages[storage].name or f"storage {storage}"
+        shape, dtype = shapes.get(storage, ((), None))
+        return f"{name} {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+    return describe
+
+
+def check_spill(entry: Entry, stores: Sequence[HomeStore]) -> None:
+    """Refuse a plan that takes more of a home than there is.
+
+    Raises:
+        SpillError: it does.
+    """
+    needed = needed_bytes(entry.captured.graph, entry.costs, entry.planned.program)
+    for home, count in zip(stores, needed, strict=True):
+        home.check(max(count, home.bytes))
+        _log.info("away from the device, at %s: %s at most", home.name, format_bytes(count))

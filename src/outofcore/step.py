@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import tree_flatten
-from outofcore.analysis import LARGE_BYTES, is_large, live_bytes, placed_bytes
+from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
-from outofcore.errors import SpillError, StateError
-from outofcore.execution.arena import Arena
-from outofcore.execution.cpu import CpuEngine
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.slots import Slots
+from outofcore.errors import BudgetError, SpillError, StateError, TransferError
+from outofcore.execution.arenas import Memory
+from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
+from outofcore.execution.interrupts import Deferred
+from outofcore.execution.memory import trim_heap
+from outofcore.execution.opened import OpenHome
 from outofcore.execution.state import StateKeeper
+from outofcore.execution.stats import StepStats, measure_step
+from outofcore.execution.store import HomeStore
+from outofcore.lasting import Lasting
 from outofcore.planning import Planned
 from outofcore.profiling.cache import Cache
+from outofcore.profiling.device_links import links_to
 from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.links import known_link
 from outofcore.profiling.ops import profile_ops
-from outofcore.program import CopyIn, CopyOut, Timeline
-from outofcore.replan import Entry, Planner
+from outofcore.program import Timeline
+from outofcore.progress import Tell, following, silent
+from outofcore.replan import Entry, Planner, check_spill, describer
+from outofcore.shown import Shown
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
-_RESERVE_SHARE = 64  # off-plan requests may take a 64th of the budget
 
-
-@dataclass(frozen=True)
-class StepStats:
-    """What the last call of a step did.
-
-    Attributes:
-        seconds: of the step, its own waits for copies included.
-        compute_seconds: of which ops ran.
-        bytes_out: moved from the arena to the home.
-        bytes_in: moved from the home to the arena.
-        off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
-        predicted_seconds: what the simulator foretold.
-    """
-
-    seconds: float
-    compute_seconds: float
-    bytes_out: int
-    bytes_in: int
-    off_plan: int
-    predicted_seconds: float
-
-
-class Step:
+class Step(Shown, Lasting):
     """A training step that runs within a byte budget: made by ``outofcore.compile``, called like the step given.
 
     Between calls the model, its gradients and the optimizers can be read, changed, saved and evaluated
@@ -71,34 +58,40 @@ class Step:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         budget: int,
-        home: HomeStore,
+        home: OpenHome,
         policy: str,
         cache: Cache | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self._step = step
         self._models = list(models)
         self._optimizers = list(optimizers)
         self.budget = budget
         self.policy = policy
-        self._home = home
-        self._slots = Slots(home)
-        self._keeper = StateKeeper(self._slots)
+        home.hold()
+        self.home = home
+        self._keeper = StateKeeper(home.faces)
         self._cache = cache
-        self._planner = Planner(budget, policy, self._keeper, home, cache)
-        self._engine = CpuEngine(home)
+        self._backend = backend = backend or CpuBackend()
+        self._planner = Planner(budget, policy, self._keeper, home.stores, cache, backend)
+        self._engine = backend.engine(home.stores)
         self._signer = Signer(step, self._models, self._optimizers)
         self._entries: dict[Signature, Entry] = {}
-        self._active: Entry | None = None
+        self._active: Entry | None = None  # whose states are in the arena
+        self._shown: Entry | None = None  # of the last call
         self._signature: Signature | None = None
-        self._arena: Arena | None = None
-        self._link: Home | None = None
+        self._arena: Memory | None = None
+        self._links: tuple[Home, ...] = ()
         self._off_plan = 0  # requests counted in arenas that are gone
         self._torn = ""
         self._closed = False
         self._stats: StepStats | None = None
         self._timeline: Timeline | None = None
         self._running = threading.Lock()
-        self.on_progress: Callable[[str, int, int], None] | None = None
+        self._process = os.getpid()
+        self._began_ns = 0  # of the last run, since 1970
+        self.on_progress: Tell | None = None
+        self._tell: Tell = silent
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one training step and return what the user's step returns, in memory of its own.
@@ -109,45 +102,49 @@ class Step:
             CaptureError: the step cannot become one graph.
             BudgetError: the budget cannot hold it.
             SpillError: the home cannot hold what must leave.
-            StateError: the step is closed, or an earlier call failed half way.
-            TransferError: a copy failed in mid-step; the step refuses to go on.
+            StateError: the step is closed, an earlier call failed half way, this is a fork of the process that
+                compiled the step, or something else moved the model while it ran.
+            TransferError: a copy failed in mid-step, or what was read is not what was written.
+
+        Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
+        long as nothing that lasts had been updated, or else part old and part new; then the step refuses to go on.
+        Ctrl-C and SIGTERM take effect when the step has ended; a second one at once.
         """
         self._check_usable()
-        if not self._running.acquire(blocking=False):
-            raise StateError("this step is running already; call it from one thread at a time")
-        try:
+        with self._alone():
             return self._call(args, kwargs)
-        finally:
-            self._running.release()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.home.occupy(self, self._vacate):
+            self._keeper.take_back()
+        # Before anything moves: the bytes that the user has put in place of others would be lost.
+        changed = self._keeper.refresh()
+        if changed:
+            _log.info("taken over what was put in place of %s", ", ".join(changed))
         signature = self._signer(args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         entry = self._entries.get(signature)
         if entry is None:
             if self._signature is not None:
-                _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature))
-            entry = self._build(args, kwargs)
+                _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+            with following(self.on_progress) as self._tell:
+                entry = self._build(args, kwargs)
             self._entries[signature] = entry
-        elif entry is not self._active and self._signature is not None:
-            _log.info("known plan: %s", self._signer.describe_change(self._signature, signature))
+        elif entry is not self._active and self._signature not in (None, signature):
+            _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         if entry is not self._active:
-            self._activate(entry)
+            with Deferred("the move of the model to its place"):
+                self._activate(entry)
         self._signature = signature
-        changed = self._keeper.refresh()
-        if changed:
-            _log.info("taken over what was put in place of %s", ", ".join(changed))
-        try:
-            result, timeline = entry.runner.run(self._engine, leaves)
-        except BaseException as error:
-            self._torn = f"{type(error).__name__}: {error}"
-            raise
+        self._began_ns = time.time_ns()
+        with Deferred("the step that runs"):
+            result, timeline = self._run(entry, leaves)
         self._timeline = timeline
         self._stats = None
-        again = self._planner.after(entry, timeline)
+        again = self._planner.after(entry, timeline, self._leave_arena)
         if again is not None:
             try:
-                self._check_spill(again.captured, again.planned)
+                check_spill(again, self.home.stores)
             except SpillError as error:
                 # The plan that ran goes on running.
                 _log.warning("the new plan is not taken: %s", error)
@@ -155,31 +152,60 @@ class Step:
                 self._entries[signature] = again
         return result
 
+    def _run(self, entry: Entry, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
+        """Run, or leave the model as it was before, or else torn."""
+        try:
+            return entry.runner.run(self._engine, leaves)
+        except BaseException as error:
+            self._torn = f"{type(error).__name__}: {error}"
+            if self._undone(entry, error):
+                self._torn = ""
+                error.add_note(
+                    "The model and its optimizers are as they were before this step, which can be called again."
+                )
+            else:
+                error.add_note(
+                    "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
+                )
+            raise
+
+    def _undone(self, entry: Entry, error: BaseException) -> bool:
+        try:
+            return entry.runner.undo(self._engine)
+        except TransferError as another:
+            error.add_note(f"It could not be undone: {another}")
+            return False
+
     def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
+                "threads are not here; call it there, or compile a step in this process"
+            )
         if self._closed:
             raise StateError("this step is closed; compile it again to go on")
         if self._torn:
             raise StateError(
                 "an earlier call of this step failed half way, so that the model is part old and part new "
-                f"({self._torn}); load a checkpoint into the model and compile the step again"
+                f"({self._torn}); load a checkpoint with step.load(), or into the model and compile the step again"
             )
-
-    def _tell(self, stage: str, done: int, total: int) -> None:
-        if self.on_progress is not None:
-            self.on_progress(stage, done, total)
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs)
+        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
         self._tell("capture", 1, 1)
-        if self._active is not None:
-            # The device is to be profiled on alone.
-            self._active.runner.leave()
-            self._active = None
-        self._release_arena()
-        entry = self._in_core(fastest(traced)) or self._out_of_core(leanest(traced))
-        self._check_spill(entry.captured, entry.planned)
+        # The device is to be profiled on alone.
+        self._leave_arena()
+        self._backend.prepare()
+        alignment = self._backend.alignment
+        self._planner = replace(self._planner, budget=room_for_arena(traced, self._backend, self.budget))
+        try:
+            entry = self._in_core(fastest(traced).aligned(alignment))
+            entry = entry or self._out_of_core(leanest(traced).aligned(alignment))
+        except BudgetError as error:
+            raise in_terms_of_the_budget(error, self.budget, self._planner.budget) from None
+        check_spill(entry, self.home.stores)
         self._tell("plan", 1, 1)
         _log.info(
             "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
@@ -194,42 +220,65 @@ class Step:
 
     def _in_core(self, captured: Captured) -> Entry | None:
         """Planned so that nothing moves, if the budget holds that."""
-        if self.policy == "offload-all" or live_bytes(captured.graph) > self.budget:
+        if self.policy == "offload-all" or live_bytes(captured.graph) > self._planner.budget:
             return None
         profiles, costs = self._measured(captured)
         return self._planner.plan_in_core(captured, costs, profiles)
 
     def _out_of_core(self, captured: Captured) -> Entry:
         profiles, costs = self._measured(captured)
-        return self._planner.plan(captured, costs, profiles, _describer(captured))
+        return self._planner.plan(captured, costs, profiles, describer(captured))
 
     def _measured(self, captured: Captured) -> tuple[tuple[OpProfile, ...], Costs]:
         profiles = profile_ops(
-            captured, advance=lambda done, total: self._tell("profile", done, total), cache=self._cache
+            captured,
+            advance=lambda done, total: self._tell("profile", done, total),
+            cache=self._cache,
+            backend=self._backend,
         )
-        if self._link is None:
+        if not self._links:
             self._tell("measure the home", 0, 1)
             size = min(64 * MIB, max(self.budget // 8, MIB))
-            self._link = known_link(self._home, self._cache, buffer_bytes=size).home
+            self._links = links_to(self.home.stores, self._cache, self._backend, size)
         self._tell("plan", 0, 1)
-        return profiles, Costs(tuple(profile.cost for profile in profiles), (self._link,))
-
-    def _check_spill(self, captured: Captured, planned: Planned) -> None:
-        blocks = planned.program.blocks
-        moved = {blocks[i.block].storage for i in planned.program.instructions if isinstance(i, CopyOut | CopyIn)}
-        sizes = [s.bytes for s in captured.graph.storages if s.id in moved and is_large(s.bytes)]
-        self._slots.check(sum(placed_bytes(size) for size in sizes))
+        return profiles, Costs(tuple(profile.cost for profile in profiles), self._links)
 
     def _activate(self, entry: Entry) -> None:
+        self._engine.synchronize()
         if self._active is not None:
             self._active.runner.leave()
             self._active = None
         needed = entry.planned.program.arena_bytes
         if self._arena is None or self._arena.bytes < needed:
             self._release_arena()
-            self._arena = Arena(needed, reserve=max(self.budget // _RESERVE_SHARE, LARGE_BYTES))
-        entry.runner.enter(self._arena, self._slots)
-        self._active = entry
+            # What capturing and planning have used would otherwise stay with the process beside its budget.
+            gc.collect()
+            trim_heap()
+            self._keeper.evacuate()
+            self._arena = self._backend.arena(needed, self._backend.reserve(self.budget))
+        entry.runner.enter(self._arena)
+        self._active = self._shown = entry
+
+    def _vacate(self) -> None:
+        """Bring everything home, because another step that shares the home is to run."""
+        self._check_usable()
+        with self._alone(), Deferred("the move of the model out of the arena"):
+            self._engine.synchronize()
+            self._keeper.refresh()
+            self._leave_arena()
+            self._keeper.hand_over()
+
+    def _leave_arena(self) -> None:
+        """Bring every state home, and give the arena back."""
+        self._leave_program()
+        self._release_arena()
+
+    def _leave_program(self) -> None:
+        self._engine.synchronize()
+        with Deferred("the move of the model out of the arena"):
+            if self._active is not None:
+                self._active.runner.leave()
+                self._active = None
 
     def _release_arena(self) -> None:
         if self._arena is not None:
@@ -240,21 +289,46 @@ class Step:
     def synchronize(self) -> None:
         """Return when everything of the last call is done. (On the CPU it is when the call returns.)"""
         self._check_usable()
+        self._engine.synchronize()
+
+    def _forget_plans(self) -> None:
+        self._leave_program()
+        self._entries.clear()
+        self._signature = None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            raise StateError("this step is running already; call it from one thread at a time")
+        try:
+            # What was written there may have been changed by the user since.
+            self.home.start()
+            yield
+        finally:
+            self._running.release()
 
     def close(self) -> None:
         """Give the model and the optimizers memory of their own again, as plain PyTorch has it, and free the rest."""
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return  # the threads and the files are those of another process
         self._engine.close()
-        if self._active is not None:
-            self._keeper.give_back()
-            self._active = None
-        else:
-            self._keeper.give_back()
-        self._entries.clear()
-        self._release_arena()
-        self._home.close()
+        active, self._active = self._active, None
+        try:
+            with Deferred("the move of the model to where it stays"):
+                if not self.home.shared:
+                    self._keeper.give_back()
+                elif active is not None:
+                    active.runner.leave()
+                    self._keeper.hand_over()
+        finally:
+            self._entries.clear()
+            self._release_arena()
+            self._keeper.go_back()
+            self.home.leave(self)
+            self.home.release()
 
     def __enter__(self) -> Step:
         return self
@@ -263,15 +337,20 @@ class Step:
         self.close()
 
     @property
+    def homes(self) -> tuple[HomeStore, ...]:
+        """Where bytes are that are not on the device, nearest first."""
+        return self.home.stores
+
+    @property
     def planned(self) -> Planned:
         """The plan of the last call, with its program and the simulated timeline.
 
         Raises:
             StateError: the step was not called yet.
         """
-        if self._active is None:
+        if self._shown is None:
             raise StateError("the step was not called yet: it is planned at its first call")
-        return self._active.planned
+        return self._shown.planned
 
     @property
     def captured(self) -> Captured:
@@ -280,9 +359,9 @@ class Step:
         Raises:
             StateError: the step was not called yet.
         """
-        if self._active is None:
+        if self._shown is None:
             raise StateError("the step was not called yet: it is captured at its first call")
-        return self._active.captured
+        return self._shown.captured
 
     @property
     def costs(self) -> Costs:
@@ -291,9 +370,9 @@ class Step:
         Raises:
             StateError: the step was not called yet.
         """
-        if self._active is None:
+        if self._shown is None:
             raise StateError("the step was not called yet: it is profiled at its first call")
-        return self._active.costs
+        return self._shown.costs
 
     @property
     def timeline(self) -> Timeline:
@@ -314,43 +393,7 @@ class Step:
             StateError: the step was not called yet.
         """
         if self._stats is None:
-            self._stats = self._measure()
+            counters = self._arena.counters() if self._arena is not None else None
+            off_plan = self._off_plan + (counters.large if counters else 0)
+            self._stats = measure_step(self.captured, self.planned, self.timeline, off_plan)
         return self._stats
-
-    def _measure(self) -> StepStats:
-        timeline, planned = self.timeline, self.planned
-        program = planned.program
-        ported = set(self.captured.graph.outputs) | {
-            self.captured.values[b.value].storage for b in self.captured.inputs
-        }
-        compute = 0.0
-        moved = {CopyOut: 0, CopyIn: 0}
-        for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
-            if isinstance(instruction, CopyOut | CopyIn):
-                block = program.blocks[instruction.block]
-                if block.storage not in ported:
-                    moved[type(instruction)] += block.bytes
-            else:
-                compute += end - start
-        counters = self._arena.counters() if self._arena is not None else None
-        return StepStats(
-            timeline.step_seconds,
-            compute,
-            moved[CopyOut],
-            moved[CopyIn],
-            self._off_plan + (counters.large if counters else 0),
-            planned.timeline.step_seconds,
-        )
-
-
-def _describer(captured: Captured) -> Callable[[int], str]:
-    shapes = {}
-    for value in captured.values:
-        shapes.setdefault(value.storage, (value.shape, value.dtype))
-
-    def describe(storage: int) -> str:
-        name = captured.graph.storages[storage].name or f"storage {storage}"
-        shape, dtype = shapes.get(storage, ((), None))
-        return f"{name} {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-    return describe

@@ -11,11 +11,13 @@ from time import perf_counter
 from outofcore import planning
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
+from outofcore.forecast import Estimate, estimated, points_text
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, write_graph
 from outofcore.planfile import PlanFile, write_plan
 from outofcore.planning import Planned
 from outofcore.planning.exact import Optimum, optimum
+from outofcore.progress import following, silent
 from outofcore.report import StepReport, moved_text, step_report, step_text, write_picture
 from outofcore.units import format_bytes, format_seconds
 
@@ -66,6 +68,7 @@ class Wish:
         save_graph: a file to write the graph to.
         save_plan: a file to write the plan to.
         exact: search for the best plan as well, which small graphs alone allow.
+        curve: plan for other budgets as well, and tell from which on nothing is lost.
     """
 
     policy: str = "auto"
@@ -74,6 +77,7 @@ class Wish:
     save_graph: Path | None = None
     save_plan: Path | None = None
     exact: bool = False
+    curve: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,30 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
             )
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     best = None if budget is None or not wish.exact else optimum(subject.graph, subject.costs, budget)
+    forecast = _forecast(subject, budget, wish) if wish.curve else None
     if wish.as_json:
-        print(json_text(content_of(subject, found, bound) | _best_content(best)))
+        print(json_text(content_of(subject, found, bound) | _best_content(best) | _forecast_content(forecast)))
     else:
-        print(_text(subject, found, bound, best))
+        print(_text(subject, found, bound, best, forecast))
     return found is None or found.planned is not None
+
+
+def _forecast(subject: Subject, budget: int | None, wish: Wish) -> Estimate:
+    with following(silent if wish.as_json else None) as tell:
+        return estimated(
+            subject.graph,
+            subject.costs,
+            budgets=[] if budget is None else [budget],
+            policy=wish.policy,
+            machine=subject.simulated,
+            tell=tell,
+        )
+
+
+def _forecast_content(forecast: Estimate | None) -> dict[str, object]:
+    if forecast is None:
+        return {}
+    return {"lossless_budget": forecast.lossless_budget, "points": [asdict(point) for point in forecast.points]}
 
 
 def json_text(content: object) -> str:
@@ -183,13 +206,22 @@ def _best_content(best: Optimum | None) -> dict[str, object]:
     return {"optimum_seconds": best.lower_seconds, "optimum_proved": best.proved}
 
 
-def _text(subject: Subject, found: Answer | None, bound: float | None, best: Optimum | None) -> str:
+def _text(
+    subject: Subject,
+    found: Answer | None,
+    bound: float | None,
+    best: Optimum | None,
+    forecast: Estimate | None,
+) -> str:
     report = None if found is None else found.report
     rows = [
         ("in core", f"{format_bytes(subject.in_core_budget)} ({subject.in_core_budget} bytes)"),
         ("smallest budget", f"{format_bytes(subject.smallest_budget)} ({subject.smallest_budget} bytes)"),
         ("ops alone", f"{format_seconds(subject.costs.compute_seconds)} a step"),
     ]
+    if forecast is not None:
+        enough = forecast.lossless_budget
+        rows.insert(1, ("nothing lost", f"from {format_bytes(enough)} ({enough} bytes) on: at most 1 % slower"))
     if found is not None:
         verdict = "does not fit" if report is None else "fits, with copies" if report.moved else "fits in core"
         rows.append(("the budget", f"{format_bytes(found.budget)}: {verdict}"))
@@ -209,4 +241,6 @@ def _text(subject: Subject, found: Answer | None, bound: float | None, best: Opt
         parts.append(str(found.refusal))
     if report is not None:
         parts += ["simulated" if subject.simulated else "predicted", step_text(report), moved_text(report)]
+    if forecast is not None:
+        parts += ["step time over budgets", points_text(forecast.points)]
     return "\n".join(parts)

@@ -14,7 +14,8 @@ from outofcore.cli.flags import ZOO_FLAGS, command
 from outofcore.errors import ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.planning import POLICIES
-from outofcore.presets import device, devices
+from outofcore.presets import device as preset
+from outofcore.presets import devices
 from outofcore.units import parse_bytes
 
 app = typer.Typer(
@@ -30,11 +31,18 @@ Model = Annotated[
 Budget = Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")]
 Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
 Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
+HostBudget = Annotated[
+    str | None, typer.Option(help="Bytes of host memory for what does not fit, used before the disk; such as 4GiB.")
+]
+OnDevice = Annotated[str, typer.Option("--device", help="Where the step runs: cpu, cuda or cuda:0.")]
 Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")]
 CacheFolder = Annotated[
     Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")
 ]
+_TARGET = (
+    "As for train, or a function of your own as my_script.py:build, which returns (step, model, optimizer, inputs)."
+)
 Picture = Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")]
 
 
@@ -60,10 +68,15 @@ def train(
     budget: Budget = None,
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 20,
+    device: OnDevice = "cpu",
     home: Home = "disk",
+    host_budget: HostBudget = None,
     policy: Policy = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch, without outofcore, to compare.")] = False,
     picture: Picture = None,
+    save: Annotated[Path | None, typer.Option(help="Save a checkpoint into this folder at the end.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from the checkpoint in this folder.")] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="Print all bits of the losses, to compare runs.")] = False,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     **zoo: Any,
@@ -81,16 +94,21 @@ def train(
         {**zoo, "batch": batch},
         budget=limit,
         steps=steps,
+        device=device,
         home=home,
         policy=policy,
         picture=picture,
+        save=save,
+        resume=resume,
+        bits=bits,
         cache=_cache(cache, no_cache),
+        host_budget=_bytes(host_budget),
     )
 
 
 @command(app, ZOO_FLAGS)
 def plan(
-    model: Annotated[str | None, typer.Argument(help="As for train; or give --graph.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(help=_TARGET, show_default=False)] = None,
     *,
     budget: Annotated[
         str | None,
@@ -98,6 +116,7 @@ def plan(
     ] = None,
     batch: Batch = 8,
     home: Home = "disk",
+    host_budget: HostBudget = None,
     policy: Policy = "auto",
     graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
     gpu: Annotated[
@@ -113,6 +132,14 @@ def plan(
     exact: Annotated[
         bool, typer.Option("--exact", help="Search for the best plan as well; for graphs of some 30 ops.")
     ] = False,
+    curve: Annotated[
+        bool | None,
+        typer.Option(
+            "--curve/--no-curve",
+            help="Step time over budgets, and the budget from which nothing is lost; by default for your own code.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
@@ -128,7 +155,7 @@ def plan(
     if len(budgets) > 1 and not several:
         raise typer.BadParameter("several budgets need --compare or --sweep", param_hint="--budget")
     if not budgets and gpu is not None and not several:
-        budgets = (device(gpu).memory_bytes,)
+        budgets = (preset(gpu).memory_bytes,)
     if not budgets and (save_plan is not None or (picture is not None and not sweep)):
         raise typer.BadParameter(
             "it needs a budget to plan for", param_hint="--save-plan" if save_plan else "--picture"
@@ -142,7 +169,13 @@ def plan(
     else:
         options = {**zoo, "batch": batch}
         subject = import_module("outofcore.cli.plan").subject_of(
-            model, options, home=home, gpu=gpu, quiet=as_json, cache=_cache(cache, no_cache)
+            model,
+            options,
+            home=home,
+            gpu=gpu,
+            quiet=as_json,
+            cache=_cache(cache, no_cache),
+            host_budget=_bytes(host_budget),
         )
     if several:
         if save_graph is not None:
@@ -151,10 +184,15 @@ def plan(
             subject, budgets, swept=sweep, as_json=as_json, picture=picture
         )
     else:
-        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, exact)
+        own = model is not None and ".py:" in model
+        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, exact, own if curve is None else curve)
         fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)
+
+
+def _bytes(given: str | None) -> int | None:
+    return None if given is None else parse_bytes(given)
 
 
 def _cache(folder: Path | None, off: bool) -> bool | Path:
@@ -171,6 +209,63 @@ def _check_plan(model: str | None, graph: Path | None, gpu: str | None, *, compa
         raise typer.BadParameter("the costs of a graph file are in the file", param_hint="--gpu")
     if compare and sweep:
         raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
+
+
+@command(app, ZOO_FLAGS)
+def report(
+    model: Annotated[str | None, typer.Argument(help=_TARGET, show_default=False)] = None,
+    *,
+    budget: Annotated[str | None, typer.Option(help="Bytes for all tensors of a step; it must be given.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html"),
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing to this file as well.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Train so many steps and report the last; 0: report the plan alone.")
+    ] = 5,
+    batch: Batch = 8,
+    home: Home = "disk",
+    host_budget: HostBudget = None,
+    policy: Policy = "auto",
+    graph: Annotated[Path | None, typer.Option(help="Report a plan for the step in this graph file.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Report a plan for a device that is not here; see plan.")] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve/--no-curve", help="Plan for other budgets as well; takes as long as so many plans.")
+    ] = True,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
+    **zoo: Any,
+) -> None:
+    """Show where the time and the bytes of a step go, as one HTML page."""
+    _check_plan(model, graph, gpu, compare=False, sweep=False)
+    if budget is None:
+        raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
+    limit, kept = parse_bytes(budget), _cache(cache, no_cache)
+    options = {**zoo, "batch": batch}
+    if model is not None and gpu is None and steps:
+        import_module("outofcore.cli.report").train(
+            model,
+            options,
+            budget=limit,
+            steps=steps,
+            home=home,
+            host_budget=_bytes(host_budget),
+            policy=policy,
+            output=output,
+            trace=trace,
+            curve=curve,
+            cache=kept,
+        )
+        return
+    if graph is not None:
+        subject = import_module("outofcore.cli.graph").subject_from(graph)
+    else:
+        subject = import_module("outofcore.cli.plan").subject_of(
+            model, options, home=home, gpu=gpu, quiet=False, cache=kept, host_budget=_bytes(host_budget)
+        )
+    import_module("outofcore.cli.foresee").foresee(
+        subject, budget=limit, policy=policy, output=output, trace=trace, curve=curve
+    )
 
 
 @command(app)

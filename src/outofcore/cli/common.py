@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from outofcore import zoo
 from outofcore.errors import InputError
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
@@ -25,14 +23,3 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
     if options.get("depth") not in (None, depth):
         raise InputError(f"{model} has {depth} layers, and --depth says {options['depth']}; give one of the two")
     return zoo.workload("resnet", **{**options, "depth": depth})
-
-
-def open_home(home: str) -> HomeStore:
-    """A home by its name: "disk", "host" or a folder.
-
-    Raises:
-        SpillError: the folder cannot be used.
-    """
-    if home == "host":
-        return HostHome()
-    return DiskHome() if home == "disk" else DiskHome(Path(home))

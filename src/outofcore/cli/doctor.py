@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 
 import outofcore
-from outofcore.cli.common import open_home
+from outofcore.api import open_homes
 from outofcore.cli.measured import cache_at, describe
 from outofcore.errors import OutOfCoreError
+from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.native import COMPILERS, load_native
+from outofcore.execution.native import COMPILERS, Flavor, load_native
+from outofcore.profiling.device_links import measure_device_link
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
-from outofcore.units import format_bytes, format_seconds
+from outofcore.units import MIB, format_bytes, format_seconds
 
 
 def doctor(home: str, cache: Path | None) -> None:
@@ -30,7 +32,7 @@ def doctor(home: str, cache: Path | None) -> None:
     Raises:
         SpillError: the home cannot be used.
     """
-    store = open_home(home)
+    (store,) = open_homes(home)
     try:
         for good, name, text in _findings(store, cache):
             print(f"{' ' if good else '!'} {name:<18} {text}", flush=True)
@@ -67,8 +69,28 @@ def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str,
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        text = f"{device.name}, {format_bytes(device.total_memory)}; not used: this version runs on the CPU"
+        text = f"{device.name}, {format_bytes(device.total_memory)}, compute capability {device.major}.{device.minor}"
         yield True, f"CUDA device {index}", text
+    native = load_native(Flavor.CUDA)
+    good = native.library is not None
+    why = "" if good else f"{native.reason}; results are copied to their places, and scratch memory is not planned"
+    yield good, "native CUDA arena", why or "works"
+    yield from _device_link_findings()
+
+
+def _device_link_findings() -> Iterator[tuple[bool, str, str]]:
+    backend = CudaBackend(torch.device("cuda"))
+    home = backend.home(256 * MIB)
+    try:
+        link = measure_device_link(backend.driver, home)
+    except OutOfCoreError as error:
+        yield False, "pinned memory", f"cannot be measured: {error}"
+        return
+    finally:
+        home.close()
+    alone = f"out {_rate(link.alone.out)}, in {_rate(link.alone.into)}; latency {format_seconds(link.latency_s)}"
+    beside = f"both at once, beside ops: {_rate(link.together.out)} and {_rate(link.together.into)}"
+    yield home.pinned, "pinned memory", f"{alone}; {beside}" if home.pinned else f"refused by the system; {alone}"
 
 
 def _home_findings(store: HomeStore) -> Iterator[tuple[bool, str, str]]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outofcore import planning
-from outofcore.capture.whole import capture_whole
+from outofcore.api import open_homes
 from outofcore.cli.answer import Subject
-from outofcore.cli.common import find_workload, open_home
+from outofcore.cli.common import find_workload
+from outofcore.cli.script import build, is_script
 from outofcore.costs import Costs
+from outofcore.estimation import costed
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile
 from outofcore.presets import Device, device
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.estimate import blank_batch, estimated_costs
-from outofcore.profiling.links import known_link
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.estimate import blank_batch
+from outofcore.progress import Tell, following, silent
 from outofcore.zoo import Workload
 
 
@@ -41,7 +41,7 @@ class Survey:
         return planning.in_core_budget(self.graph, self.costs)
 
 
-def survey(work: Workload, home: str, tell: Callable[[str, int, int], None], cache: bool | Path = True) -> Survey:
+def survey(work: Workload, home: str, tell: Tell, cache: bool | Path = True, host_budget: int | None = None) -> Survey:
     """Capture a workload's step and measure its ops and the home. The model is let go of again.
 
     Args:
@@ -49,27 +49,25 @@ def survey(work: Workload, home: str, tell: Callable[[str, int, int], None], cac
         home: as on the command line.
         tell: called with the stage, and how much of it is done.
         cache: as for ``outofcore.compile``.
+        host_budget: as for ``outofcore.compile``.
 
     Raises:
         SpillError: the home cannot be used.
         CaptureError: the step cannot become one graph.
     """
     kept = open_cache(cache)
-    store = open_home(home)
+    stores = open_homes(home, host_budget)
     try:
         model = work.build()
         optimizer = work.optimizer(model)
-        tell("capture", 0, 1)
-        captured = capture_whole(work.make_step(model, optimizer), [model], [optimizer], next(work.batches()), {})
-        profiles = profile_ops(captured, advance=lambda done, total: tell("profile", done, total), cache=kept)
-        tell("measure the home", 0, 1)
-        link = known_link(store, kept).home
+        step, batch = work.make_step(model, optimizer), next(work.batches())
+        return Survey(*costed(step, [model], [optimizer], batch, {}, where=stores, cache=kept, tell=tell))
     finally:
-        store.close()
-    return Survey(captured.graph, Costs(tuple(profile.cost for profile in profiles), (link,)))
+        for store in stores:
+            store.close()
 
 
-def imagine(work: Workload, target: Device, tell: Callable[[str, int, int], None]) -> Survey:
+def imagine(work: Workload, target: Device, tell: Tell) -> Survey:
     """Capture a workload's step and work out what it would cost on a device that is not here. Nothing is run.
 
     Raises:
@@ -77,43 +75,73 @@ def imagine(work: Workload, target: Device, tell: Callable[[str, int, int], None
     """
     model = work.build()
     optimizer = work.optimizer(model)
-    tell("capture", 0, 1)
     batch = blank_batch(next(work.batches(1)), work.options.batch)
-    captured = capture_whole(work.make_step(model, optimizer), [model], [optimizer], batch, {})
-    tell("capture", 1, 1)
-    return Survey(captured.graph, estimated_costs(captured, target))
+    step = work.make_step(model, optimizer)
+    return Survey(*costed(step, [model], [optimizer], batch, {}, where=target, cache=None, tell=tell))
+
+
+def own(
+    target: str, where: str | Device, tell: Tell, cache: bool | Path = True, host_budget: int | None = None
+) -> tuple[str, Survey]:
+    """Capture the step that the user's own function builds, and find out what it costs; with its title.
+
+    Args:
+        target: "folder/file.py:function".
+        where: the home, as on the command line, or a device that is not here.
+        tell: told how far things are.
+        cache: as for ``outofcore.compile``.
+        host_budget: as for ``outofcore.compile``.
+
+    Raises:
+        OutOfCoreError: the file cannot be used, or the step cannot be captured.
+    """
+    script = build(target)
+    models = list(script.model) if isinstance(script.model, list | tuple) else [script.model]
+    optimizers = [] if script.optimizer is None else script.optimizer
+    optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    place = open_homes(where, host_budget) if isinstance(where, str) else where
+    try:
+        found = costed(
+            script.step, models, optimizers, script.inputs, {}, where=place, cache=open_cache(cache), tell=tell
+        )
+    finally:
+        if not isinstance(place, Device):
+            for store in place:
+                store.close()
+    return script.title, Survey(*found)
 
 
 def subject_of(
-    model: str, options: Mapping[str, Any], *, home: str, gpu: str | None, quiet: bool, cache: bool | Path = True
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    home: str,
+    gpu: str | None,
+    quiet: bool,
+    cache: bool | Path = True,
+    host_budget: int | None = None,
 ) -> Subject:
-    """A model of the zoo as a step to plan for: measured here, or imagined on another device.
+    """A model of the zoo or of the user's as a step to plan for: measured here, or imagined on another device.
 
     Args:
         model: as on the command line.
-        options: of the workload.
+        options: of the workload; of no matter for the user's own code.
         home: as on the command line; of no matter where a device is named.
         gpu: a device's name among the presets; None: this machine.
         quiet: do not tell what goes on.
         cache: as for ``outofcore.compile``; of no matter where a device is named.
+        host_budget: likewise.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured.
     """
     target = None if gpu is None else device(gpu)
-    work = find_workload(model, options)
-    tell = _silent if quiet else _to_stderr
-    found = survey(work, home, tell, cache) if target is None else imagine(work, target, tell)
+    with following(silent if quiet else None) as tell:
+        if is_script(model):
+            title, found = own(model, home if target is None else target, tell, cache, host_budget)
+        else:
+            work = find_workload(model, options)
+            title = work.describe()
+            found = survey(work, home, tell, cache, host_budget) if target is None else imagine(work, target, tell)
     note = "" if target is None else target.describe()
-    return Subject(work.describe(), GraphFile.of(found.graph, found.costs), note)
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    pass
-
-
-def _to_stderr(stage: str, done: int, total: int) -> None:
-    """What goes on, on one line that is overwritten; nothing where nobody looks on."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{stage} {done}/{total}" if done < total else "\r\033[K")
-        sys.stderr.flush()
+    return Subject(title, GraphFile.of(found.graph, found.costs), note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outofcore
+from outofcore.api import open_backend
 from outofcore.cli.common import find_workload
+from outofcore.errors import InputError
 from outofcore.report import moved_text, step_report, step_text, write_picture
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
@@ -31,8 +34,11 @@ class _Done:
     bytes_out: int = 0
     bytes_in: int = 0
 
+    bits: bool = False  # whether the loss is to be told exactly
+
     def text(self) -> str:
-        parts = [f"loss {self.loss:.4f}", format_seconds(self.seconds)]
+        loss = f"{self.loss:.4f} ({self.loss.hex()})" if self.bits else f"{self.loss:.4f}"
+        parts = [f"loss {loss}", format_seconds(self.seconds)]
         if self.arena_bytes is not None:
             parts.append(f"resident {format_bytes(self.arena_bytes)}")
             parts.append(f"out {format_bytes(self.bytes_out)}, in {format_bytes(self.bytes_in)}")
@@ -68,6 +74,7 @@ class _Live:
         self._progress = Progress(
             TextColumn("{task.description}"),
             MofNCompleteColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[told]}"),
             BarColumn(bar_width=10),  # last: a narrow terminal cuts it off first
             refresh_per_second=4,  # drawing takes time from the training
@@ -99,7 +106,12 @@ def train(
     home: str,
     policy: str,
     picture: Path | None,
+    save: Path | None = None,
+    resume: Path | None = None,
+    bits: bool = False,
     cache: bool | Path = True,
+    host_budget: int | None = None,
+    device: str = "cpu",
 ) -> None:
     """Train and print progress and a summary.
 
@@ -111,36 +123,123 @@ def train(
         home: "disk", "host" or a folder.
         policy: one of ``outofcore.planning.POLICIES``.
         picture: an HTML file to write the memory of the last step to.
+        save: a folder for a checkpoint at the end.
+        resume: a folder with a checkpoint to go on from.
+        bits: print all bits of the losses.
         cache: as for ``outofcore.compile``.
+        host_budget: as for ``outofcore.compile``.
+        device: where the step runs. On another than the CPU, the home is in host memory.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
     """
     work = find_workload(model, options)
     print(work.describe())
-    network = work.build()
-    optimizer = work.optimizer(network)
-    plain = work.make_step(network, optimizer)
     display = (_Live if sys.stdout.isatty() else _Lines)(steps)
     if budget is None:
-        _print_summary(_loop(work, plain, steps, display, None), None, None)
+        where = open_backend(device).device
+        network = work.build().to(where)
+        optimizer = work.optimizer(network)
+        torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
+        plain = work.make_step(network, optimizer)
+
+        def on_device(*batch: torch.Tensor) -> torch.Tensor:
+            return plain(*(tensor.to(where) for tensor in batch))
+
+        done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits)
+        if save is not None:
+            outofcore.save(save, network, optimizer, extra={"steps": begun + steps})
+        _print_summary(done, None, None)
         return
-    with outofcore.compile(plain, network, optimizer, budget=budget, home=home, policy=policy, cache=cache) as step:
+    if torch.device(device).type != "cpu":
+        _train_on(
+            work,
+            device,
+            display,
+            budget=budget,
+            steps=steps,
+            policy=policy,
+            save=save,
+            resume=resume,
+            bits=bits,
+            cache=cache,
+            host_budget=host_budget,
+        )
+        return
+    with outofcore.open_home(home, host_budget) as opened:
+        network = outofcore.build(work.build, home=opened) if resume is None else work.skeleton()
+        optimizer = work.optimizer(network)
+        torch.manual_seed(work.options.seed)
+        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=opened))
+        plain = work.make_step(network, optimizer)
+        with outofcore.compile(
+            plain, network, optimizer, budget=budget, home=opened, policy=policy, cache=cache
+        ) as step:
+            step.on_progress = display.stage
+            done = _loop(work, step, steps, display, step, begun, bits)
+            if save is not None:
+                step.save(save, extra={"steps": begun + steps})
+                print(f"saved: {save}")
+            _print_summary(done, step, budget)
+            if picture is not None:
+                planned, graph = step.planned, step.captured.graph
+                timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
+                write_picture(picture, graph, planned.program, timelines, budget=budget, title=work.describe())
+                print(f"picture: {picture}")
+
+
+def _train_on(
+    work: Workload,
+    device: str,
+    display: _Lines | _Live,
+    *,
+    budget: int,
+    steps: int,
+    policy: str,
+    save: Path | None,
+    resume: Path | None,
+    bits: bool,
+    cache: bool | Path,
+    host_budget: int | None,
+) -> None:
+    """Train on a GPU: the model is made in ordinary memory, and the step has a home of its own."""
+    network = work.build()
+    optimizer = work.optimizer(network)
+    torch.manual_seed(work.options.seed)
+    begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
+    plain = work.make_step(network, optimizer)
+    with outofcore.compile(
+        plain, network, optimizer, budget=budget, device=device, host_budget=host_budget, policy=policy, cache=cache
+    ) as step:
         step.on_progress = display.stage
-        done = _loop(work, step, steps, display, step)
+        done = _loop(work, step, steps, display, step, begun, bits)
+        if save is not None:
+            step.save(save, extra={"steps": begun + steps})
+            print(f"saved: {save}")
         _print_summary(done, step, budget)
-        if picture is not None:
-            planned, graph = step.planned, step.captured.graph
-            timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
-            write_picture(picture, graph, planned.program, timelines, budget=budget, title=work.describe())
-            print(f"picture: {picture}")
+
+
+def _steps_in(extra: Any) -> int:
+    """How many steps a checkpoint of this command has behind it."""
+    steps = extra.get("steps") if isinstance(extra, dict) else None
+    if not isinstance(steps, int):
+        raise InputError(
+            "the checkpoint does not say how many steps it has behind it: it was not saved by this command"
+        )
+    return steps
 
 
 def _loop(
-    work: Workload, run: Callable[..., torch.Tensor], steps: int, display: _Lines | _Live, step: outofcore.Step | None
+    work: Workload,
+    run: Callable[..., torch.Tensor],
+    steps: int,
+    display: _Lines | _Live,
+    step: outofcore.Step | None,
+    begun: int,
+    bits: bool,
 ) -> list[_Done]:
-    torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
-    batches = work.batches()
+    batches = itertools.islice(work.batches(), begun, None)
     told: list[_Done] = []
     with display:
         for number in range(1, steps + 1):
@@ -149,10 +248,10 @@ def _loop(
             loss = run(*batch)
             seconds = time.perf_counter() - start
             if step is None:
-                told.append(_Done(loss.item(), seconds))
+                told.append(_Done(loss.item(), seconds, bits=bits))
             else:
                 stats, arena = step.stats, step.planned.program.arena_bytes
-                told.append(_Done(loss.item(), seconds, arena, stats.bytes_out, stats.bytes_in))
+                told.append(_Done(loss.item(), seconds, arena, stats.bytes_out, stats.bytes_in, bits))
             display.step(number, told[-1])
     return told
 

@@ -49,6 +49,11 @@ class Workload:
             torch.default_generator.manual_seed(self.options.seed if seed is None else seed)
             return self.network().train()
 
+    def skeleton(self) -> nn.Module:
+        """The model in training mode on the meta device: without memory, for ``outofcore.load`` to fill."""
+        with torch.device("meta"):
+            return self.network().train()
+
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
         """The optimizer that the options name, for all parameters of the model."""
         return make_optimizer(model.parameters(), self.options)

@@ -1,0 +1,228 @@
+// Everything around the chart: the summary, the lists and the table, and what the chart is told to show.
+
+const ROWS = 100;
+let shownRows = ROWS;
+
+function swatch(name) { return make("span", { class: "swatch", style: "background:var(--" + name + ")" }); }
+
+function sentence() {
+  const first = content.timelines[0], predicted = content.timelines.find(timeline => timeline.name !== "measured");
+  const out = content.moved.reduce((sum, one) => sum + one.bytes_out, 0);
+  const back = content.moved.reduce((sum, one) => sum + one.bytes_in, 0);
+  const parts = [make("b", {}, seconds(first.seconds)), " a step"];
+  if (first.name !== "measured") parts.push(" (" + first.name + ")");
+  else if (predicted) parts.push(" (predicted: " + seconds(predicted.seconds) + ")");
+  parts.push(" within ", make("b", {}, bytes(content.budget)));
+  const insight = content.insight;
+  if (insight && insight.in_core > content.budget) {
+    parts.push(", where everything at once takes ", make("b", {}, bytes(insight.in_core)));
+  }
+  parts.push(". Ops take ", make("b", {}, share(first.spent.ops, first.seconds)), " of the time. ");
+  parts.push(out + back ? bytes(out) + " leave and " + bytes(back) + " come back in each step." :
+    "Nothing has to move.");
+  return parts;
+}
+
+function fillSpent() {
+  byId("verdict").textContent = content.insight ? content.insight.verdict : "";
+  const most = Math.max(...content.timelines.map(timeline => timeline.seconds));
+  const rows = content.timelines.map(timeline => {
+    const strip = make("div", { class: "strip", style: "width:" + 100 * timeline.seconds / most + "%" });
+    for (const [part, name, text] of SPENT) {
+      const value = timeline.spent[part];
+      const title = text + ": " + seconds(value) + ", " + share(value, timeline.seconds);
+      if (value > 0) strip.append(make("span", { title, style: "flex:" + 100 * value / timeline.seconds + " 0 0;background:var(--" + name + ")" }));
+    }
+    return make("div", { class: "spent" }, make("span", {}, timeline.name), make("div", { class: "track" }, strip),
+      make("b", { class: "number" }, seconds(timeline.seconds)));
+  });
+  const first = content.timelines[0];
+  const legend = make("ul", { class: "legend" });
+  for (const [part, name, text] of SPENT) {
+    const value = first.spent[part];
+    if (value > 5e-7) legend.append(make("li", {}, swatch(name), text + " " + seconds(value)));
+  }
+  byId("spent").append(...rows, legend);
+}
+
+function fillWhich() {
+  content.timelines.forEach((timeline, number) => {
+    const press = () => {
+      state.timeline = number;
+      state.cursor = state.wait = null;
+      byId("which").querySelectorAll("button").forEach((button, i) => button.setAttribute("aria-pressed", i === number));
+      fillWaits();
+      redraw();
+    };
+    byId("which").append(make("button", { type: "button", "aria-pressed": number === 0, onclick: press },
+      timeline.name));
+  });
+}
+
+function fillLegend() {
+  const kinds = KINDS.filter(kind => content.timelines.some(timeline => timeline.memory.held[kind]));
+  for (const kind of kinds) byId("legend").append(make("li", {}, swatch(kind.replace(" ", "-")), kind));
+  const dash = (name, text) =>
+    make("li", {}, make("span", { class: "line", style: "border-color:var(--" + name + ")" }), text);
+  byId("legend").append(dash("budget", "budget"));
+  if (content.timelines.length > 1) byId("legend").append(dash("mark", "bytes held in the other timeline"));
+  byId("legend").append(make("li", {}, swatch("wait"), "ops wait"));
+  if (content.recomputed) byId("legend").append(make("li", {}, swatch("again"), "ops run again"));
+}
+
+function fillWaits() {
+  const { waits, more_waits: more } = now(), list = byId("waits");
+  list.replaceChildren();
+  const total = waits.reduce((sum, wait) => sum + wait.length, 0);
+  byId("waits-note").textContent = waits.length
+    ? "Ops stood still for " + micro(total) + " in " + waits.length + " waits" +
+      (more ? " (" + more + " shorter ones are left out)" : "") + ". Choose one to see it in the chart."
+    : "Ops never wait: every copy is done when it is needed.";
+  const byLength = waits.map((wait, number) => [wait, number]).sort((one, other) => other[0].length - one[0].length);
+  for (const [wait, number] of byLength) {
+    const press = () => {
+      state.wait = number;
+      showWait(wait);
+      chart.scrollIntoView({ block: "nearest" });
+      const cause = content.instructions[wait.cause];
+      if (cause[0] > 0 && storageById.has(cause[1])) select(cause[1], false);
+    };
+    list.append(make("li", {}, make("button", { type: "button", onclick: press },
+      make("span", { class: "long" }, micro(wait.length)),
+      make("span", { class: "what" }, (wait.who ? wait.who + " " : "") + wait.text, make("small", {}, wait.why)))));
+  }
+}
+
+function fillCurve() {
+  const insight = content.insight;
+  const points = insight ? insight.points.filter(point => point.seconds !== null) : [];
+  if (points.length < 2) return byId("curve-section").remove();
+  // As wide as its place, so that its text is as large as any other.
+  const width = Math.max(byId("curve").clientWidth, 280), height = 240, left = 62, bottom = height - 34, right = width - 16, top = 14;
+  const low = points[0].budget, high = Math.max(points[points.length - 1].budget, low + 1);
+  const most = 1.12 * Math.max(...points.map(point => point.seconds));
+  const x = budget => left + Math.log(budget / low) / Math.log(high / low) * (right - left);
+  const y = value => bottom - value / most * (bottom - top);
+  const svg = make("svg", { viewBox: "0 0 " + width + " " + height, role: "img",
+    "aria-label": "Predicted step time for " + points.length + " budgets" });
+  for (const tick of ticks(0, most, 4)) {
+    svg.append(make("line", { class: "axis", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
+      make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, seconds(tick)));
+  }
+  svg.append(make("line", { class: "floor", x1: left, x2: right, y1: y(insight.compute), y2: y(insight.compute) }),
+    make("text", { x: right, y: y(insight.compute) + 15, "text-anchor": "end" }, "ops alone"));
+  svg.append(make("path", { class: "curve",
+    d: points.map((point, i) => (i ? "L" : "M") + x(point.budget) + " " + y(point.seconds)).join("") }));
+  let free = -100;
+  for (const point of points) {
+    const here = point.budget === content.budget;
+    const text = bytes(point.budget) + ": " + seconds(point.seconds) + ", " + point.policy;
+    svg.append(make("circle", { class: here ? "here" : "dot", cx: x(point.budget), cy: y(point.seconds), r: here ? 7 : 4 },
+      make("title", {}, text)));
+    if (x(point.budget) - free > 66) {
+      const end = x(point.budget) > right - 30 ? "end" : x(point.budget) < left + 30 ? "start" : "middle";
+      svg.append(make("text", { x: x(point.budget), y: bottom + 20, "text-anchor": end }, bytes(point.budget)));
+      free = x(point.budget);
+    }
+  }
+  byId("curve").replaceChildren(svg);
+  byId("curve-note").textContent = "Predicted. The red dot is this plan; the smallest budget is " +
+    bytes(insight.smallest) + ", and from " + bytes(insight.in_core) + " on nothing has to move.";
+  return undefined;
+}
+
+function fillHelps() {
+  const helps = content.insight ? content.insight.helps : [];
+  if (!helps.length) return byId("helps-section").remove();
+  const most = Math.max(...helps.map(one => one.saves), 1e-9), total = content.timelines.at(-1).seconds;
+  for (const one of helps) {
+    byId("helps").append(make("li", {}, one.what + " saves ", make("b", {}, seconds(one.saves)),
+      " a step (" + share(one.saves, total) + ")",
+      make("div", { class: "gauge", style: "width:" + 100 * one.saves / most + "%" })));
+  }
+  return undefined;
+}
+
+function filtered() {
+  const find = byId("find").value.trim().toLowerCase(), kind = byId("kind").value, fate = byId("fate").value;
+  return content.storages.filter(storage => (!kind || storage.kind === kind) && (!fate || storage.fate === fate) &&
+    (!find || (storage.name + " " + storage.module + " " + storage.source).toLowerCase().includes(find)));
+}
+
+function fillRows() {
+  const found = filtered(), total = found.reduce((sum, storage) => sum + storage.bytes, 0);
+  byId("count").textContent = found.length + " of " + content.storages.length + " storages, " + bytes(total) +
+    "; the largest first. Those below 64 KiB always stay and are left out.";
+  byId("rows").replaceChildren(...found.slice(0, shownRows).map(storage =>
+    make("tr", { "data-storage": storage.id, "aria-selected": storage.id === state.selected,
+      onclick: () => select(storage.id, false) },
+      make("td", {}, make("button", { type: "button" }, storage.name)),
+      make("td", {}, swatch(storage.kind.replace(" ", "-")), storage.kind),
+      make("td", { class: "number" }, bytes(storage.bytes)), make("td", {}, storage.fate))));
+  byId("more").hidden = found.length <= shownRows;
+}
+
+function gapText([residency, start, end, next]) {
+  const after = start < 0 ? "before the step" : "after " + opText(start) + timeText(start, true);
+  const until = (next ? "in the next step before " : "before ") + opText(end) + timeText(end, false);
+  if (residency === "offload") return start < 0 ? "comes in " + until : "leaves " + after + ", and is back " + until;
+  return "is dropped " + after + ", and computed again " + until;
+}
+
+function timeText(op, ends) {
+  const index = runOf.get(op);
+  return index === undefined ? "" : " (" + micro((ends ? now().ends : now().starts)[index]) + ")";
+}
+
+function select(id, scroll = true) {
+  state.selected = id;
+  const storage = storageById.get(id);
+  document.querySelectorAll("#rows tr").forEach(row =>
+    row.setAttribute("aria-selected", row.dataset.storage === String(id)));
+  const facts = make("dl", { class: "notes" });
+  const fact = (name, text) => { if (text) facts.append(make("dt", {}, name), make("dd", {}, text)); };
+  fact("size", bytes(storage.bytes) + " (" + storage.bytes.toLocaleString("en") + " bytes)");
+  fact("kind", storage.kind);
+  fact("module", storage.module);
+  fact("line", storage.source);
+  fact("used by", storage.uses.length + (storage.uses.length === 1 ? " op" : " ops") +
+    (storage.uses.length ? ", from " + opText(storage.uses[0]) + " to " + opText(storage.uses.at(-1)) : ""));
+  fact("copies", storage.out + " out, " + storage.in + " in a step");
+  fact("decision", storage.fate);
+  const gaps = make("ol", {}, ...storage.gaps.map(gap => make("li", {}, gapText(gap))));
+  byId("detail").replaceChildren(make("h3", {}, storage.name), facts, storage.gaps.length ? gaps : "");
+  if (scroll) byId("detail").scrollIntoView({ block: "nearest" });
+  redraw();
+}
+
+function fillFilters() {
+  const fill = (id, values) => byId(id).append(make("option", { value: "" }, "all"),
+    ...values.map(value => make("option", { value }, value)));
+  fill("kind", KINDS.filter(kind => content.storages.some(storage => storage.kind === kind)));
+  fill("fate", Object.keys(content.fates).sort());
+  for (const id of ["find", "kind", "fate"]) {
+    byId(id).addEventListener("input", () => { shownRows = ROWS; fillRows(); });
+  }
+  byId("more").addEventListener("click", () => { shownRows += ROWS; fillRows(); });
+  byId("detail").append(make("p", { class: "note" }, "Choose a storage, here or in the chart, to see what becomes of " +
+    "it. Its copies and the ops that use it are then marked in the chart."));
+}
+
+function fillNotes() {
+  for (const [name, text] of content.notes) byId("notes").append(make("dt", {}, name), make("dd", {}, text));
+}
+
+byId("title").textContent = content.title;
+byId("summary").append(...sentence());
+fillSpent();
+fillWhich();
+fillLegend();
+fillWaits();
+fillCurve();
+fillHelps();
+fillFilters();
+fillRows();
+fillNotes();
+listen();
+if (byId("curve")) new ResizeObserver(fillCurve).observe(byId("curve"));
+draw();

@@ -1,0 +1,224 @@
+"""What the report's page shows, as plain JSON: the page itself only draws."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from outofcore.analysis import is_large
+from outofcore.graph import StepGraph, Storage, StorageKind
+from outofcore.plan import Decision, Plan, Residency
+from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
+from outofcore.report.data import MemoryOverTime, memory_over_time, step_report
+from outofcore.report.insight import Insight
+from outofcore.report.naming import instruction_text, op_name, storage_text
+from outofcore.report.waits import time_spent
+
+Object = dict[str, object]
+
+# Points of memory over time that a screen can tell apart; what is left out between two is never above both.
+_MOMENTS = 1500
+# Waits that are told one by one: the longest.
+_WAITS = 100
+_LANES = {Queue.COMPUTE: "ops", Queue.COPY_IN: "copies in", Queue.COPY_OUT: "copies out"}
+
+
+def page_content(
+    graph: StepGraph,
+    plan: Plan,
+    program: Program,
+    timelines: Sequence[tuple[str, Timeline]],
+    *,
+    budget: int,
+    title: str,
+    insight: Insight | None = None,
+    homes: Sequence[str] = (),
+    notes: Sequence[tuple[str, str]] = (),
+) -> Object:
+    """Everything that a report shows. Times in microseconds, sizes in bytes.
+
+    Args:
+        graph: what the program was lowered from.
+        plan: likewise.
+        program: placed.
+        timelines: of this program, each with its name; the first is what the page opens with.
+        budget: bytes that the user named.
+        title: the heading.
+        insight: the step under other circumstances, if that is known.
+        homes: the names of the homes, in the order of their numbers.
+        notes: what else is to be known, such as the machine, each with its name.
+    """
+    lanes = list(dict.fromkeys([*((queue, 0) for queue in Queue), *map(lane_of, program.instructions)]))
+    lanes.sort(key=lambda lane: (list(_LANES).index(lane[0]), lane[1]))
+    several = len({home for _, home in lanes}) > 1
+    report = step_report(graph, plan, program, timelines[0][1], budget)
+    shown, fates = _storages(graph, plan, program)
+    return {
+        "title": title,
+        "budget": budget,
+        "arena": report.arena_bytes,
+        "policy": plan.policy,
+        "moved": [{**asdict(moved), "kind": _kind(moved.kind)} for moved in report.moved],
+        "recomputed": report.recomputed,
+        "lanes": [_lane_name(queue, home, homes if several else ()) for queue, home in lanes],
+        "ops": [[op_name(op), op.module, op.source] for op in graph.ops],
+        "storages": shown,
+        "fates": fates,
+        "instructions": [
+            # Lane, what it runs or copies, whether it runs again.
+            [lanes.index(lane_of(one)), one.op, int(one.again)]
+            if isinstance(one, Run)
+            else [lanes.index(lane_of(one)), _or_none(program.blocks[one.block].storage), 0]
+            for one in program.instructions
+        ],
+        "timelines": [_timeline(graph, program, name, timeline) for name, timeline in timelines],
+        "insight": None if insight is None else _insight(insight),
+        "notes": [list(note) for note in notes],
+    }
+
+
+def _or_none(storage: int | None) -> int:
+    return -1 if storage is None else storage
+
+
+def _kind(kind: StorageKind) -> str:
+    return kind.value.replace("_", " ")
+
+
+def _lane_name(queue: Queue, home: int, homes: Sequence[str]) -> str:
+    if queue is Queue.COMPUTE or not homes:
+        return _LANES[queue]
+    return f"{_LANES[queue]}, {homes[home] if home < len(homes) else home}"
+
+
+def _timeline(graph: StepGraph, program: Program, name: str, timeline: Timeline) -> Object:
+    spent, waits = time_spent(graph, program, timeline)
+    longest = sorted(waits, key=lambda w: -w.seconds)[:_WAITS]
+    memory = memory_over_time(graph, program, timeline)
+    return {
+        "name": name,
+        "seconds": timeline.step_seconds,
+        "peak": memory.peak_bytes,
+        "starts": [_micro(start) for start in timeline.starts],
+        "ends": [_micro(end) for end in timeline.ends],
+        "memory": _thinned(memory),
+        "spent": asdict(spent),
+        "waits": [
+            {
+                "start": _micro(w.start),
+                "length": _micro(w.seconds),
+                "instruction": w.instruction,
+                "cause": w.cause,
+                "reason": w.reason.value,
+                "who": ""
+                if w.instruction < 0
+                else instruction_text(graph, program, program.instructions[w.instruction]),
+                "text": w.text,
+                "why": w.why,
+            }
+            for w in sorted(longest, key=lambda w: w.start)
+        ],
+        "more_waits": len(waits) - len(longest),
+    }
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _thinned(memory: MemoryOverTime) -> Object:
+    """Memory over time with no more moments than can be seen: of neighbours the one with the most bytes."""
+    total = [sum(at) for at in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
+    length = memory.times[-1] or 1.0
+    kept: dict[int, int] = {}
+    for index, time in enumerate(memory.times):
+        place = int(time / length * _MOMENTS)
+        if place not in kept or total[index] > total[kept[place]]:
+            kept[place] = index
+    indices = sorted({0, len(total) - 1, *kept.values()})
+    return {
+        "times": [_micro(memory.times[i]) for i in indices],
+        "held": {kind.replace("_", " "): [held[i] for i in indices] for kind, held in memory.held.items()},
+    }
+
+
+def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
+    """The storages that a plan can say something about, the largest first; and how many bytes have which fate."""
+    decisions: dict[int, list[Decision]] = defaultdict(list)
+    for decision in plan.decisions:
+        if decision.residency is not Residency.KEEP:
+            decisions[decision.gap.storage].append(decision)
+    copies: dict[int, Counter[bool]] = defaultdict(Counter)
+    for one in program.instructions:
+        if isinstance(one, CopyOut | CopyIn):
+            storage = program.blocks[one.block].storage
+            if storage is not None:
+                copies[storage][isinstance(one, CopyOut)] += 1
+    found: list[Object] = []
+    fates: Counter[str] = Counter()
+    for data in sorted(graph.storages, key=lambda s: (-s.bytes, s.id)):
+        if not is_large(data.bytes) and data.id not in copies:
+            continue
+        fate = _fate(data, decisions[data.id])
+        fates[fate] += data.bytes
+        made = graph.creator.get(data.id)
+        uses = graph.uses[data.id]
+        found.append(
+            {
+                "id": data.id,
+                "name": storage_text(data),
+                "kind": _kind(data.kind),
+                "bytes": data.bytes,
+                "module": _module(graph, data),
+                "source": graph.ops[made].source if made is not None else "",
+                "fate": fate,
+                "out": copies[data.id][True],
+                "in": copies[data.id][False],
+                "uses": list(uses),
+                "gaps": [_gap(decision, len(graph.ops)) for decision in sorted(decisions[data.id], key=_place)],
+            }
+        )
+    return found, dict(fates)
+
+
+def _place(decision: Decision) -> tuple[int, int]:
+    return decision.gap.start, decision.gap.end
+
+
+def _gap(decision: Decision, ops: int) -> list[object]:
+    """What is done, after which op, and before which; the latter beyond the last op in the next step."""
+    return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
+
+
+def _module(graph: StepGraph, data: Storage) -> str:
+    """Where in the model a storage belongs: the module of the op that made it, or of the first that uses it."""
+    made = graph.creator.get(data.id)
+    uses = graph.uses[data.id]
+    op = made if made is not None else uses[0] if uses else None
+    return graph.ops[op].module if op is not None else ""
+
+
+def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
+    """In a word what was decided about a storage."""
+    if data.kind is StorageKind.INPUT:
+        return "comes in"
+    kinds = {decision.residency for decision in decisions}
+    if kinds == {Residency.OFFLOAD, Residency.RECOMPUTE}:
+        return "leaves or is recomputed"
+    if Residency.OFFLOAD in kinds:
+        return "leaves, returns"
+    if Residency.RECOMPUTE in kinds:
+        return "is recomputed"
+    return "stays"
+
+
+def _insight(insight: Insight) -> Object:
+    return {
+        "smallest": insight.smallest_budget,
+        "in_core": insight.in_core_budget,
+        "compute": insight.compute_seconds,
+        "points": [asdict(point) for point in insight.points],
+        "helps": [asdict(one) for one in insight.helps],
+        "verdict": insight.verdict,
+    }

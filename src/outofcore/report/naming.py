@@ -1,0 +1,41 @@
+"""What storages, ops and instructions are called in front of people."""
+
+from __future__ import annotations
+
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.program import CopyIn, CopyOut, Instruction, Program, Run
+
+_MADE = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
+
+
+def storage_text(storage: Storage) -> str:
+    """Such as "layer3.2.conv1 convolution output", "layer3.2.conv1.weight" or "storage 7"."""
+    if not storage.name:
+        return f"{storage.kind.value.replace('_', ' ')} {storage.id}"
+    return f"{storage.name} output" if storage.kind in _MADE else storage.name
+
+
+def op_text(op: Op) -> str:
+    """Such as "convolution in layer3.2.conv1": the op's short name, and the module that asked for it."""
+    name = op_name(op)
+    return f"{name} in {op.module}" if op.module else name
+
+
+def op_name(op: Op) -> str:
+    """The name without the namespace and the overload: "convolution" for "aten.convolution.default"."""
+    parts = op.name.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "aten" else op.name
+
+
+def instruction_text(graph: StepGraph, program: Program, instruction: Instruction) -> str:
+    """Such as "copy-in of layer3.2.conv1 convolution output" or "convolution in layer3.2.conv1, again"."""
+    if isinstance(instruction, Run):
+        return op_text(graph.ops[instruction.op]) + (", again" if instruction.again else "")
+    block = program.blocks[instruction.block]
+    what = "scratch memory" if block.storage is None else storage_text(graph.storages[block.storage])
+    return f"{copy_word(instruction)} of {what}"
+
+
+def copy_word(instruction: CopyOut | CopyIn) -> str:
+    """ "copy-out" or "copy-in"."""
+    return "copy-out" if isinstance(instruction, CopyOut) else "copy-in"

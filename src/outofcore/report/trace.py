@@ -1,0 +1,181 @@
+"""Timelines in the trace format of Chrome, which Perfetto and chrome://tracing open.
+
+Format: "Trace Event Format", Google; times in microseconds. A trace of ``torch.profiler`` is in the same format, so
+both can be one file, in which they lie on one axis of time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from outofcore.errors import InputError
+from outofcore.graph import StepGraph
+from outofcore.program import Program, Queue, Run, Timeline, lane_of
+from outofcore.report.data import memory_over_time
+from outofcore.report.naming import instruction_text, op_text, storage_text
+from outofcore.report.waits import time_spent
+
+_MICRO = 1e6
+# Above the numbers that systems give to processes, so that no process of a profiler's trace has one of them.
+_FIRST_PROCESS = 1 << 30
+_WAITS_THREAD = 1
+_LANES = {Queue.COMPUTE: "ops", Queue.COPY_IN: "copies in", Queue.COPY_OUT: "copies out"}
+
+Event = dict[str, Any]
+
+
+def trace_events(
+    graph: StepGraph, program: Program, timelines: Sequence[tuple[str, Timeline]], origin_us: float = 0.0
+) -> list[Event]:
+    """The events of a trace: for each timeline a process with a thread for each queue, its waits, and its memory.
+
+    Args:
+        graph: what the program was lowered from.
+        program: of which the timelines are.
+        timelines: each with its name, such as "measured".
+        origin_us: where the steps begin on the axis of time, in microseconds.
+    """
+    events: list[Event] = []
+    for number, (name, timeline) in enumerate(timelines):
+        process = _FIRST_PROCESS + number
+        events += _named(process, number, f"outofcore, {name}")
+        events += _lanes(graph, program, timeline, process, origin_us)
+        events += _waits(graph, program, timeline, process, origin_us)
+        events += _memory(graph, program, timeline, process, origin_us)
+    return events
+
+
+def _named(process: int, number: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": number - 1000}}
+    yield {"ph": "M", "pid": process, "tid": _WAITS_THREAD, "name": "thread_name", "args": {"name": "waits of ops"}}
+    yield {"ph": "M", "pid": process, "tid": _WAITS_THREAD, "name": "thread_sort_index", "args": {"sort_index": 0}}
+
+
+def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
+    threads: dict[tuple[Queue, int], int] = {}
+    several = any(not isinstance(i, Run) and i.home for i in program.instructions)
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        lane = lane_of(instruction)
+        if lane not in threads:
+            queue, home = lane
+            threads[lane] = thread = 2 + list(_LANES).index(queue) + len(_LANES) * home
+            of = f", home {home}" if several and queue is not Queue.COMPUTE else ""
+            yield {
+                "ph": "M",
+                "pid": process,
+                "tid": thread,
+                "name": "thread_name",
+                "args": {"name": _LANES[queue] + of},
+            }
+            yield {
+                "ph": "M",
+                "pid": process,
+                "tid": thread,
+                "name": "thread_sort_index",
+                "args": {"sort_index": thread},
+            }
+        args: dict[str, object] = {}
+        if isinstance(instruction, Run):
+            op = graph.ops[instruction.op]
+            name = op_text(op) + (", again" if instruction.again else "")
+            args = {"op": op.name, "module": op.module, "source": op.source, "again": instruction.again}
+        else:
+            name = instruction_text(graph, program, instruction)
+            storage = program.blocks[instruction.block].storage
+            if storage is not None:
+                data = graph.storages[storage]
+                args = {"storage": storage_text(data), "bytes": data.bytes, "kind": data.kind.value}
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": threads[lane],
+            "cat": lane[0].value,
+            "name": name,
+            "ts": _time(start, origin),
+            "dur": round((end - start) * _MICRO, 3),
+            "args": args,
+        }
+
+
+def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
+    for waited in time_spent(graph, program, timeline)[1]:
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": _WAITS_THREAD,
+            "cat": "wait",
+            "name": waited.text,
+            "ts": _time(waited.start, origin),
+            "dur": round(waited.seconds * _MICRO, 3),
+            "args": {"why": waited.why},
+        }
+
+
+def _memory(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
+    memory = memory_over_time(graph, program, timeline)
+    for index, time in enumerate(memory.times):
+        yield {
+            "ph": "C",
+            "pid": process,
+            "name": "device bytes",
+            "ts": _time(time, origin),
+            "args": {kind: held[index] for kind, held in memory.held.items()},
+        }
+
+
+def _time(seconds: float, origin: float) -> float:
+    return round(origin + seconds * _MICRO, 3)
+
+
+def write_trace(
+    path: Path,
+    graph: StepGraph,
+    program: Program,
+    timelines: Sequence[tuple[str, Timeline]],
+    *,
+    began_ns: int = 0,
+    beside: Path | None = None,
+) -> None:
+    """Write timelines as a trace.
+
+    Args:
+        path: the file; its folder is created. If its name ends in ``.gz``, it is compressed.
+        graph: what the program was lowered from.
+        program: of which the timelines are.
+        timelines: each with its name.
+        began_ns: when the measured step began, in nanoseconds since 1970.
+        beside: a trace that ``torch.profiler`` exported; its events go into the file as well, and the step begins where
+            it began on that trace's axis of time.
+
+    Raises:
+        InputError: the other trace cannot be read, or the file cannot be written.
+    """
+    content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
+    origin = 0.0
+    if beside is not None:
+        content = _read(beside)
+        origin = (began_ns - int(content.get("baseTimeNanoseconds", 0))) / 1e3
+    content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin)]
+    data = json.dumps(content).encode("utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without a time in it, the same trace gives the same file.
+        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    except OSError as error:
+        raise InputError(f"cannot write the trace {path}: {error}; choose a path that can be written") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+        found: object = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"cannot read the trace {path}: {error}; give a file of export_chrome_trace()") from error
+    if not isinstance(found, Mapping) or not isinstance(cast(Mapping[str, object], found).get("traceEvents"), list):
+        raise InputError(f"{path} has no list of traceEvents: it is no trace; give a file of export_chrome_trace()")
+    return dict(cast(Mapping[str, Any], found))

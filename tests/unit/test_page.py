@@ -1,0 +1,243 @@
+"""The report's page and the trace: what they say of a step worked out by hand, and what must hold of any program."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from strategies import naive_programs
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import InputError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
+from outofcore.report.content import page_content
+from outofcore.report.insight import Help, Insight, Point
+from outofcore.report.naming import op_text, storage_text
+from outofcore.report.page import page_text, write_report
+from outofcore.report.trace import write_trace
+from outofcore.report.waits import Reason, time_spent
+from outofcore.simulator import simulate
+
+MIB = 1 << 20
+# Forward makes an activation that leaves and is back for backward.
+GRAPH = StepGraph(
+    (
+        Storage(0, MIB, StorageKind.PARAMETER, "conv1.weight"),
+        Storage(1, 2 * MIB, StorageKind.ACTIVATION, "conv1 convolution"),
+        Storage(2, 3 * MIB, StorageKind.ACTIVATION, "conv2 </script><b>"),
+        Storage(3, 4, StorageKind.OUTPUT),
+    ),
+    (
+        Op(0, "aten.convolution.default", (0,), (), (1,), module="conv1", source="net.py:3"),
+        Op(1, "aten.relu.default", (1,), (), (2,), module="conv2"),
+        Op(2, "loss", (2,), (), (3,)),
+        Op(3, "aten.convolution_backward.default", (1,), (0,), (), module="conv1"),
+    ),
+    outputs=(3,),
+)
+PROGRAM = Program(
+    (
+        Run(0, (0, 1)),  # 0 to 2
+        Run(1, (1, 2)),  # 2 to 4
+        CopyOut(1, 1, (Wait(Queue.COMPUTE, 2),)),  # 4 to 7
+        Run(2, (2, 3)),  # 4 to 5
+        CopyIn(4, 1, (Wait(Queue.COPY_OUT, 1), Wait(Queue.COMPUTE, 3))),  # 7 to 9
+        Run(3, (4, 0), waits=(Wait(Queue.COPY_IN, 1),)),  # 9 to 12: waits for 4
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 3),)),  # 7 to 13: the last
+    ),
+    (
+        Block(0, 0, MIB, 0, 0, True, 0),
+        Block(1, 1, 2 * MIB, 0, 3, offset=MIB),
+        Block(2, 2, 3 * MIB, 1, 4, offset=3 * MIB),
+        Block(3, 3, 64, 3, 7, offset=6 * MIB),
+        Block(4, 1, 2 * MIB, 4, 6, offset=MIB),
+    ),
+    arena_bytes=6 * MIB + 64,
+    results=(3,),
+)
+TIMELINE = Timeline((0.0, 2.0, 4.0, 4.0, 7.0, 9.0, 7.0), (2.0, 4.0, 7.0, 5.0, 9.0, 12.0, 13.0), 13.0)
+PLAN = Plan("by hand", 7 * MIB, (Decision(Gap(1, 1, 3), Residency.OFFLOAD, 2, 3),))
+INSIGHT = Insight(
+    4 * MIB,
+    8 * MIB,
+    9.0,
+    (Point(4 * MIB, 20.0, "auto"), Point(7 * MIB, 13.0, "auto"), Point(8 * MIB, 9.0, "keep-all")),
+    (Help("a link twice as fast", 3.0), Help("1 MiB more budget", 2.0)),
+    "The link is the limit.",
+)
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    given = {"budget": 7 * MIB, "title": "by hand", "insight": INSIGHT, **changes}
+    timelines = [("measured", TIMELINE), ("predicted", TIMELINE)]
+    return page_content(GRAPH, PLAN, PROGRAM, timelines, **given)
+
+
+def test_names_are_those_that_people_use() -> None:
+    assert storage_text(GRAPH.storages[0]) == "conv1.weight"
+    assert storage_text(GRAPH.storages[1]) == "conv1 convolution output"
+    assert storage_text(GRAPH.storages[3]) == "output 3"
+    assert op_text(GRAPH.ops[0]) == "convolution in conv1"
+    assert op_text(GRAPH.ops[2]) == "loss"
+
+
+def test_a_wait_is_put_down_to_the_copy_and_to_what_held_that_up() -> None:
+    spent, waits = time_spent(GRAPH, PROGRAM, TIMELINE)
+    assert [(w.start, w.seconds, w.instruction, w.cause) for w in waits] == [(5.0, 4.0, 5, 4), (12.0, 1.0, -1, 6)]
+    first, last = waits
+    assert first.text == "waits for copy-in of conv1 convolution output"
+    assert first.reason is Reason.ROOM
+    assert first.why == "The copy had no room before copy-out of conv1 convolution output was done."
+    assert last.reason is Reason.END
+    assert last.text == "the step ends with copy-out of output 3"
+    assert (spent.ops, spent.for_room, spent.end, spent.again, spent.between) == (8.0, 4.0, 1.0, 0.0, 0.0)
+
+
+def test_a_busy_link_is_told_from_a_slow_copy() -> None:
+    alone = Program((CopyIn(0, 0), CopyIn(1, 0), Run(0, (0, 1), waits=(Wait(Queue.COPY_IN, 2),))), PROGRAM.blocks, MIB)
+    _, (behind,) = time_spent(GRAPH, alone, Timeline((0.0, 1.0, 3.0), (1.0, 3.0, 4.0), 4.0))
+    assert behind.reason is Reason.LINK
+    assert "copy-in of conv1.weight" in behind.why
+    slow = replace(alone, instructions=(alone.instructions[0], Run(0, (0, 1), waits=(Wait(Queue.COPY_IN, 1),))))
+    _, (slow_wait,) = time_spent(GRAPH, slow, Timeline((0.0, 3.0), (3.0, 4.0), 4.0))
+    assert slow_wait.reason is Reason.COPY
+
+
+def test_what_no_wait_explains_is_between_ops() -> None:
+    late = Timeline((*TIMELINE.starts[:5], 9.5, 7.0), (*TIMELINE.ends[:5], 12.0, 11.0), 12.25)
+    spent, waits = time_spent(GRAPH, PROGRAM, late)
+    assert [wait.seconds for wait in waits] == [4.0]  # half a second was waking up
+    assert (spent.for_room, spent.end, spent.between) == (4.0, 0.0, 0.75)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(naive_programs())
+def test_the_parts_of_a_step_add_up_to_it(case: tuple[StepGraph, Costs, Program]) -> None:
+    graph, costs, program = case
+    timeline = simulate(graph, costs, program)
+    spent, waits = time_spent(graph, program, timeline)
+    assert spent.seconds == pytest.approx(timeline.step_seconds)
+    assert all(wait.seconds > 0 and wait.why for wait in waits)
+    # Simulated ops do nothing between each other but wait.
+    assert spent.between == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_content_has_what_was_decided_about_each_storage() -> None:
+    found = {storage["id"]: storage for storage in content()["storages"]}
+    assert found[1]["fate"] == "leaves, returns"
+    assert found[1]["gaps"] == [["offload", 1, 3, 0]]
+    assert (found[1]["out"], found[1]["in"], found[1]["uses"]) == (1, 1, [0, 1, 3])
+    assert (found[1]["module"], found[1]["source"]) == ("conv1", "net.py:3")
+    assert found[0]["fate"] == found[2]["fate"] == "stays"
+    assert [storage["bytes"] for storage in content()["storages"]] == [3 * MIB, 2 * MIB, MIB, 4]
+    assert content()["fates"] == {"stays": 4 * MIB + 4, "leaves, returns": 2 * MIB}
+
+
+def test_memory_is_thinned_without_losing_its_peak() -> None:
+    ops = tuple(Op(i, "op", (0,), (), (1,) if i == 0 else ()) for i in range(4000))
+    graph = StepGraph(GRAPH.storages[:2], ops)
+    instructions = tuple(Run(i, (0, 1) if i == 0 else (0,), 2 if i == 2001 else None) for i in range(4000))
+    blocks = (Block(0, 0, MIB, 0, 0, True, 0), Block(1, 1, 64, 0, 1), Block(2, None, 9 * MIB, 2001, 2002))
+    program = Program(instructions, blocks, 10 * MIB)
+    timeline = simulate(graph, Costs(tuple(OpCost(0.001) for _ in ops)), program)
+    (shown,) = page_content(graph, PLAN, program, [("predicted", timeline)], budget=1, title="")["timelines"]
+    memory = shown["memory"]
+    assert len(memory["times"]) <= 1502
+    assert shown["peak"] == max(map(sum, zip(*memory["held"].values(), strict=True))) == 10 * MIB
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.html"
+    write_report(path, content(title="a < b </script><img src=x>"))
+    page = path.read_text(encoding="utf-8")
+    # Names of documents are no addresses to load from.
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=(?!\"data:)", page)
+    assert page.count("</script>") == 2
+    assert "%%" not in page
+    assert len(page) < 80_000
+    shown = re.search(r'<script id="content" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert shown is not None
+    assert json.loads(shown.group(1))["title"] == "a < b </script><img src=x>"
+    assert page_text(content()) == page_text(content())
+
+
+def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write the report"):
+        write_report(tmp_path / "file" / "report.html", content())
+    with pytest.raises(InputError, match="cannot write the trace"):
+        write_trace(tmp_path / "file" / "trace.json", GRAPH, PROGRAM, [("measured", TIMELINE)])
+
+
+def read(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_trace_has_every_instruction_at_its_time(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "deep" / name
+    write_trace(path, GRAPH, PROGRAM, [("measured", TIMELINE), ("predicted", TIMELINE)])
+    events = read(path)["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(processes) == ["outofcore, measured", "outofcore, predicted"]
+    measured = [e for e in events if e["pid"] == processes["outofcore, measured"]]
+    spans = [(e["name"], e["ts"], e["dur"]) for e in measured if e["ph"] == "X" and e["cat"] != "wait"]
+    assert len(spans) == len(PROGRAM.instructions)
+    assert spans[0] == ("convolution in conv1", 0, 2e6)
+    assert spans[4] == ("copy-in of conv1 convolution output", 7e6, 2e6)
+    waits = [e for e in measured if e.get("cat") == "wait"]
+    assert next((e["name"], e["ts"]) for e in waits) == ("waits for copy-in of conv1 convolution output", 5e6)
+    # Every span lies on a thread with a name.
+    threads = {e["tid"] for e in measured if e["name"] == "thread_name"}
+    assert {e["tid"] for e in measured if e["ph"] == "X"} == threads
+    counted = [e for e in measured if e["ph"] == "C"]
+    assert max(sum(e["args"].values()) for e in counted) == 6 * MIB + 64
+
+
+def test_a_trace_lies_beside_that_of_a_profiler(tmp_path: Path) -> None:
+    other = tmp_path / "profiler.json"
+    theirs = {"ph": "X", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 1000.0, "dur": 5}
+    other.write_text(json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": 5_000_000, "traceEvents": [theirs]}))
+    path = tmp_path / "both.json"
+    write_trace(path, GRAPH, PROGRAM, [("measured", TIMELINE)], began_ns=6_000_000, beside=other)
+    both = read(path)
+    assert both["schemaVersion"] == 1
+    assert both["traceEvents"][0] == theirs
+    ours = [e for e in both["traceEvents"] if e["ph"] == "X" and e["pid"] != 7]
+    assert min(e["ts"] for e in ours) == 1000.0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}'])
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    other = tmp_path / "profiler.json"
+    other.write_text(text)
+    with pytest.raises(InputError, match=r"profiler\.json"):
+        write_trace(tmp_path / "both.json", GRAPH, PROGRAM, [], beside=other)
+
+
+def test_lanes_of_several_homes_have_their_names() -> None:
+    instructions = (CopyIn(0, 0), CopyIn(1, 0, home=1), Run(0, (0, 1), waits=(Wait(Queue.COPY_IN, 1, 1),)))
+    program = Program(instructions, PROGRAM.blocks, MIB)
+    homes = (Home("host", None, 1e9, 1e9), Home("disk", None, 1e9, 1e9))
+    costs = Costs(tuple(OpCost(1.0) for _ in GRAPH.ops), homes)
+    shown = page_content(
+        GRAPH,
+        PLAN,
+        program,
+        [("predicted", simulate(GRAPH, costs, program))],
+        budget=MIB,
+        title="",
+        homes=["host", "disk"],
+    )
+    assert shown["lanes"] == ["ops", "copies in, host", "copies in, disk", "copies out, host"]
+    assert [instruction[0] for instruction in shown["instructions"]] == [1, 2, 0]

@@ -1,0 +1,164 @@
+"""The report's page in a real Chromium. Skipped where there is none, or no Playwright to drive it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_page import GRAPH, INSIGHT, PLAN, PROGRAM, TIMELINE
+
+from outofcore.report.content import page_content
+from outofcore.report.page import write_report
+
+api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+MIB = 1 << 20
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PLAIN = "document.getElementById('chart').toDataURL()"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    # A browser has no sandbox for the superuser.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with api.sync_playwright() as playwright:
+        try:
+            started = playwright.chromium.launch(executable_path=program, args=arguments)
+        except api.Error as error:
+            reason = (
+                f"no Chromium can be started ({str(error).splitlines()[0]}); install one, such as Debian's chromium"
+            )
+            pytest.skip(reason)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """The page, which must neither load anything nor complain."""
+    path = tmp_path / "report.html"
+    timelines = [("measured", TIMELINE), ("predicted", TIMELINE)]
+    notes = [("machine", "a test's")]
+    write_report(
+        path,
+        page_content(GRAPH, PLAN, PROGRAM, timelines, budget=7 * MIB, title="by hand", insight=INSIGHT, notes=notes),
+    )
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
+    page.goto(path.as_uri())
+    yield page
+    assert complaints == []
+    page.close()
+
+
+def test_it_opens_and_draws(report: Any) -> None:
+    assert report.title() == "by hand"
+    assert "13.0 s a step" in report.inner_text("#summary")
+    assert "7.00 MiB" in report.inner_text("#summary")
+    assert report.inner_text("#verdict") == "The link is the limit."
+    colours = report.evaluate(
+        """() => {
+            const chart = document.getElementById("chart");
+            const data = chart.getContext("2d").getImageData(0, 0, chart.width, chart.height).data;
+            const seen = new Set();
+            for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add(data.slice(i, i + 3).join());
+            return [...seen];
+        }"""
+    )
+    # An activation, a parameter, ops, a wait and the budget.
+    assert {"230,159,0", "0,114,178", "74,81,96", "214,40,57", "196,0,0"} <= set(colours)
+    assert report.locator("#curve circle").count() == 3
+    assert "a link twice as fast saves 3.00 s" in report.inner_text("#helps")
+    assert "a test's" in report.inner_text("#notes")
+
+
+def test_storages_are_filtered(report: Any) -> None:
+    rows = report.locator("#rows tr")
+    assert rows.count() == 4
+    report.fill("#find", "CONV1")
+    assert rows.count() == 2
+    report.select_option("#kind", "parameter")
+    assert rows.all_inner_texts()[0].startswith("conv1.weight")
+    assert rows.count() == 1
+    report.select_option("#kind", "")
+    report.fill("#find", "")
+    report.select_option("#fate", "leaves, returns")
+    assert rows.count() == 1
+    assert "1 of 4 storages" in report.inner_text("#count")
+
+
+def test_a_click_shows_a_storage(report: Any) -> None:
+    before = report.evaluate(PLAIN)
+    report.click("#rows tr >> text=conv1 convolution output")
+    told = report.inner_text("#detail")
+    assert "conv1 convolution output" in told
+    assert "leaves after relu in conv2 (4.00 s), and is back before convolution_backward in conv1 (9.00 s)" in told
+    assert "net.py:3" in told
+    report.wait_for_function(f"before => {PLAIN} !== before", arg=before)  # its ops and copies are marked
+    # What looks like HTML in a name is text.
+    report.click("#rows tr >> text=conv2")
+    assert "</script><b>" in report.inner_text("#detail h3")
+
+
+def test_a_click_in_the_chart_shows_a_storage(report: Any) -> None:
+    box = report.locator("#chart").bounding_box()
+    lane = box["y"] + box["height"] - 26 - 26 * 1.5  # copies in
+    at = box["x"] + 92 + (box["width"] - 102) * 8 / 13
+    report.mouse.click(at, lane)
+    assert "conv1 convolution output" in report.inner_text("#detail")
+    assert "copies in: copy-in of conv1 convolution output · 2.00 s from 7.00 s on" in report.inner_text("#reading")
+
+
+def test_keys_do_it_as_well(report: Any) -> None:
+    report.focus("#chart")
+    report.keyboard.press("ArrowRight")
+    assert "ops: convolution in conv1" in report.inner_text("#reading")
+    report.keyboard.press("ArrowRight")
+    assert "relu in conv2" in report.inner_text("#reading")
+    report.keyboard.press("Enter")
+    assert "conv2" in report.inner_text("#detail h3")
+    report.keyboard.press("n")
+    assert "waits for copy-in of conv1 convolution output" in report.inner_text("#reading")
+    drawn = report.get_attribute("#chart", "data-drawn")
+    report.keyboard.press("0")
+    report.wait_for_function(f"document.getElementById('chart').dataset.drawn !== '{drawn}'")
+    report.focus("#rows tr:first-child button")
+    report.keyboard.press("Enter")
+    assert report.get_attribute("#rows tr:first-child", "aria-selected") == "true"
+
+
+def test_a_wait_is_shown_in_the_chart(report: Any) -> None:
+    waits = report.locator("#waits button")
+    assert waits.count() == 2
+    waits.first.click()
+    assert "4.00 s: convolution_backward in conv1 waits for" in report.inner_text("#reading")
+    assert "conv1 convolution output" in report.inner_text("#detail")
+
+
+def test_the_other_timeline_is_a_press_away(report: Any) -> None:
+    predicted = report.locator("#which button >> text=predicted")
+    predicted.click()
+    assert predicted.get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_by_day_and_night(report: Any, scheme: str) -> None:
+    report.emulate_media(color_scheme=scheme)
+    report.set_viewport_size({"width": 360, "height": 740})
+    assert report.evaluate("document.documentElement.scrollWidth") <= 360
+    paper, ink = report.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    light, dark = (sum(map(int, c[4:-1].split(", "))) for c in (paper, ink))
+    assert (light > dark) is (scheme == "light")
+    # What a finger has to hit is large enough.
+    assert (
+        report.evaluate("Math.min(...[...document.querySelectorAll('.choice button')].map(b => b.offsetHeight))") >= 36
+    )
