@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from outofcore.cli.app import app
@@ -43,3 +46,33 @@ def test_the_fields_of_the_answer_are_there(tmp_path: Path, field: str) -> None:
     told = CliRunner().invoke(app, ["plan", "--graph", str(example(tmp_path)), "--budget", "64MiB", "--json"])
     assert field in json.loads(told.output)
     assert f"`{field}`" in (DOCS / "graph-format.md").read_text(encoding="utf-8")
+
+
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+COMMANDS = [
+    (page, line)
+    for page in PAGES
+    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("outofcore ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+def test_commands_that_are_shown_are_understood(page: Path, line: str) -> None:
+    name, *arguments = shlex.split(line, comments=True)[1:]
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    # Raises where there is no such command, flag or choice; nothing is run.
+    command.commands[name].make_context(name, arguments)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_site_names_every_page() -> None:
+    named = set(re.findall(r": ([\w/-]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}

@@ -1,0 +1,90 @@
+"""Every message that a user can meet has an entry in the troubleshooting, and every entry is of a message there is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "outofcore"
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+# Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
+SPEAKING = (
+    *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/fitting.py"),
+    *("capture", "report", "checkpoint", "birth", "lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
+    *(f"execution/{name}.py" for name in ("slots", "faces", "opened")),
+)
+# Only a fault of the library can bring these up.
+OUR_FAULTS = re.compile(
+    r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be in the arena|^§ has no "
+    r"tensor|is not a parameter of the model|before its program was in the arena|^cannot delete|^cannot § bytes"
+)
+RAISERS = {
+    *("InputError", "UnitError", "BudgetError", "SpillError", "CaptureError", "ArenaError", "TransferError"),
+    *("StateError", "GraphError", "refusal"),
+}
+
+
+def text_of(node: ast.expr) -> str | None:
+    """A literal, with "§" for what is put in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(v.value if isinstance(v, ast.Constant) else "§" for v in node.values)  # type: ignore[misc]
+    return None
+
+
+def messages() -> Iterator[str]:
+    files = [
+        path
+        for name in SPEAKING
+        for path in ([SOURCE / name] if name.endswith(".py") else (SOURCE / name).rglob("*.py"))
+    ]
+    for path in sorted(files):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RAISERS:
+                text = text_of(node.args[0]) if node.args else None
+                # What is made of parts is told by whoever makes the parts.
+                if text and not re.fullmatch(r"[§:;. ]*", text) and not OUR_FAULTS.search(text):
+                    yield text
+
+
+MESSAGES = sorted(set(messages()))
+ENTRIES = sorted(
+    {entry.strip() for entry in re.findall(r"`([^`\n]+)`", PAGE) if re.match(r"…|[A-Za-z]", entry) and " " in entry}
+)
+
+
+def pattern(entry: str) -> re.Pattern[str]:
+    parts = (re.escape(part) for part in entry.split("…"))
+    return re.compile(".*?".join(parts))
+
+
+def matching(message: str) -> list[str]:
+    return [entry for entry in ENTRIES if pattern(entry).match(message)]
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 90
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_has_an_entry(message: str) -> None:
+    assert matching(message), f"docs/troubleshooting.md has no entry for: {message}"
+
+
+def test_entries_are_of_messages_that_there_are() -> None:
+    used = {entry for message in MESSAGES for entry in matching(message)}
+    # Put together from lines, and told by another module.
+    used |= {
+        "the budget of … cannot hold this step",
+        "the optimizer … cannot be used",
+        "a copy to or from the home failed",
+    }
+    stale = [entry for entry in ENTRIES if "…" in entry and entry not in used]
+    assert stale == []
