@@ -1,12 +1,14 @@
 # One command each for what a developer does; `make` alone lists them.
 
 PYTHON ?= python3
+GPU_PYTHON ?= $(PYTHON)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-fit bench-g10 bench-pack bench-plan bench-small clean
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-g10 bench-gpu bench-pack bench-plan \
+	bench-small bench-state gpu-check gpu-site clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -21,15 +23,19 @@ $(STAMP): requirements-dev.txt pyproject.toml
 setup: $(STAMP)  ## make .venv with everything pinned
 
 test: setup  ## run all tests; those for CUDA skip themselves without a GPU
-	$(BIN)/python -m pytest -q --color=no tests
+	$(BIN)/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
 
 check: setup  ## lint, format, types, layers, tests, README: what must pass before a change goes in
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q --color=no tests
+	$(BIN)/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
 	$(BIN)/python tools/readme_blocks.py README.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs: setup  ## build the documentation into build/site, without warnings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: setup  ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
@@ -53,8 +59,24 @@ bench-plan: setup  ## how long planning takes, and how that grows
 bench-small: setup  ## how near plans are to the proved optimum of small steps
 	$(BIN)/python benchmarks/small.py
 
+bench-compare: setup  ## every policy on every model of the zoo, side by side
+	$(BIN)/python benchmarks/compare.py
+
 bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
 	$(BIN)/python benchmarks/g10.py $(INSTANCES)
+
+gpu-check:  ## on a machine with a GPU, no network needed: the tests on it, then bench-gpu; 9 minutes
+	$(GPU_PYTHON) tools/gpu_check.py
+
+gpu-site:  ## packages for gpu-check on a machine that has PyTorch and no network, in the folder .gpu-site
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .gpu-site --upgrade --only-binary=:all: \
+		--python-version 3.12 --implementation cp numpy highspy typer rich pytest
+
+bench-gpu: setup  ## throughput under one memory cap, beside what else trains large models on one GPU
+	$(BIN)/python benchmarks/gpu.py
+
+bench-state: setup  ## train a GPT born on disk, from birth to a checkpoint and on from it
+	$(BIN)/python benchmarks/state.py
 
 clean:  ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -5,6 +5,10 @@ up at random, whose best height is known, to see how time grows. If omnimalloc (
 run as rivals: not where rectangles have gaps, which it does not know.
 
 ``--write`` makes the files anew. The traces are training steps made up here, as lowered for our own policies.
+
+``--zoo`` packs training steps of the models of the zoo as well, each in core and as ``auto`` plans it for half and a
+quarter of that: all that the arena holds, as requested. Writes ``results/pack.json``. Graphs are those of
+``compare.py --graphs``, in the folder that is named; they are captured where they are not there yet.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import csv
 import importlib
 import importlib.util
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +27,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from _common import write_result
+from compare import MODELS
 from rich.console import Console
 from rich.table import Table
 
@@ -28,20 +36,26 @@ from outofcore.analysis.gaps import is_large
 from outofcore.cli.pack import read_table
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graphfile import read_graph
 from outofcore.lowering import lower
 from outofcore.plan import Plan
-from outofcore.planning import in_core_budget, keep_all, window
+from outofcore.planning import in_core_budget, keep_all, plan_step, window
 from outofcore.planning.first_fit import first_fit
 from outofcore.planning.packing import EFFORT, Rectangle, pack, peak
 from outofcore.planning.priced import priced
 from outofcore.planning.rectangles import Rectangles
 from outofcore.planning.skyline import best_fit
 from outofcore.planning.sweep import sweep
+from outofcore.program import Program
 from outofcore.validator import Placed, check_packing
 
 INSTANCES = Path(__file__).with_name("instances") / "pack"
 _RIVALS = ("OmniAllocator", "TelamallocAllocator", "HillClimbAllocator", "SupermallocAllocator")
 _RIVAL_SECONDS = 2.0
+# Of the zoo: on what device, in which parts of the in-core budget, and how far above what is live is close.
+_GPU, _PARTS, _CLOSE = "v100-16gb-pcie3", (0.5, 0.25), 1.01
+# Of them, those that are kept as files; and how many rectangles a box is cut into beside them.
+_COMMITTED, _MANY = ("resnet50-in-core", "resnet50-auto-0.5"), 1000
 
 _Place = Callable[[Sequence[Rectangle]], Sequence[int]]
 
@@ -140,6 +154,19 @@ def residual_step(blocks: int) -> tuple[StepGraph, Costs]:
     return graph, Costs(tuple(step.costs), (Home("disk", None, 2e9, 2e9, 1e-4),))
 
 
+def rectangles_of(program: Program) -> list[Rectangle]:
+    """The large blocks of a program, with the instructions over which they are held."""
+    end = len(program.instructions)
+    found: list[Rectangle] = []
+    for block in program.blocks:
+        if not is_large(block.bytes):
+            continue
+        begins, ends = (0, end) if block.wraps else (block.born, block.dies)
+        gap = (block.dies, block.born) if block.wraps and block.born > 0 else None
+        found.append(Rectangle(block.id, begins, ends, block.bytes, gap=gap))
+    return found
+
+
 def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
     """The large blocks of programs: in core, and as two policies plan them for half of that."""
     graph, costs = residual_step(blocks)
@@ -150,32 +177,45 @@ def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
         "window-half": lambda: window(graph, costs, half),
     }
     for name, policy in policies.items():
-        program = lower(graph, costs, policy())
-        end = len(program.instructions)
-        found: list[Rectangle] = []
-        for block in program.blocks:
-            if not is_large(block.bytes):
-                continue
-            begins, ends = (0, end) if block.wraps else (block.born, block.dies)
-            gap = (block.dies, block.born) if block.wraps and block.born > 0 else None
-            found.append(Rectangle(block.id, begins, ends, block.bytes, gap=gap))
+        found = rectangles_of(lower(graph, costs, policy()))
         yield f"residual{len(graph.ops)}-{name}", found
 
 
-def write_instances() -> None:
-    """Make the files under ``instances/pack`` anew; each name ends in the bytes live at once."""
+def write_instances(zoo: Path | None) -> None:
+    """Make the files under ``instances/pack`` anew, each name ends in the bytes live at once."""
     INSTANCES.mkdir(parents=True, exist_ok=True)
     found = [(f"cut-up{n}", cut_up(n, 2000, 100_000, n)) for n in (40, 100, 300)]
     found += [("scattered200", scattered(200, 1)), *traces(16)]
+    found += [] if zoo is None else [(name, trace) for name, trace in zoo_traces(zoo) if name in _COMMITTED]
     for name, rectangles in found:
-        gaps = any(r.gap for r in rectangles)
-        path = INSTANCES / f"{name}.{peak(rectangles).bytes}.csv"
-        with path.open("w", encoding="utf-8", newline="") as out:
-            writer = csv.writer(out, lineterminator="\n")
-            writer.writerow(["id", "lower", "upper", "size", *(["gaps"] if gaps else [])])
-            for r in rectangles:
-                more = ["" if r.gap is None else f"{r.gap[0]}-{r.gap[1]}"] if gaps else []
-                writer.writerow([r.id, r.lower, r.upper, r.size, *more])
+        write_rectangles(INSTANCES / f"{name}.{peak(rectangles).bytes}.csv", rectangles)
+
+
+def write_rectangles(path: Path, rectangles: Sequence[Rectangle]) -> None:
+    """Write a file in the CSV format of MiniMalloc, with gaps where there are any."""
+    gaps = any(r.gap for r in rectangles)
+    with path.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["id", "lower", "upper", "size", *(["gaps"] if gaps else [])])
+        for r in rectangles:
+            more = ["" if r.gap is None else f"{r.gap[0]}-{r.gap[1]}"] if gaps else []
+            writer.writerow([r.id, r.lower, r.upper, r.size, *more])
+
+
+def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
+    """Training steps of the zoo, for which the graphs are in a folder, or are put there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        path = folder / f"{model}-{_GPU}.json.gz"
+        if not path.exists():
+            worker = str(Path(__file__).with_name("compare.py"))
+            subprocess.run([sys.executable, worker, "capture", model, _GPU, str(path)], check=True)
+        file = read_graph(path)
+        graph, costs = file.graph, file.costs
+        yield f"{model}-in-core", rectangles_of(lower(graph, costs, keep_all(0)))
+        for part in _PARTS:
+            planned = plan_step(graph, costs, int(in_core_budget(graph, costs) * part))
+            yield f"{model}-auto-{part:g}", rectangles_of(planned.program)
 
 
 # ------------------------------------------------------------------------------------------------- contest
@@ -238,15 +278,19 @@ def main(
     sizes: Annotated[str, typer.Option(help="Cut up boxes into so many, such as 100,1000,10000.")] = "",
     effort: Annotated[float, typer.Option(min=0, help="How hard pack searches.")] = 1.0,
     write: Annotated[bool, typer.Option("--write", help="Make the instances anew.")] = False,
+    zoo: Annotated[Path | None, typer.Option(help="Pack steps of the zoo; a folder that keeps their graphs.")] = None,
+    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
     """Print the height, its ratio to the lower bound, and the seconds taken, for each instance and allocator."""
     if write:
-        write_instances()
+        write_instances(zoo)
     found = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
     if not found:
         paths = files or sorted(INSTANCES.glob("*.csv"))
         found = [(p.stem, list(read_table(p.read_text(encoding="utf-8")).rectangles)) for p in paths]
-    console = Console()
+    if zoo is not None:
+        found += [(f"cut-up{_MANY}", cut_up(_MANY, 10 * _MANY, 1_000_000, 0)), *zoo_traces(zoo)]
+    console, rows = Console(), list[dict[str, Any]]()
     for name, rectangles in found:
         bound = peak(rectangles).bytes
         console.print(f"\n{name}: {len(rectangles)} rectangles, {bound} bytes live at once", highlight=False)
@@ -256,12 +300,17 @@ def main(
         for allocator, place in (ours(int(effort * EFFORT)) | rivals()).items():
             if allocator.startswith("omnimalloc") and any(r.gap for r in rectangles):
                 continue
-            begin = time.perf_counter()
+            begin = time.process_time()
             offsets = place(rectangles)
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
             height = _height(rectangles, offsets)
             table.add_row(allocator, str(height), f"{height / bound:.4f}", f"{seconds:.3f}")
+            row = {"trace": name, "rectangles": len(rectangles), "live_bytes": bound, "allocator": allocator}
+            rows.append({**row, "height": height, "over_live": height / bound, "cpu_seconds": round(seconds, 3)})
         console.print(table)
+    if zoo is not None:
+        far = [row["trace"] for row in rows if row["allocator"] == "pack" and row["over_live"] > _CLOSE]
+        print(f"written to {write_result('pack', {'above_1_percent': far, 'rows': rows}, date)}")
 
 
 if __name__ == "__main__":

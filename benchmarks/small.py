@@ -2,6 +2,7 @@
 
 On the files under ``instances/small``: training steps of at most 30 ops made up here, each at two budgets, with the
 optimum of ``outofcore.planning.exact`` beside them (``optimum.json``). Prints a table, writes ``results/small.json``.
+That is the optimum over the class of schedules that is named there; a ratio below 1 is a plan outside of it.
 
 ``--write`` makes the files anew, and searches for the optima again.
 """
@@ -33,7 +34,7 @@ RESULTS = Path(__file__).with_name("results") / "small.json"
 MIB = 1 << 20
 # Where between the smallest budget and the one that holds everything.
 _SHARES = (0.25, 0.6)
-_EFFORT = 300_000
+_EFFORT = 100_000
 # Seconds that a copy takes as a multiple of what making the same bytes takes, about.
 _LINKS = {"fast": 0.7, "slow": 6.0, "none": None}
 
@@ -357,7 +358,8 @@ def main(
         )
     summary: dict[str, dict[str, object]] = {}
     for name in names:
-        ratios = [row[name] for row in rows if row[name] is not None]
+        # What the search leaves out may be better still than what it proves: that does not make up for others.
+        ratios = [max(row[name], 1.0) for row in rows if row[name] is not None]
         summary[name] = {"mean": mean(ratios), "worst": max(ratios), "without_plan": len(rows) - len(ratios)}
     for what in ("mean", "worst"):
         table.add_row(what, "", "", "", *(f"{summary[name][what]:.3f}" for name in names))
