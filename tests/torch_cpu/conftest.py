@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from outofcore.execution.native import load_native
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_each(_one_thread_each: None) -> None:
+    """Of this process too, in which PyTorch may have been imported before."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

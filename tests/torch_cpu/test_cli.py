@@ -86,12 +86,13 @@ def test_eager_training_prints_a_line_a_step() -> None:
     assert "\x1b" not in result.stdout
 
 
-@pytest.mark.parametrize("home", ["disk", "host", "folder"])
+@pytest.mark.parametrize("home", ["disk", "host", "folder", "tiers"])
 def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> None:
-    where = str(tmp_path) if home == "folder" else home
+    where = str(tmp_path) if home in ("folder", "tiers") else home
     picture = tmp_path / "picture.html"
     eager = outofcore("train", *TINY, "--eager", "--steps", "3")
     more = ["--steps", "3", "--home", where, "--picture", str(picture)]
+    more += ["--host-budget", "2MiB", "--policy", "streamed"] if home == "tiers" else []
     result = outofcore("train", *TINY, "--budget", HALF, *more)
     assert result.exit_code == 0, result.output
     assert losses(result.stdout) == losses(eager.stdout)
@@ -108,6 +109,20 @@ def plan(*arguments: str) -> dict[str, object]:
     result = outofcore("plan", *TINY, "--json", *arguments)
     assert result.exit_code in (0, 1), result.output
     return {**json.loads(result.stdout), "exit_code": result.exit_code}
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    whole = outofcore("train", *TINY, "--eager", "--steps", "4", "--bits")
+    begun = outofcore("train", *TINY, "--budget", HALF, "--steps", "2", "--bits", "--save", str(tmp_path / "saved"))
+    assert begun.exit_code == 0, begun.output
+    bits = re.compile(r"loss \S+ \((0x\S+)\)")
+    for how in (["--budget", HALF], ["--eager"]):
+        ended = outofcore("train", *TINY, *how, "--steps", "2", "--bits", "--resume", str(tmp_path / "saved"))
+        assert bits.findall(begun.output) + bits.findall(ended.output) == bits.findall(whole.output)
+    assert len(bits.findall(whole.output)) == 4
+    other = outofcore("train", "gpt", "--width", "64", "--layers", "2", "--eager", "--resume", str(tmp_path / "saved"))
+    assert other.exit_code == 2
+    assert "has the shape" in other.output
 
 
 def test_plan_tells_what_a_model_needs() -> None:

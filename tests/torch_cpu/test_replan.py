@@ -103,7 +103,10 @@ def test_scratch_memory_that_grows_is_planned_for_once(caplog: pytest.LogCapture
 
 
 @native
-def test_what_the_budget_cannot_hold_is_served_from_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: False)  # no other new plan comes between
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     usual, more = 128 * KIB, 16 * MIB

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
-from outofcore.errors import StateError
+from outofcore.errors import InputError, StateError
 
 
 def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
@@ -198,6 +198,110 @@ def test_a_last_smaller_batch_is_noticed(pair: Any) -> None:
     assert torch.equal(ours, theirs)
     train(pair, range(2, 4))
     assert_alike(pair)
+
+
+def messages(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith(start)]
+
+
+def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="outofcore")
+    train(pair, range(1))
+
+    def change(act: Callable[[Any, Any], Any]) -> None:
+        for side in pair:
+            act(side[0], side[1])
+        train(pair, range(1, 2))
+
+    change(lambda model, optimizer: model[0].weight.requires_grad_(False))
+    change(lambda model, optimizer: optimizer.param_groups[0].update(maximize=True))
+    both(pair, lambda model, optimizer, step: step(batch(5)[:7]))
+    assert messages(caplog, "capturing again") == [
+        "capturing again: model.0.weight is now frozen",
+        "capturing again: the settings of an optimizer changed",
+        "capturing again: argument 0 changed shape (32, 256) -> (7, 256)",
+    ]
+    # Weights are decayed and learnt at other rates without either.
+    caplog.clear()
+    change(lambda model, optimizer: None)
+    change(lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), weight_decay=0.3))
+    both(pair, lambda model, optimizer, step: step(batch(6)[:7]))
+    assert messages(caplog, "capturing again") == []
+    assert messages(caplog, "known plan") == [
+        "known plan: argument 0 changed shape (7, 256) -> (32, 256)",
+        "known plan: argument 0 changed shape (32, 256) -> (7, 256)",
+    ]
+    assert_alike(pair)
+
+
+def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
+    averages = []
+    for side in pair:
+        averages.append({name: p.detach().clone() for name, p in side[0].named_parameters()})
+    for k in range(3):
+        train(pair, range(k, k + 1))
+        for side, average in zip(pair, averages, strict=True):
+            for name, p in side[0].named_parameters():
+                average[name].lerp_(p.detach(), 0.1)
+    kept = []
+    for side, average in zip(pair, averages, strict=True):
+        with torch.no_grad():
+            kept.append({name: p.clone() for name, p in side[0].named_parameters()})
+            for name, p in side[0].named_parameters():
+                p.copy_(average[name])
+
+    def evaluate(model: nn.Module, optimizer: Any, step: Any) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            result = model(batch(7))
+        model.train()
+        return result
+
+    ours, theirs = both(pair, evaluate)
+    assert torch.equal(ours, theirs)
+    for side, own in zip(pair, kept, strict=True):
+        for name, p in side[0].named_parameters():
+            p.data = own[name]  # by another way back
+    train(pair, range(3, 5))
+    assert_alike(pair)
+
+
+def test_a_replaced_parameter_is_not_lost_when_another_plan_comes(pair: Any) -> None:
+    train(pair, range(2))
+    for side in pair:
+        side[0][0].weight.data = torch.full((256, 256), 0.01)
+    ours, theirs = both(pair, lambda model, optimizer, step: step(batch(5)[:7]))
+    assert torch.equal(ours, theirs)
+    for side in pair:
+        side[0][4].weight.data = torch.full((256, 256), 0.02)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_the_state_of_a_step_is_given_and_taken(pair: Any) -> None:
+    train(pair, range(2))
+    _, (model, optimizer, step) = pair
+    state = copy.deepcopy(step.state_dict())
+    kept = copy.deepcopy(state)  # as in plain PyTorch, an optimizer goes on with the tensors that it is given
+    train(pair, range(2, 4))
+    expected = [p.detach().clone() for p in model.parameters()]
+    step.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), state["generator"])
+    torch.manual_seed(99)
+    for k in range(2, 4):
+        step(batch(k))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
+    with pytest.raises(InputError, match="1 models and 0 optimizers"):
+        step.load_state_dict({**state, "optimizers": []})
+    optimizer.param_groups[0]["betas"] = ("not a number", 0.9)
+    with pytest.raises(TypeError):
+        step(batch(4))
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    step.load_state_dict(kept)
+    torch.manual_seed(99)
+    for k in range(2, 4):
+        step(batch(k))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
 def test_results_stay_right_however_long_they_are_kept(pair: Any) -> None:

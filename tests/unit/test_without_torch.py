@@ -71,6 +71,10 @@ def test_plan_and_validate(graph: Path, tmp_path: Path) -> None:
     done = outofcore_command("validate", "--graph", str(graph), "--plan", str(plan))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("valid: ")
+    page = tmp_path / "report.html"
+    done = outofcore_command("report", "--graph", str(graph), "--budget", "6MiB", "-o", str(page), "--no-curve")
+    assert done.returncode == 0, done.stderr
+    assert '"name":"predicted"' in page.read_text(encoding="utf-8")
     done = outofcore_command("plan", "--graph", str(graph), "--compare")
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
