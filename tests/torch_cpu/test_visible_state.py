@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import outofcore
 from outofcore.errors import InputError, StateError
+from outofcore.units import KIB
 
 
 def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
@@ -117,6 +119,18 @@ def test_data_put_in_place_is_taken_over(pair: Any) -> None:
         model[0].weight.data = torch.full_like(model[0].weight, 0.01)
 
     both(pair, change)
+    train(pair, range(2, 4))
+    assert_alike(pair)
+
+
+def test_no_other_tensor_can_be_taken_for_what_was_shown(pair: Any) -> None:
+    """What is put in place of a parameter is known by its address, which must not be given to anything else."""
+    train(pair, range(2))
+    for parameter in pair[1][0].parameters():
+        shown = StorageWeakRef(parameter.untyped_storage())
+        parameter.data = parameter.data.clone()
+        # Small ones may lie in memory of their own, where there is nothing to be mistaken.
+        assert parameter.nbytes < 64 * KIB or not shown.expired()
     train(pair, range(2, 4))
     assert_alike(pair)
 

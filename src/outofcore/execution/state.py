@@ -53,9 +53,13 @@ class State:
     slot: int | None = None  # its offset at its home
     home: int = 0  # which of the homes, nearest first, has its slot
     origin: torch.device = CPU  # where the user had it
+    # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
+    # can have the same address.
+    shown: torch.Tensor | None = None
 
     def show(self, base: torch.Tensor, place: Place) -> None:
         """Make the user's tensors look at these bytes."""
+        self.shown = None if place is Place.OWN else base
         for window in self.windows:
             view = tensor_on(base, window.value)
             window.tensor.data = view
@@ -113,13 +117,14 @@ class StateKeeper:
         else:
             face.owned = True
             state.home, state.slot, state.place = face.home, face.offset, Place.HOME
+            state.shown = internals.storage_bytes(tensor)[: state.bytes]
 
     def hand_over(self) -> None:
         """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena."""
         for state in self._states.values():
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
-                state.slot, state.place = None, Place.OWN
+                state.slot, state.place, state.shown = None, Place.OWN, None
             else:
                 self._vacate(state)
 
@@ -229,7 +234,7 @@ class StateKeeper:
         """The user's step has cleared a gradient: its bytes no longer matter."""
         window = state.windows[0]
         window.tensor = torch.empty(0, dtype=window.value.dtype)
-        state.place = Place.UNBORN
+        state.place, state.shown = Place.UNBORN, None
 
     def refresh(self) -> list[str]:
         """Take over what the user put in place of a face, such as by ``p.data = other``; returns their keys.
@@ -246,7 +251,9 @@ class StateKeeper:
                     continue
                 _check_alike(window)
                 changed.append(window.key)
-                face = self._face_at(state, window)
+                if state.shown is None:
+                    raise StateError(f"{state.key} is said to be at home or in the arena, and nothing of it is there")
+                face = tensor_on(state.shown, window.value)
                 face.copy_(window.tensor.data)
                 window.tensor.data = face
                 window.address = face.data_ptr()
@@ -262,19 +269,9 @@ class StateKeeper:
             if window.tensor.data_ptr() != window.address
         ]
 
-    def _face_at(self, state: State, window: _Window) -> torch.Tensor:
-        if state.place is Place.HOME:
-            return tensor_on(self._face(state), window.value)
-        return tensor_on(self._block_of(state), window.value)
-
     def _face(self, state: State) -> torch.Tensor:
         slot = self.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
-
-    def _block_of(self, state: State) -> torch.Tensor:
-        if self._arena is None:
-            raise StateError(f"{state.key} is said to be in the arena, and there is none")
-        return self._arena.view(self._offset(state, self._arena), state.bytes)
 
     def _offset(self, state: State, arena: Memory) -> int:
         window = state.windows[0]
