@@ -15,8 +15,8 @@ from html import escape
 from outofcore.units import GIB, MIB, format_bytes, format_seconds
 
 _WIDTH, _PANEL_HEIGHT, _MARGIN, _GAP = 960, 330, 24, 30
-_HEAD, _LEGEND_ROW = 70, 24
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 46, 44
+_HEAD, _LEGEND_ROW, _BELOW_LEGEND = 70, 24, 16
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 68, 44
 # (light, dark), for the curves in their order.
 _COLOURS = (
     ("#333333", "#dddddd"),
@@ -72,7 +72,7 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
         if panels
         else []
     )
-    head = _HEAD + _LEGEND_ROW * math.ceil(len(labels) / 3)
+    head = _HEAD + _LEGEND_ROW * math.ceil(len(labels) / 3) + _BELOW_LEGEND
     height = head + math.ceil(len(panels) / columns) * _PANEL_HEIGHT + _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -141,11 +141,12 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
             f'<line class="grid" x1="{_n(x)}" y1="{_n(y0)}" x2="{_n(x)}" y2="{_n(y1)}"/>',
             f'<text class="tick" x="{_n(x)}" y="{_n(y0 + 17)}" text-anchor="middle">{tick:g}</text>',
         ]
-    scale = ", logarithmic" if logarithmic else ""
+    scale = " (logarithmic)" if logarithmic else ""
     parts += [
         f'<line class="axis" x1="{_n(x0)}" y1="{_n(y0)}" x2="{_n(x1)}" y2="{_n(y0)}"/>',
-        f'<text class="tick" x="{_n((x0 + x1) / 2)}" y="{_n(y0 + 34)}" text-anchor="middle">peak memory, {unit_name} '
-        f"(step time{scale}, upwards)</text>",
+        f'<text class="tick" x="{_n((x0 + x1) / 2)}" y="{_n(y0 + 34)}" text-anchor="middle">'
+        f"peak memory, {unit_name}</text>",
+        f'<text class="tick" x="{_n(left)}" y="{_n(y1 - 10)}">step time{scale}</text>',
     ]
     for index, curve in sorted(enumerate(panel.curves), key=lambda item: item[1].strong):
         parts += _curve(index, curve, at_x, at_y)

@@ -67,7 +67,7 @@ _TOOLS = {
     "tcmalloc": "plain PyTorch on tcmalloc",
     "checkpoint": "checkpoint around each block",
     "sequential": "checkpoint_sequential",
-    "compile": "torch.compile, activation_memory_budget",
+    "compile": "torch.compile, activation budget",
     OURS: "outofcore",
 }
 _VERSIONS = ("torch", "transformers", "outofcore")
@@ -229,7 +229,8 @@ def _panel(name: str, found: Mapping[str, Any]) -> Panel:
     for tool, label in _TOOLS.items():
         points = tuple(Point(row["peak"], row["seconds"], row["name"]) for row in found["rows"] if row["tool"] == tool)
         curves.append(Curve(label, tuple(sorted(points, key=lambda point: point.x)), strong=tool == OURS))
-    return Panel(_TITLES.get(name, name), str(found["workload"]).partition("; ")[0], tuple(curves))
+    shape = str(found["workload"]).partition("; ")[0].partition(": ")[2]
+    return Panel(_TITLES.get(name, name), f"batch {found['options']['batch']}; {shape}", tuple(curves))
 
 
 def _write(workloads: Mapping[str, Any], folder: Path, name: str, picture: Path, date: str | None) -> None:
