@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 OURS = "outofcore"
 
 # Budgets that are so near to another, above it, are served by that other.
-_SAME = 1.04
+_SAME = 1.08
 _NEAR = 1.15
 
 
@@ -19,7 +19,7 @@ def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: 
     """Budgets to run, in bytes, the largest first.
 
     The smallest, that which holds everything, those at which a peer's peak is kept, and parts of the second. Of several
-    peers' peaks within 4 % the lowest counts: what stays below it stays below all of them. A part is left out where
+    peers' peaks within 8 % the lowest counts: what stays below it stays below all of them. A part is left out where
     another budget is within 15 %.
 
     Args:

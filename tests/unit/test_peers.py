@@ -60,7 +60,7 @@ def test_budgets_keep_below_every_peak_that_a_peer_reached(peers: Any) -> None:
     chosen = peers.choose_budgets(100, 1000, peaks, (1.6, 2, 4))
     # 600 is served by 590, as is a part of 625; 3000 by what holds everything; below 100 nothing runs.
     assert chosen == [1000, 590, 500, 250, 100]
-    assert all(any(peak / 1.04 <= budget <= peak for budget in chosen) for peak in (600, 590))
+    assert all(any(peak / 1.08 <= budget <= peak for budget in chosen) for peak in (600, 590))
 
 
 def test_the_table_says_what_is_not_won_and_what_is_missing(peers: Any) -> None:
