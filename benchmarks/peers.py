@@ -229,8 +229,9 @@ def _panel(name: str, found: Mapping[str, Any]) -> Panel:
     for tool, label in _TOOLS.items():
         points = tuple(Point(row["peak"], row["seconds"], row["name"]) for row in found["rows"] if row["tool"] == tool)
         curves.append(Curve(label, tuple(sorted(points, key=lambda point: point.x)), strong=tool == OURS))
-    shape = str(found["workload"]).partition("; ")[0].partition(": ")[2]
-    return Panel(_TITLES.get(name, name), f"batch {found['options']['batch']}; {shape}", tuple(curves))
+    # What was asked for, and not all that there is to say: a panel is narrow.
+    shape = ", ".join(f"{option} {value}" for option, value in found["options"].items())
+    return Panel(_TITLES.get(name, name), shape, tuple(curves))
 
 
 def _write(workloads: Mapping[str, Any], folder: Path, name: str, picture: Path, date: str | None) -> None:
