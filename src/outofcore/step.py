@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,8 @@ class Step(Shown, Lasting):
         self._backend = backend = backend or CpuBackend()
         self._planner = Planner(budget, policy, self._keeper, home.stores, cache, backend)
         self._engine = backend.engine(home.stores)
+        # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
+        weakref.finalize(self, self._engine.close).atexit = False
         self._signer = Signer(step, self._models, self._optimizers)
         self._entries: dict[Signature, Entry] = {}
         self._active: Entry | None = None  # whose states are in the arena
@@ -138,8 +141,7 @@ class Step(Shown, Lasting):
             self._start_anew()
         self._refresh()
         if self._signature is not None and signature.structure != self._signature.structure:
-            # What has the name of something else is not to be put in its place: that may come back.
-            self._leave_program()
+            self._leave_program()  # what now has the name of something else must not take its place: it may come back
             self._keeper.forget_all()
         if any(entry.runner.is_outdated() for entry in self._entries.values()):
             _log.info("all that was captured is forgotten: an optimizer has lost state")

@@ -303,17 +303,15 @@ class Runner:
                 entries[owner.name] = tensor
 
     def is_outdated(self) -> bool:
-        """Whether optimizer state is gone, which this runner no longer has a place to make anew."""
-        return (
-            self._begun
-            and not self._first_requests
-            and any(o.optimizer.state.get(o.parameter, _NOTHING).get(o.name) is None for _, o in self._owned)
+        """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
+        return self._begun and any(
+            owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name) is None for _, owner in self._owned
         )
 
     def _take_over(self) -> None:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
         for binding, state in self._gradients.values():
-            if parameter_of(binding).grad is not self._keeper.shown_as(state):
+            if parameter_of(binding).grad is not state.windows[0].tensor:
                 self._keeper.taken(state)
         for binding, state in self._accumulated:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))

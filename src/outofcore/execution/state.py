@@ -8,6 +8,7 @@ changing it in place, saving a state dict or evaluating the model needs nothing 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -76,8 +77,15 @@ class StateKeeper:
             state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
 
     def hand_over(self) -> None:
-        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena."""
+        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena.
+
+        It goes to the last home: whoever does not know it could not make it leave the room that they need nearby.
+        """
+        last = len(self.slots) - 1
         for state in self._states.values():
+            if state.place is Place.HOME and state.home != last:
+                with contextlib.suppress(SpillError):
+                    self._to_home(state, last)
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
                 state.slot, state.place = None, Place.OWN
@@ -143,10 +151,6 @@ class StateKeeper:
             if window.key == binding.key:
                 return window.tensor
         raise StateError(f"{binding.key} has no tensor")
-
-    def shown_as(self, state: State) -> torch.Tensor:
-        """The user's tensor of a gradient that a step has left."""
-        return state.windows[0].tensor
 
     def slot(self, state: State) -> int:
         """The offset of a large state's slot at its home; a new one at the first home if it has none.
@@ -240,10 +244,7 @@ class StateKeeper:
 
     def arrived(self, state: State, own: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a gradient that a step has just left at its home, or in memory of its own."""
-        if own is not None:
-            state.show(own, Place.OWN)
-        else:
-            state.show(self._face(state), Place.HOME)
+        state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
         return state.windows[0].tensor
 
     def forget(self, state: State) -> None:
@@ -268,9 +269,8 @@ class StateKeeper:
         moved = [state for state in known if any(window.moved() for window in state.windows)]
         if not moved:
             return []
-        for state in moved:
-            for window in state.windows:
-                window.check_alike()
+        for window in [window for state in moved for window in state.windows]:
+            window.check_alike()
         if shared_otherwise(known):
             return None
         return [key for state in moved for key in state.take_over()]

@@ -94,7 +94,7 @@ class State:
         self.address = 0 if base is None else base.data_ptr()
 
     def bytes_now(self) -> torch.Tensor:
-        """The bytes as they are, as a uint8 tensor: on the storage of the user's tensors, if they lie there as expected."""
+        """The bytes as they are, as uint8: on the storage of the user's tensors where they lie as expected."""
         if self.lies_together():
             return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.windows[0].tensor.device)
@@ -177,7 +177,8 @@ def shared_otherwise(states: Iterable[State]) -> bool:
         if state.place is Place.UNBORN or not state.bytes:
             continue
         keys = {internals.storage_key(window.tensor) for window in state.windows}
-        if len(keys) > 1 or any(owners.setdefault(key, state) is not state for key in keys):
+        apart = len(state.windows) > 1 and not state.lies_together()
+        if apart or any(owners.setdefault(key, state) is not state for key in keys):
             return True
     return False
 
