@@ -158,6 +158,8 @@ class StateKeeper:
         Raises:
             SpillError: the home has no room for it.
         """
+        if state.place is Place.UNBORN and state.home != 0:
+            self._vacate(state)  # what a step leaves, it writes to the first home
         if state.slot is None:
             state.slot, state.home = self._take(0, state), 0
         return state.slot
