@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,8 +17,11 @@ from torch.optim import Optimizer
 
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
-from outofcore.errors import InputError
+from outofcore.errors import InputError, StateError
 from outofcore.execution.opened import OpenHome
+from outofcore.execution.state import StateKeeper
+
+_log = logging.getLogger("outofcore")
 
 
 class Lasting(ABC):
@@ -29,22 +33,43 @@ class Lasting(ABC):
     """
 
     home: OpenHome
+    _keeper: StateKeeper
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
     _torn: str  # why the model is part old and part new; empty: it is not
     _closed: bool
+    _process: int  # that compiled the step
 
     @abstractmethod
     def _alone(self) -> AbstractContextManager[None]:
         """Keep the step from running meanwhile."""
 
     @abstractmethod
-    def _check_usable(self) -> None:
-        """Refuse a step that is closed, torn or another process's."""
-
-    @abstractmethod
     def _forget_plans(self) -> None:
         """Capture and plan anew at the next call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything its own memory again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refresh(self) -> None:
+        """See what the user has put in place of what was shown."""
+        changed = self._keeper.refresh()
+        if changed is None:
+            self._start_anew()
+        elif changed:
+            _log.info("taken over what was put in place of %s", ", ".join(changed))
+
+    def _start_anew(self) -> None:
+        """Forget all captures, because tensors are tied otherwise than they were."""
+        _log.info("all that was captured is forgotten: tensors share memory otherwise than before")
+        self._forget_plans()
 
     def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
         """Save models, optimizers, gradients and random generators, streamed through a buffer of some MiB.
@@ -130,6 +155,20 @@ class Lasting(ABC):
                     optimizer.load_state_dict(own)
             torch.set_rng_state(state["generator"])
             self._torn = ""
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
+                "threads are not here; call it there, or compile a step in this process"
+            )
+        if self._closed:
+            raise StateError("this step is closed; compile it again to go on")
+        if self._torn:
+            raise StateError(
+                "an earlier call of this step failed half way, so that the model is part old and part new "
+                f"({self._torn}); load a checkpoint with step.load(), or into the model and compile the step again"
+            )
 
     def _check_usable_but_for_tears(self) -> None:
         torn, self._torn = self._torn, ""

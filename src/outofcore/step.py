@@ -8,10 +8,12 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -75,6 +77,8 @@ class Step(Shown, Lasting):
         self._backend = backend = backend or CpuBackend()
         self._planner = Planner(budget, policy, self._keeper, home.stores, cache, backend)
         self._engine = backend.engine(home.stores)
+        # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
+        weakref.finalize(self, self._engine.close).atexit = False
         self._signer = Signer(step, self._models, self._optimizers)
         self._entries: dict[Signature, Entry] = {}
         self._active: Entry | None = None  # whose states are in the arena
@@ -115,13 +119,9 @@ class Step(Shown, Lasting):
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.home.occupy(self, self._vacate):
-            self._keeper.take_back()
-        # Before anything moves: the bytes that the user has put in place of others would be lost.
-        changed = self._keeper.refresh()
-        if changed:
-            _log.info("taken over what was put in place of %s", ", ".join(changed))
         signature = self._signer(args, kwargs)
+        with torch.inference_mode(mode=False):  # what is shown outlives the mode in which the step is called
+            self._catch_up(signature)
         leaves = tree_flatten((args, kwargs))[0]
         entry = self._entries.get(signature)
         if entry is None:
@@ -132,8 +132,25 @@ class Step(Shown, Lasting):
             self._entries[signature] = entry
         elif entry is not self._active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+        with torch.inference_mode(mode=False):
+            return self._go(entry, signature, leaves)
+
+    def _catch_up(self, signature: Signature) -> None:
+        """See what others and the user have done since the last call, before anything moves: it would be lost."""
+        if self.home.occupy(self, self._vacate) and not self._keeper.take_back():
+            self._start_anew()
+        self._refresh()
+        if self._signature is not None and signature.structure != self._signature.structure:
+            self._leave_program()  # what now has the name of something else must not take its place: it may come back
+            self._keeper.forget_all()
+        if any(entry.runner.is_outdated() for entry in self._entries.values()):
+            _log.info("all that was captured is forgotten: an optimizer has lost state")
+            self._forget_plans()
+
+    def _go(self, entry: Entry, signature: Signature, leaves: Sequence[Any]) -> Any:
         if entry is not self._active:
             with Deferred("the move of the model to its place"):
+                entry.runner = entry.runner.current()
                 self._activate(entry)
         self._signature = signature
         self._began_ns = time.time_ns()
@@ -175,20 +192,6 @@ class Step(Shown, Lasting):
         except TransferError as another:
             error.add_note(f"It could not be undone: {another}")
             return False
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._process:
-            raise StateError(
-                f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
-                "threads are not here; call it there, or compile a step in this process"
-            )
-        if self._closed:
-            raise StateError("this step is closed; compile it again to go on")
-        if self._torn:
-            raise StateError(
-                "an earlier call of this step failed half way, so that the model is part old and part new "
-                f"({self._torn}); load a checkpoint with step.load(), or into the model and compile the step again"
-            )
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
@@ -264,7 +267,7 @@ class Step(Shown, Lasting):
         self._check_usable()
         with self._alone(), Deferred("the move of the model out of the arena"):
             self._engine.synchronize()
-            self._keeper.refresh()
+            self._refresh()
             self._leave_arena()
             self._keeper.hand_over()
 
@@ -292,7 +295,9 @@ class Step(Shown, Lasting):
         self._engine.synchronize()
 
     def _forget_plans(self) -> None:
+        self._keeper.let_go()
         self._leave_program()
+        self._keeper.forget_all()
         self._entries.clear()
         self._signature = None
 
@@ -318,10 +323,12 @@ class Step(Shown, Lasting):
         active, self._active = self._active, None
         try:
             with Deferred("the move of the model to where it stays"):
+                self._keeper.let_go()
                 if not self.home.shared:
                     self._keeper.give_back()
-                elif active is not None:
-                    active.runner.leave()
+                else:
+                    if active is not None:
+                        active.runner.leave()
                     self._keeper.hand_over()
         finally:
             self._entries.clear()
@@ -329,12 +336,6 @@ class Step(Shown, Lasting):
             self._keeper.go_back()
             self.home.leave(self)
             self.home.release()
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def homes(self) -> tuple[HomeStore, ...]:

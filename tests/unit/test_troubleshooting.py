@@ -17,7 +17,7 @@ SPEAKING = (
     *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/fitting.py"),
     *("capture", "report", "checkpoint", "birth", "lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
-    *(f"execution/{name}.py" for name in ("slots", "faces", "opened")),
+    *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "windows")),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(

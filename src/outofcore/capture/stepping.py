@@ -125,18 +125,21 @@ class StepRecorder:
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
             return
-        small: dict[int, list[_Member]] = {}
-        for member in found:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Apart by whether they have yet to make their state, for which they ask for other memory.
+        small: dict[tuple[int, bool], list[_Member]] = {}
+        for member, parameter in zip(found, parameters, strict=True):
             group, state, grad = member
             if grad is None:
                 continue
             if _bytes(state) >= SMALL_BYTES:
                 self._append(index, [member])
                 continue
-            chunk = small.setdefault(group, [])
+            key = group, bool(optimizer.state.get(parameter))
+            chunk = small.setdefault(key, [])
             if sum(_bytes(other) for _, other, _ in chunk) + _bytes(state) > CHUNK_BYTES:
                 self._append(index, chunk)
-                chunk = small[group] = []
+                chunk = small[key] = []
             chunk.append(member)
         for chunk in small.values():
             self._append(index, chunk)

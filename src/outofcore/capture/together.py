@@ -65,10 +65,10 @@ def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
 
 def _follows(row: Sequence[OptimizerUpdate], update: OptimizerUpdate) -> bool:
     known = [member for each in row for member in each.members]
+    if update.optimizer is not row[0].optimizer or update.is_first() != row[0].is_first():
+        return False  # those that have yet to make their state ask for other memory
     # A parameter that is updated twice has a second update of its own.
-    if update.optimizer is not row[0].optimizer or {id(m.parameter) for m in known} & {
-        id(m.parameter) for m in update.members
-    }:
+    if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
         return False
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= TOGETHER_BYTES
 

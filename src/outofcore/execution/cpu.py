@@ -86,7 +86,9 @@ class _Copier(threading.Thread):
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        self.join()
+        # The collector of garbage may run in any thread.
+        if threading.current_thread() is not self:
+            self.join()
 
     def run(self) -> None:
         while True:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from outofcore._torch_internals import storage_key
+from outofcore._torch_internals import storage_bytes, storage_key
+from outofcore.analysis import is_large
 from outofcore.execution.slots import Slots
 from outofcore.execution.store import HomeStore
 
@@ -88,6 +89,24 @@ class Faces:
         self.sweep()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
+
+    def part(self, tensor: torch.Tensor | None) -> None:
+        """Give a tensor its bytes in a place of their own, because those where it is are to be something else's.
+
+        Args:
+            tensor: that the user has put aside; None: nobody has it any more, and there is nothing to do.
+
+        Raises:
+            SpillError: the home has no room for it.
+        """
+        if tensor is None:
+            return
+        count = tensor.untyped_storage().nbytes()
+        base = self.birth(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
+        base.copy_(storage_bytes(tensor))
+        self.drop_cache(base)
+        apart = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = apart.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def disown(self, home: int, offset: int, count: int) -> None:
         """Let a slot live as long as its face does."""

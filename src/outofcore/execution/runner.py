@@ -22,9 +22,10 @@ from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.gradients import assign_gradient
 from outofcore.execution.slots import Layout, Piece, lay_out
-from outofcore.execution.state import Place, State, StateKeeper
+from outofcore.execution.state import StateKeeper
 from outofcore.execution.surprises import requests_seen
 from outofcore.execution.undo import Undo
+from outofcore.execution.windows import Place, State
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
@@ -74,6 +75,7 @@ class Runner:
         self._requests = requests
         self._first_requests = first_requests
         self._keeper = keeper
+        self._generation = keeper.generation
         self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
         self._begun = False  # whether the last run got to its first instruction
@@ -102,6 +104,12 @@ class Runner:
         """A runner of another program for the same capture, whose states are those of now."""
         return Runner(self.captured, program, costs, requests, self._first_requests, self._keeper, self._states)
 
+    def current(self) -> Runner:
+        """This runner, or one whose states are known, where the keeper has forgotten all of them meanwhile."""
+        if self._generation == self._keeper.generation:
+            return self
+        return Runner(self.captured, self.program, self._costs, self._requests, self._first_requests, self._keeper)
+
     def enter(self, arena: Memory) -> None:
         """Make this runner's program the one in the arena; no other may be.
 
@@ -111,6 +119,9 @@ class Runner:
         """
         keeper = self._keeper
         bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
+        self._take_over()
+        for slots in keeper.slots:
+            slots.home.start()
         try:
             keeper.enter(self._states, self.program, arena)
             lasting = self._lasting()
@@ -291,8 +302,17 @@ class Runner:
             if entries.get(owner.name) is not tensor:
                 entries[owner.name] = tensor
 
+    def is_outdated(self) -> bool:
+        """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
+        return self._begun and any(
+            owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name) is None for _, owner in self._owned
+        )
+
     def _take_over(self) -> None:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
+        for binding, state in self._gradients.values():
+            if parameter_of(binding).grad is not state.windows[0].tensor:
+                self._keeper.taken(state)
         for binding, state in self._accumulated:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
         cleared = False

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
@@ -79,14 +80,14 @@ class SpillFile:
             ) from error
         self._direct_descriptor = self._open_direct()
         self.direct = self._direct_descriptor is not None
+        # A step that nobody closes gives its file back as well, once it is garbage.
+        self._release = weakref.finalize(self, _close, self._descriptor, self._direct_descriptor)
+        self._release.atexit = False
 
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped from it. May be called again."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._descriptor)
-            if self._direct_descriptor is not None:
-                os.close(self._direct_descriptor)
+        self._closed = True
+        self._release()
 
     def grow(self, count: int) -> None:
         """Allocate the file up to ``count`` bytes (never less than before), so that no later write lacks room.
@@ -249,6 +250,12 @@ class SpillFile:
                 f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
             ) from error
         return descriptor
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _whole_pages(memory: memoryview) -> int:

@@ -8,67 +8,19 @@ changing it in place, saving a state dict or evaluating the model needs nothing 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+import contextlib
+import weakref
 
 import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
-from outofcore.capture.captured import CPU, Captured, GradientLeft, StateBinding, Value
+from outofcore.capture.captured import Captured, GradientLeft, StateBinding
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.arenas import Memory
-from outofcore.execution.binding import tensor_on
 from outofcore.execution.faces import Faces
+from outofcore.execution.windows import Place, State, Window, shared_otherwise
 from outofcore.program import Block, Program
-
-
-class Place(Enum):
-    """Where the bytes of a state are between steps."""
-
-    OWN = "own"  # in memory of the tensor's own, as plain PyTorch has it
-    HOME = "home"  # in its slot
-    ARENA = "arena"  # in a block that wraps around the step
-    UNBORN = "unborn"  # nowhere: optimizer state before its first update, a gradient that was cleared
-
-
-@dataclass
-class _Window:
-    """One of the user's tensors on a state."""
-
-    key: str
-    tensor: torch.Tensor
-    value: Value
-    address: int = 0  # of its data, as it was last set
-
-
-@dataclass
-class State:
-    """One storage that persists across steps, with the tensors that the user knows it by."""
-
-    key: str
-    bytes: int
-    place: Place
-    windows: list[_Window] = field(default_factory=list[_Window])
-    slot: int | None = None  # its offset at its home
-    home: int = 0  # which of the homes, nearest first, has its slot
-    origin: torch.device = CPU  # where the user had it
-    # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
-    # can have the same address.
-    shown: torch.Tensor | None = None
-
-    def show(self, base: torch.Tensor, place: Place) -> None:
-        """Make the user's tensors look at these bytes."""
-        self.shown = None if place is Place.OWN else base
-        for window in self.windows:
-            view = tensor_on(base, window.value)
-            window.tensor.data = view
-            window.address = view.data_ptr()
-        self.place = place
-
-    def bytes_now(self) -> torch.Tensor:
-        """The bytes as they are, as a uint8 tensor on the very storage that the user's tensors have."""
-        return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
 
 
 class StateKeeper:
@@ -86,6 +38,8 @@ class StateKeeper:
         self._by_tensor: dict[str, State] = {}
         self._arena: Memory | None = None
         self._settled: set[int] = set()  # ids of states that are not to make way for others
+        self._origins: dict[str, torch.device] = {}
+        self.generation = 0  # how often all states were forgotten
 
     def adopt(self, captured: Captured) -> dict[int, State]:
         """The states of a capture by storage id; new ones are taken note of, nothing is moved."""
@@ -97,49 +51,88 @@ class StateKeeper:
             if state is None:
                 place = Place.UNBORN if binding.tensor is None else Place.OWN
                 state = self._states[binding.key] = State(binding.key, count, place)
-                if binding.tensor is not None:
-                    self._settle(state, binding.tensor)
             found[value.storage] = state
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
-                state.origin = tensor.device
-                state.windows.append(_Window(binding.key, tensor, value, tensor.data_ptr()))
+                state.origin = self._origins.setdefault(binding.key, tensor.device)
+                state.windows.append(Window(binding.key, tensor, value, tensor.data_ptr()))
                 self._by_tensor[binding.key] = state
+                if binding.tensor is not None and state.place is not Place.UNBORN:
+                    self._settle(state)
             elif binding.tensor is not None:
                 self.rebind(state, binding, binding.tensor)
         return found
 
-    def _settle(self, state: State, tensor: torch.Tensor) -> None:
+    def _settle(self, state: State) -> None:
         """Take note of where the bytes are that the user, a birth or another step has brought."""
-        face = self._faces.find(tensor)
+        if state.slot is not None and state.place is Place.HOME:
+            return
+        face = self._faces.find(state.windows[0].tensor)
+        state.place = Place.OWN
         if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
-            state.place = Place.OWN
-        else:
+            return
+        if state.lies_together():
             face.owned = True
             state.home, state.slot, state.place = face.home, face.offset, Place.HOME
-            state.shown = internals.storage_bytes(tensor)[: state.bytes]
+            state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
 
     def hand_over(self) -> None:
-        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena."""
+        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena.
+
+        It goes to the last home: whoever does not know it could not make it leave the room that they need nearby.
+        """
+        last = len(self.slots) - 1
         for state in self._states.values():
+            if state.place is Place.HOME and state.home != last:
+                with contextlib.suppress(SpillError):
+                    self._to_home(state, last)
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
-                state.slot, state.place, state.shown = None, Place.OWN, None
+                state.slot, state.place = None, Place.OWN
+                state.look_at(None)
             else:
                 self._vacate(state)
 
-    def take_back(self) -> None:
-        """See where everything is after others have had it.
+    def take_back(self) -> bool:
+        """See where everything is after others have had it; False: tensors share memory otherwise than before.
 
         Raises:
             StateError: something has another shape or dtype than before.
         """
+        if shared_otherwise(self._states.values()):
+            return False
         for state in self._states.values():
             if state.place is Place.OWN:
-                for window in state.windows:
-                    _check_alike(window)
-                    window.address = window.tensor.data_ptr()
-                self._settle(state, state.windows[0].tensor)
+                state.take_over()
+                self._settle(state)
+        return True
+
+    def let_go(self) -> None:
+        """Leave to the user what was put in place of what was shown, whatever it is; then ``forget_all`` is due.
+
+        What was tied to another tensor here goes where that goes.
+        """
+        here = [state for state in self._states.values() if state.place in (Place.HOME, Place.ARENA)]
+        moved = [window for state in here for window in state.let_go()]
+        if not moved:
+            return
+        shown = {internals.storage_key(state.shown): state for state in here if state.shown is not None}
+        for window in moved:
+            state = shown.get(internals.storage_key(window.tensor))
+            if state is not None:
+                state.tie(window)
+        for state in here:
+            if not state.windows:
+                self._vacate(state)
+                state.place = Place.UNBORN
+                state.look_at(None)
+
+    def forget_all(self) -> None:
+        """Know no state any more; to be called while nothing is in the arena. What is at home stays there."""
+        self.hand_over()
+        self._states.clear()
+        self._by_tensor.clear()
+        self.generation += 1
 
     def gradient(self, captured: Captured, left: GradientLeft) -> State:
         """The state for a gradient that a step leaves behind."""
@@ -148,7 +141,7 @@ class StateKeeper:
         if state is None:
             value = captured.values[left.value]
             state = State(key, captured.own_bytes(value.storage), Place.UNBORN)
-            state.windows.append(_Window(key, torch.empty(0, dtype=value.dtype), value))
+            state.windows.append(Window(key, torch.empty(0, dtype=value.dtype), value))
             self._states[key] = self._by_tensor[key] = state
         return state
 
@@ -165,6 +158,8 @@ class StateKeeper:
         Raises:
             SpillError: the home has no room for it.
         """
+        if state.place is Place.UNBORN and state.home != 0:
+            self._vacate(state)  # what a step leaves, it writes to the first home
         if state.slot is None:
             state.slot, state.home = self._take(0, state), 0
         return state.slot
@@ -210,54 +205,77 @@ class StateKeeper:
             state.slot = None
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Take note that the user now has another tensor object for a state, with the bytes that count."""
+        """Take note that the user now has another tensor object for a state, with the bytes that count.
+
+        Raises:
+            StateError: it has another shape or dtype than before.
+        """
         for window in state.windows:
             if window.key != binding.key or window.tensor is tensor:
                 continue
-            if state.place in (Place.HOME, Place.ARENA):
-                window.tensor.data.copy_(tensor.data)
-                tensor.data = window.tensor.data
-            else:
+            old, window.tensor = window.tensor, tensor
+            window.check_alike()
+            if state.shown is None:
                 window.address = tensor.data_ptr()
-                self._settle(state, tensor)
-            window.tensor = tensor
+                self._settle(state)
+                continue
+            if old.data_ptr() == window.address:
+                window.address = -1
+                reference = weakref.ref(old)
+                del old
+                self._faces.part(reference())
+            state.take_over()
+            # What was written there when it came home is not what is there now.
+            self.slots[state.home].home.start()
+
+    def taken(self, state: State) -> None:
+        """The user has taken away a gradient that a step left: its next one is another tensor.
+
+        Raises:
+            SpillError: the home has no room for both.
+        """
+        if state.place is Place.UNBORN:
+            return
+        window = state.windows[0]
+        reference = weakref.ref(window.tensor)
+        window.tensor = torch.empty(0, dtype=window.value.dtype)
+        if state.place in (Place.HOME, Place.ARENA):
+            self._faces.part(reference())
+        state.place = Place.UNBORN
+        state.look_at(None)
 
     def arrived(self, state: State, own: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a gradient that a step has just left at its home, or in memory of its own."""
-        if own is not None:
-            state.show(own, Place.OWN)
-        else:
-            state.show(self._face(state), Place.HOME)
+        state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
         return state.windows[0].tensor
 
     def forget(self, state: State) -> None:
         """The user's step has cleared a gradient: its bytes no longer matter."""
         window = state.windows[0]
         window.tensor = torch.empty(0, dtype=window.value.dtype)
-        state.place, state.shown = Place.UNBORN, None
+        state.place = Place.UNBORN
+        state.look_at(None)
 
-    def refresh(self) -> list[str]:
-        """Take over what the user put in place of a face, such as by ``p.data = other``; returns their keys.
+    def refresh(self) -> list[str] | None:
+        """Take over what the user put in place of a face, such as by ``p.data = other``.
+
+        Returns:
+            the keys of that; None: nothing has been taken over, because tensors share memory otherwise than before.
 
         Raises:
-            StateError: the new data has another shape or dtype.
+            StateError: the new data has another shape or dtype, or lies in memory that processes share.
         """
-        changed: list[str] = []
-        for state in self._states.values():
-            if state.place not in (Place.HOME, Place.ARENA):
-                continue
-            for window in state.windows:
-                if window.tensor.data_ptr() == window.address:
-                    continue
-                _check_alike(window)
-                changed.append(window.key)
-                if state.shown is None:
-                    raise StateError(f"{state.key} is said to be in the arena or at home, and is not")
-                face = tensor_on(state.shown, window.value)
-                face.copy_(window.tensor.data)
-                window.tensor.data = face
-                window.address = face.data_ptr()
-        return changed
+        known = [state for state in self._states.values() if state.place is not Place.UNBORN]
+        for state in known:
+            state.check_in_place()
+        moved = [state for state in known if any(window.moved() for window in state.windows)]
+        if not moved:
+            return []
+        for window in [window for state in moved for window in state.windows]:
+            window.check_alike()
+        if shared_otherwise(known):
+            return None
+        return [key for state in moved for key in state.take_over()]
 
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""
@@ -266,7 +284,7 @@ class StateKeeper:
             for state in self._states.values()
             if state.place in (Place.HOME, Place.ARENA)
             for window in state.windows
-            if window.tensor.data_ptr() != window.address
+            if window.moved()
         ]
 
     def _face(self, state: State) -> torch.Tensor:
@@ -379,12 +397,3 @@ class StateKeeper:
             target.copy_(state.bytes_now())
         self._vacate(state)
         state.show(target, Place.ARENA)
-
-
-def _check_alike(window: _Window) -> None:
-    new, value = window.tensor, window.value
-    if tuple(new.shape) != value.shape or new.dtype != value.dtype:
-        raise StateError(
-            f"{window.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of {value.shape} and "
-            f"{value.dtype} after the step was compiled; compile the step again"
-        )

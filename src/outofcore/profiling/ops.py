@@ -63,9 +63,11 @@ def profile_ops(
     """
     backend = backend or CpuBackend()
     kept = KeptProfiles(cache, backend.facts())
-    families: dict[str, list[int]] = {}
+    # Of updates that are alike, those that have yet to make their state ask for other memory.
+    families: dict[tuple[str, bool], list[int]] = {}
     for op in captured.graph.ops:
-        families.setdefault(op.family or f"#{op.id}", []).append(op.id)
+        first = captured.calls[op.id].rehearse_first is not None
+        families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
     found: dict[int, OpProfile] = {}
     states = [(generator, generator.get_state()) for generator in backend.generators()]
     try:

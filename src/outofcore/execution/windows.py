@@ -1,0 +1,186 @@
+"""One storage that persists across steps, and the user's tensors on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore.capture.captured import CPU, Value
+from outofcore.errors import StateError
+from outofcore.execution.binding import tensor_on
+
+
+class Place(Enum):
+    """Where the bytes of a state are between steps."""
+
+    OWN = "own"  # in memory of the tensor's own, as plain PyTorch has it
+    HOME = "home"  # in its slot
+    ARENA = "arena"  # in a block that wraps around the step
+    UNBORN = "unborn"  # nowhere: optimizer state before its first update, a gradient that was cleared
+
+
+@dataclass
+class Window:
+    """One of the user's tensors on a state.
+
+    Attributes:
+        key: what it is called.
+        tensor: the user's.
+        value: what the step takes it to be.
+        address: of its data, as it was last set or met.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    value: Value
+    address: int = 0
+
+    def moved(self) -> bool:
+        """Whether the user has put other data in its place, or looks at the same otherwise, such as transposed."""
+        tensor, value = self.tensor, self.value
+        return (
+            tensor.data_ptr() != self.address
+            or tensor.shape != value.shape
+            or tensor.stride() != value.stride
+            or tensor.dtype != value.dtype
+        )
+
+    def check_alike(self) -> None:
+        """Refuse data that the step was not captured with.
+
+        Raises:
+            StateError: it has another shape or dtype.
+        """
+        new, value = self.tensor, self.value
+        if tuple(new.shape) != value.shape or new.dtype != value.dtype:
+            raise StateError(
+                f"{self.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of {value.shape} and "
+                f"{value.dtype} after the step was compiled; compile the step again"
+            )
+
+
+@dataclass
+class State:
+    """One storage that persists across steps, with the tensors that the user knows it by."""
+
+    key: str
+    bytes: int
+    place: Place
+    windows: list[Window] = field(default_factory=list[Window])
+    slot: int | None = None  # its offset at its home
+    home: int = 0  # which of the homes, nearest first, has its slot
+    origin: torch.device = CPU  # where the user had it
+    # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
+    # can have the same address.
+    shown: torch.Tensor | None = None
+    address: int = 0  # of these bytes
+
+    def show(self, base: torch.Tensor, place: Place) -> None:
+        """Make the user's tensors look at these bytes."""
+        self.look_at(None if place is Place.OWN else base)
+        for window in self.windows:
+            view = tensor_on(base, window.value)
+            window.tensor.data = view
+            window.address = view.data_ptr()
+        self.place = place
+
+    def look_at(self, base: torch.Tensor | None) -> None:
+        """Take note of the bytes that are shown at home or in the arena."""
+        self.shown = base
+        self.address = 0 if base is None else base.data_ptr()
+
+    def bytes_now(self) -> torch.Tensor:
+        """The bytes as they are, as uint8: on the storage of the user's tensors where they lie as expected."""
+        if self.lies_together():
+            return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
+        gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.windows[0].tensor.device)
+        for window in self.windows:
+            tensor_on(gathered, window.value).copy_(window.tensor.data)
+        return gathered
+
+    def lies_together(self) -> bool:
+        """Whether the user's tensors lie in one storage as the step expects them to."""
+        first = self.windows[0].tensor
+        return first.untyped_storage().nbytes() >= self.bytes and all(
+            internals.storage_key(window.tensor) == internals.storage_key(first)
+            and window.tensor.storage_offset() == window.value.offset
+            and window.tensor.stride() == window.value.stride
+            for window in self.windows
+        )
+
+    def take_over(self) -> list[str]:
+        """Take over what the user put in place of what was shown; returns the keys of that.
+
+        Raises:
+            StateError: it has another shape or dtype, or the storage itself has been moved.
+        """
+        moved = [window for window in self.windows if window.moved()]
+        for window in moved:
+            window.check_alike()
+        if self.shown is not None:
+            own = internals.storage_key(self.shown)
+            # What looks at these very bytes in another order is put aside before they change.
+            news = [
+                data.clone() if internals.storage_key(data) == own else data
+                for data in (window.tensor.data for window in moved)
+            ]
+            for window, new in zip(moved, news, strict=True):
+                window.tensor.data = tensor_on(self.shown, window.value).copy_(new)
+        for window in moved:
+            window.address = window.tensor.data_ptr()
+        return [window.key for window in moved]
+
+    def let_go(self) -> list[Window]:
+        """Leave to the user what is not where it was shown; returns that."""
+        moved = [window for window in self.windows if window.moved()]
+        self.windows = [window for window in self.windows if not window.moved()]
+        return moved
+
+    def tie(self, window: Window) -> None:
+        """Take note of one more tensor on these bytes, wherever on them it is."""
+        tensor = window.tensor
+        value = replace(
+            window.value,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+        )
+        self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
+
+    def check_in_place(self) -> None:
+        """Refuse a storage that was moved with all that looks at it, as into memory that processes share.
+
+        Raises:
+            StateError: it was.
+        """
+        if self.shown is not None and self.shown.data_ptr() != self.address:
+            raise StateError(
+                f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
+                "another process, and a step cannot work there; give other processes a copy (copy.deepcopy(model)), "
+                "close this step and compile it again"
+            )
+
+
+def shared_otherwise(states: Iterable[State]) -> bool:
+    """Whether tensors have been tied, or are tied no more, since they were captured.
+
+    What the user has put in place of a tensor may be another tensor's data (``a.data = b.data``), or its own where it
+    was shared.
+    """
+    owners: dict[int, State] = {}
+    for state in states:
+        if state.place is Place.UNBORN or not state.bytes:
+            continue
+        keys = {internals.storage_key(window.tensor) for window in state.windows}
+        apart = len(state.windows) > 1 and not state.lies_together()
+        if apart or any(owners.setdefault(key, state) is not state for key in keys):
+            return True
+    return False
+
+
+__all__ = ["Place", "State", "Window", "shared_otherwise"]
