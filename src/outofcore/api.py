@@ -46,6 +46,15 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
+def _host_limit(host_budget: int | str | None) -> int | None:
+    limit = None if host_budget is None else parse_bytes(host_budget)
+    if limit is not None and limit < PAGE_BYTES:
+        raise UnitError(
+            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
+        )
+    return limit
+
+
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
     """The homes of a step, nearest first.
 
@@ -58,11 +67,7 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
         UnitError: the budget cannot be read, or is less than a page.
         SpillError: a home cannot be used.
     """
-    limit = None if host_budget is None else parse_bytes(host_budget)
-    if limit is not None and limit < PAGE_BYTES:
-        raise UnitError(
-            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
-        )
+    limit = _host_limit(host_budget)
     if home == "host":
         return [HostHome(limit)]
     disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
@@ -86,15 +91,43 @@ def open_backend(device: str | torch.device | None) -> Backend:
     raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
 
 
+def open_device_homes(
+    backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
+) -> list[HomeStore]:
+    """The homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
+
+    Args:
+        backend: the GPU.
+        home: None or "host", "disk", or a folder on a disk.
+        host_budget: bytes of host memory; None: as much as there is.
+
+    Raises:
+        UnitError: the budget cannot be read, or is less than a page.
+        SpillError: a home cannot be used.
+    """
+    limit = _host_limit(host_budget)
+    disk = [] if home in (None, "host") else [DiskHome() if home == "disk" else DiskHome(Path(home or ""))]
+    return [backend.home(limit), *disk]
+
+
+def homes_of(
+    backend: Backend, home: str | os.PathLike[str] | None, host_budget: int | str | None = None
+) -> list[HomeStore]:
+    """The homes of a step, nearest first: see ``open_device_homes`` for a GPU, and ``open_homes`` for the CPU."""
+    if isinstance(backend, CudaBackend):
+        return open_device_homes(backend, home, host_budget)
+    return open_homes(home, host_budget)
+
+
 def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: str) -> OpenHome:
-    """The home of a step on a GPU."""
-    if home not in (None, "host") or check == Check.FULL.value:
+    """The homes of a step on a GPU, opened."""
+    if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
-            f"a step on {backend.device} has a home of its own, in pinned host memory, whose copies are not checked: "
-            "leave 'home' and 'check' out"
+            f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
+            "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
-    limit = None if host_budget is None else parse_bytes(host_budget)
-    return OpenHome([backend.home(limit)], kept=False)
+    named = home if isinstance(home, str | os.PathLike) else None
+    return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
 
 
 def _opened(home: str | os.PathLike[str] | None, host_budget: int | str | None, check: str, *, kept: bool) -> OpenHome:
@@ -159,13 +192,16 @@ def compile(
         optimizer: the optimizer that the step calls, a list of them, or None.
         budget: device bytes for all tensors of the step, as a number or as text such as "6GiB".
         device: "cpu", the default, or "cuda". For a step on a GPU, the model may be on the CPU, and what the step is
-            called with as well: then it need not fit the device. Its home is pinned host memory of its own.
+            called with as well: then it need not fit the device. Its home is pinned host memory of its own, and a
+            disk behind it if ``home`` names one.
         home: where bytes live that are not on the device: "host", "disk", or a folder on a disk, opened for this
             step alone; or a home that is open (``open_home``), or that of another step over the same model
-            (``step.home``). By default "disk".
+            (``step.home``). By default "disk"; for a step on a GPU "host".
         host_budget: bytes of host memory, beside the budget, for what is not on the device, as a number or as text.
             With a home on disk this is a tier before it: what fits there does not go to disk. By default there is
-            none; with home="host" it limits that. A home that is open has its own.
+            none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
+            default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
+            are the buffers between the device and that.
         policy: how to plan; one of ``outofcore.planning.POLICIES``.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.

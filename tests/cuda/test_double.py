@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from worlds import WORLDS, World, convolutional, dense, eager, same
 
 from outofcore.costs import Home
 from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.opened import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
@@ -26,12 +27,15 @@ CPU = torch.device("cpu")
 STEPS = 3
 
 
-def compiled(world: World, budget: int, policy: str, driver: FakeCuda) -> Step:
-    backend = FakeBackend(driver)
-    step = Step(
-        world.step, [world.model], [world.optimizer], budget, OpenHome([HostHome()], kept=False), policy, None, backend
-    )
-    step._links = (Home("host", None, driver.bytes_per_s, driver.bytes_per_s),)  # known: it is not what is tested here
+def compiled(
+    world: World, budget: int, policy: str, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
+) -> Step:
+    stores = [HostHome()] if homes is None else list(homes)
+    home = OpenHome(stores, kept=False)
+    step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
+    rate = driver.bytes_per_s
+    # Known: it is not what is tested here.
+    step._links = tuple(Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores))
     return step
 
 

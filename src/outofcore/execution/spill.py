@@ -80,6 +80,12 @@ class SpillFile:
         self._direct_descriptor = self._open_direct()
         self.direct = self._direct_descriptor is not None
 
+    @property
+    def descriptor(self) -> int:
+        """The open file, past the page cache where ``direct``."""
+        self._check_open()
+        return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
+
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped from it. May be called again."""
         if not self._closed:
