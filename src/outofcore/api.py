@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from outofcore.capture.whole import capture_whole
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
-from outofcore.errors import InputError, UnitError
+from outofcore.errors import InputError
 from outofcore.estimation import costed
-from outofcore.execution.backend import Backend, CpuBackend, beside_the_arena
+from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
 from outofcore.profiling.cache import open_cache
@@ -31,7 +30,7 @@ from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import following
 from outofcore.step import Step
-from outofcore.units import PAGE_BYTES, parse_bytes
+from outofcore.units import parse_bytes
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -44,79 +43,6 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
                 f"{what} must be a {kind.__module__}.{kind.__qualname__} or a list of them, not {type(item).__name__}"
             )
     return items
-
-
-def _host_limit(host_budget: int | str | None) -> int | None:
-    limit = None if host_budget is None else parse_bytes(host_budget)
-    if limit is not None and limit < PAGE_BYTES:
-        raise UnitError(
-            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
-        )
-    return limit
-
-
-def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """The homes of a step, nearest first.
-
-    Args:
-        home: "host", "disk", or a folder on a disk; by default "disk".
-        host_budget: bytes of host memory for what is not on the device. With a home on disk they are used before
-            it; by default none, and with "host" as much as there is.
-
-    Raises:
-        UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used.
-    """
-    limit = _host_limit(host_budget)
-    if home == "host":
-        return [HostHome(limit)]
-    disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
-    return [disk] if limit is None else [HostHome(limit), disk]
-
-
-def open_backend(device: str | torch.device | None) -> Backend:
-    """Where steps run: on the CPU, or on a CUDA device.
-
-    Raises:
-        InputError: there is no such device, or steps do not run there.
-    """
-    try:
-        wanted = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
-    if wanted.type == "cpu":
-        return CpuBackend()
-    if wanted.type == "cuda":
-        return CudaBackend(wanted)
-    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
-
-
-def open_device_homes(
-    backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
-) -> list[HomeStore]:
-    """The homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
-
-    Args:
-        backend: the GPU.
-        home: None or "host", "disk", or a folder on a disk.
-        host_budget: bytes of host memory; None: as much as there is.
-
-    Raises:
-        UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used.
-    """
-    limit = _host_limit(host_budget)
-    disk = [] if home in (None, "host") else [DiskHome() if home == "disk" else DiskHome(Path(home or ""))]
-    return [backend.home(limit), *disk]
-
-
-def homes_of(
-    backend: Backend, home: str | os.PathLike[str] | None, host_budget: int | str | None = None
-) -> list[HomeStore]:
-    """The homes of a step, nearest first: see ``open_device_homes`` for a GPU, and ``open_homes`` for the CPU."""
-    if isinstance(backend, CudaBackend):
-        return open_device_homes(backend, home, host_budget)
-    return open_homes(home, host_budget)
 
 
 def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: str) -> OpenHome:
@@ -182,6 +108,7 @@ def compile(
     policy: str = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
+    algorithms: str = "eager",
 ) -> Step:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -208,6 +135,10 @@ def compile(
         check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
             a few pages of each copy to disk; "full", all bytes of all copies, and what stays at a home after the step
             is read back once; "off", nothing.
+        algorithms: how convolutions are run: "eager", as PyTorch runs them under the flags of now, to the last bit; or
+            "fastest", each by the fastest of some algorithms whose workspace fits the budget beside the op's tensors.
+            What is chosen at the first call stays, but other algorithms round otherwise: results are then not those
+            of eager PyTorch to the last bit, nor sure to be those of another process.
 
     Returns:
         The step, to be called as the one given. Nothing is captured before its first call.
@@ -222,18 +153,20 @@ def compile(
     count = parse_bytes(budget)
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    if algorithms not in ("eager", "fastest"):
+        raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
-        return Step(step, models, optimizers, count, opened, policy, kept, backend)
+        return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
     if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
         raise InputError(
             "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
         )
     opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
-    return Step(step, models, optimizers, count, opened, policy, kept)
+    return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
 
 
 def minimum_budget(

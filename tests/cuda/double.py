@@ -90,6 +90,7 @@ class FakeCuda:
             each other unhindered, as where everything stays on the device.
         drop: numbers of the calls of ``wait`` that are left undone.
         failing: whether transfers fail as they do on a full disk.
+        buffers: bytes of a staging buffer, and how many; small and few, so that they change hands often in a small step.
         news: by the number of a call of ``wait``, whether its stream learnt anything from it.
     """
 
@@ -100,6 +101,7 @@ class FakeCuda:
     waits_on_host: bool = True
     drop: frozenset[int] = frozenset()
     failing: bool = False
+    buffers: tuple[int, int] = (16 * 4096, 2)
     waits: int = 0
     news: dict[int, bool] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -306,8 +308,7 @@ class FakeBackend:
         return self.driver.open_arena(count, reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
-        # Small buffers, so that they change hands often in a small step.
-        return CudaEngine(self.driver, homes, 16 * 4096, 2)
+        return CudaEngine(self.driver, homes, *self.driver.buffers)
 
     def reserve(self, budget: int) -> int:
         return max(budget // 64, 65536)

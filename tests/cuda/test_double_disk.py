@@ -91,8 +91,9 @@ def test_no_wait_can_be_left_out(
 
 def test_streams_are_joined_around_a_step(tmp_path: Path) -> None:
     """As for host memory: without them, steps that follow each other unhindered get in each other's way."""
-    make, policy, share, near = CASES[1]
-    world, driver = make(CPU), FakeCuda(waits_on_host=False)
+    # With so little host memory, parameters are on the disk between two steps. So many buffers are used once in a step.
+    make, policy, share, near = dense, "offload-all", 0.0, 256 * KIB
+    world, driver = make(CPU), FakeCuda(waits_on_host=False, buffers=(MIB, 64))
     with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
         for index in range(3):
             step(*world.batch(index))
@@ -103,7 +104,7 @@ def test_streams_are_joined_around_a_step(tmp_path: Path) -> None:
     around = [0, 1, 2, 3, count - 4, count - 3, count - 2, count - 1]
     seen: set[int] = set()
     for place in around:
-        world, driver = make(CPU), FakeCuda(waits_on_host=False)
+        world, driver = make(CPU), FakeCuda(waits_on_host=False, buffers=(MIB, 64))
         with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
             step(*world.batch(0))
             driver.drop = frozenset(driver.waits + place + k * count for k in range(3))

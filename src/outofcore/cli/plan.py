@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from outofcore import planning
-from outofcore.api import homes_of, open_backend
 from outofcore.cli.answer import Subject
 from outofcore.cli.common import find_workload
 from outofcore.cli.script import build, is_script
 from outofcore.costs import Costs
 from outofcore.estimation import costed
 from outofcore.execution.backend import Backend, CpuBackend
+from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile
 from outofcore.presets import Device, device

@@ -15,7 +15,6 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outofcore
-from outofcore.api import open_backend
 from outofcore.cli.common import find_workload
 from outofcore.errors import InputError
 from outofcore.report import moved_text, step_report, step_text, write_picture

@@ -58,7 +58,8 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
+        # Where somebody has set these, torch.get_float32_matmul_precision and allow_tf32 raise.
+        "precision": [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision],
         "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         # Without it nothing is known of the memory that ops ask for.
         "arena": load_native().library is not None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 import torch
@@ -61,10 +61,26 @@ def profile_ops(
         cache: where families that were measured before are found, and the others are kept.
         backend: where the step runs; None: on the CPU.
     """
+    found = profile_some(
+        captured, range(len(captured.graph.ops)), advance=advance, measure_time=measure_time, cache=cache, backend=backend
+    )
+    return tuple(found[op.id] for op in captured.graph.ops)
+
+
+def profile_some(
+    captured: Captured,
+    ops: Collection[int],
+    *,
+    advance: Callable[[int, int], None] | None = None,
+    measure_time: bool = True,
+    cache: Cache | None = None,
+    backend: Backend | None = None,
+) -> dict[int, OpProfile]:
+    """Measure some ops of a captured step; as ``profile_ops`` measures all."""
     backend = backend or CpuBackend()
     kept = KeptProfiles(cache, backend.facts())
     families: dict[str, list[int]] = {}
-    for op in captured.graph.ops:
+    for op in (captured.graph.ops[index] for index in ops):
         families.setdefault(op.family or f"#{op.id}", []).append(op.id)
     found: dict[int, OpProfile] = {}
     states = [(generator, generator.get_state()) for generator in backend.generators()]
@@ -80,7 +96,7 @@ def profile_ops(
         for generator, state in states:
             generator.set_state(state)
         kept.save()
-    return tuple(found[op.id] for op in captured.graph.ops)
+    return found
 
 
 class _Bench:

@@ -236,8 +236,13 @@ class CudaDriver:
             "device_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "cudnn_flags": [torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
-            "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+            "cudnn_flags": [
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.deterministic,
+                torch.backends.cudnn.benchmark,
+            ],
+            # Where somebody has set these, allow_tf32 raises.
+            "precision": [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision],
             "arena": load_native(Flavor.CUDA).library is not None,
         }
 
