@@ -233,14 +233,13 @@ class Step(Shown, Lasting):
         return self._planner.plan(*self._measured(captured), describer(captured))
 
     def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
-        where, room = (self._cache, self._backend), self._planner.budget
-        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=where[0], backend=where[1])
-        if self._algorithms is not None:
-            captured, profiles = choose_algorithms(captured, profiles, room, self._algorithms, *where)
+        cache, backend, fixed = self._cache, self._backend, self._algorithms
+        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
+        if fixed is not None:
+            captured, profiles = choose_algorithms(captured, profiles, self._planner.budget, fixed, cache, backend)
         if not self._links:
             self._tell("measure the home", 0, 1)
-            size = min(64 * MIB, max(self.budget // 8, MIB))
-            self._links = links_to(self.home.stores, self._cache, self._backend, size)
+            self._links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
         self._tell("plan", 0, 1)
         return captured, Costs(tuple(profile.cost for profile in profiles), self._links), profiles
 

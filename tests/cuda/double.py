@@ -90,7 +90,7 @@ class FakeCuda:
             each other unhindered, as where everything stays on the device.
         drop: numbers of the calls of ``wait`` that are left undone.
         failing: whether transfers fail as they do on a full disk.
-        buffers: bytes of a staging buffer, and how many; small and few, so that they change hands often in a small step.
+        buffers: bytes of a staging buffer, and how many: so that they change hands often in a small step.
         news: by the number of a call of ``wait``, whether its stream learnt anything from it.
     """
 

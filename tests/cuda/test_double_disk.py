@@ -12,17 +12,22 @@ from test_double import CPU, STEPS, budget_of, compiled
 from worlds import World, convolutional, dense, eager, same
 
 from outofcore.errors import TransferError
+from outofcore.execution.arena import ScopeTable
+from outofcore.execution.binding import Bound, BoundCopy
+from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.cuda.files import reads_after_writes
+from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.slots import Piece
+from outofcore.graph import StepGraph
 from outofcore.profiling import device_links
-from outofcore.program import CopyIn, CopyOut
+from outofcore.program import Block, CopyIn, CopyOut, Program
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
 from outofcore.validator import validate
 
-# The model, the policy, how much of what it wants of the device it gets, and bytes of host memory, too few for the rest.
+# The model, the policy, the share of what it wants of the device, and bytes of host memory, too few for the rest.
 CASES = [
     (dense, "offload-all", 0.0, 600 * KIB),
     (convolutional, "offload-all", 0.0, 1000 * KIB),
@@ -88,34 +93,55 @@ def test_no_wait_can_be_left_out(
         driver.drop = frozenset()
 
 
+def back_and_forth(driver: FakeCuda, folder: Path, home: int, *, out_first: bool) -> Callable[[], int]:
+    """Runs a step that copies a block out and in, or in and out, and tells how many waits that took."""
+    count, lane = 64 * KIB, 2 * home
+    engine = CudaEngine(driver, homes(MIB, folder), MIB, 4)
+    engine_homes = [engine._home, engine._disk]
+    store = engine_homes[home]
+    assert store is not None
+    store.ensure(count)
+    arena = driver.open_arena(count, 0)
+    kinds = (CopyOut, CopyIn) if out_first else (CopyIn, CopyOut)
+    program = Program(tuple(kind(0, 0, home=home) for kind in kinds), (Block(0, 0, count, 0, 0, True, 0),), count)
+    queues: list[tuple[BoundCopy, ...]] = [(), (), (), ()]
+    for index, kind in enumerate(kinds):
+        queue = lane + (kind is CopyIn)
+        waits = ((2 * lane + 2 - queue, 1),) if index else ()  # for the other one, queues being numbered from 1
+        queues[queue] = (BoundCopy(index, 0, home, 0, count, waits, 1, not index),)
+    bound = Bound(StepGraph((), (), ()), program, (), tuple(queues))
+    table, slots = ScopeTable(arena, []), {index: (Piece(0, count),) for index in (0, 1)}
 
-def test_streams_are_joined_around_a_step(tmp_path: Path) -> None:
-    """As for host memory: without them, steps that follow each other unhindered get in each other's way."""
-    # With so little host memory, parameters are on the disk between two steps. So many buffers are used once in a step.
-    make, policy, share, near = dense, "offload-all", 0.0, 256 * KIB
-    world, driver = make(CPU), FakeCuda(waits_on_host=False, buffers=(MIB, 64))
-    with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
-        for index in range(3):
-            step(*world.batch(index))
+    def step() -> int:
         before = driver.waits
-        step(*world.batch(3))
-        count = driver.waits - before
-        news = {n for n in range(count) if driver.news[before + n]}
-    around = [0, 1, 2, 3, count - 4, count - 3, count - 2, count - 1]
-    seen: set[int] = set()
-    for place in around:
-        world, driver = make(CPU), FakeCuda(waits_on_host=False, buffers=(MIB, 64))
-        with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
-            step(*world.batch(0))
-            driver.drop = frozenset(driver.waits + place + k * count for k in range(3))
-            try:
-                for index in range(1, 4):
-                    step(*world.batch(index))
-            except RaceError:
-                seen.add(place)
-    print("RESULT", around, seen, news & set(around))
-    # Copies of the first home begin after something else of the program, and end before.
-    assert seen >= {3, count - 2, count - 1}
+        engine.run(program, bound, arena, table, slots, {})
+        return driver.waits - before
+
+    return step
+
+
+# Of the waits around a step, by the stream that waits or is waited for, which step shows that it is needed.
+BEGIN = {Stream.COPY_OUT: True, Stream.COPY_IN: False, Stream.DISK_OUT: True, Stream.READ: False}
+END = {Stream.COPY_OUT: False, Stream.COPY_IN: True, Stream.WRITE: False, Stream.DISK_IN: True}
+AROUND = [("begin", stream, first) for stream, first in BEGIN.items()]
+AROUND += [("end", stream, first) for stream, first in END.items()]
+
+
+@pytest.mark.parametrize(("side", "stream", "out_first"), AROUND)
+def test_no_wait_around_a_step_can_be_left_out(side: str, stream: Stream, out_first: bool, tmp_path: Path) -> None:
+    """Steps that follow each other unhindered get in each other's way, should one stream not be joined to the rest."""
+    home = 0 if stream in (Stream.COPY_OUT, Stream.COPY_IN) else 1
+    sides = list(BEGIN if side == "begin" else END)[: 2 * home + 2]
+    driver = FakeCuda(waits_on_host=False)
+    step = back_and_forth(driver, tmp_path, home, out_first=out_first)
+    count = step()
+    step()
+    place = sides.index(stream) if side == "begin" else count - len(sides) + sides.index(stream)
+    # The end of this step, or the beginning of the next.
+    driver.drop = frozenset({driver.waits + place + (count if side == "begin" else 0)})
+    step()
+    with pytest.raises(RaceError):
+        step()
 
 
 def test_a_transfer_that_fails_is_told_in_the_same_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Convolutions run by chosen algorithms: the same ones at every step, when an op runs again too, and only if asked for."""
+"""Convolutions run by chosen algorithms: the same ones whenever an op runs, and only if that is asked for."""
 
 from __future__ import annotations
 

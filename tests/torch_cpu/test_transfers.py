@@ -67,6 +67,6 @@ def test_what_the_system_refuses_is_told(home: DiskHome) -> None:
     work = transfer_of(home, 0, address_of(memory()), 4096, writes=True)
     work.descriptor = 1_000_000
     done(work)
-    with pytest.raises(TransferError, match="could not write 4.00 KiB at byte 0 .*Bad file descriptor") as caught:
+    with pytest.raises(TransferError, match=r"could not write 4.00 KiB at byte 0 .*Bad file descriptor") as caught:
         check_transfers([work])
     assert caught.value.errno == errno.EBADF

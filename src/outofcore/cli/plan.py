@@ -93,7 +93,7 @@ def imagine(work: Workload, target: Device, tell: Tell) -> Survey:
 
 def own(
     target: str,
-    where: str | None | Device,
+    where: str | Device | None,
     tell: Tell,
     cache: bool | Path = True,
     host_budget: int | None = None,
@@ -176,6 +176,8 @@ def subject_of(
                 found = imagine(work, target, tell)
     if backend.driver is not None:
         beside = backend.beside(found.smallest_budget, 0, 0)
-        title += f", on {backend.device} (bytes of the arena; of a budget, {format_bytes(beside)} or more lie beside it)"
+        title += (
+            f", on {backend.device} (bytes of the arena; of a budget, {format_bytes(beside)} or more lie beside it)"
+        )
     note = "" if target is None else target.describe()
     return Subject(title, GraphFile.of(found.graph, found.costs), note)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import outofcore
 from outofcore.cli.common import find_workload
 from outofcore.errors import InputError
+from outofcore.execution.opening import open_backend
 from outofcore.report import moved_text, step_report, step_text, write_picture
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds

@@ -61,10 +61,9 @@ def profile_ops(
         cache: where families that were measured before are found, and the others are kept.
         backend: where the step runs; None: on the CPU.
     """
-    found = profile_some(
-        captured, range(len(captured.graph.ops)), advance=advance, measure_time=measure_time, cache=cache, backend=backend
-    )
-    return tuple(found[op.id] for op in captured.graph.ops)
+    ops = range(len(captured.graph.ops))
+    found = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
+    return tuple(found[index] for index in ops)
 
 
 def profile_some(

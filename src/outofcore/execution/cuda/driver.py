@@ -4,10 +4,10 @@ Written against torch 2.11: ``torch.cuda.Stream``, ``Event``, ``caching_allocato
 documented at https://docs.pytorch.org/docs/2.11/cuda.html, stream order and host memory as in the CUDA runtime's
 reference (cudaStreamWaitEvent takes an event as it was recorded last, so that marks can be recorded anew in each
 step; cudaMemcpyAsync does not block the host where its host memory is pinned; memory that cudaHostRegister has pinned
-is as good as memory from cudaHostAlloc). Transfers to and from a disk are host functions in a stream (cuLaunchHostFunc of
-the driver's API, by the stream's ``cuda_stream``, which is a CUstream as well as a cudaStream_t): such a function runs
-after what was issued to its stream before and holds up what comes after, must not call CUDA nor wait for anything that
-does, and functions of several streams may run one after the other. It has not run on a GPU yet.
+is as good as memory from cudaHostAlloc). Transfers to and from a disk are host functions in a stream (cuLaunchHostFunc
+of the driver's API, by the stream's ``cuda_stream``, which is a CUstream as well as a cudaStream_t): such a function
+runs after what was issued to its stream before and holds up what comes after, must not call CUDA nor wait for anything
+that does, and functions of several streams may run one after the other. It has not run on a GPU yet.
 
 The arena is one allocation of the caching allocator's. So it counts in ``torch.cuda.max_memory_reserved`` and is held
 to ``set_per_process_memory_fraction``, and all that ops ask for within it (``arena.cpp``) changes neither. A step
@@ -109,7 +109,7 @@ class CudaDriver:
         library = load_native(Flavor.CUDA).library
         if library is None:
             raise TransferError(
-                f"a step on {self.device} reaches a disk by native code alone, and {load_native(Flavor.CUDA).reason}; "
+                f"the device {self.device} reaches a disk by native code alone, and {load_native(Flavor.CUDA).reason}; "
                 "install a C++ compiler, or leave 'home' out"
             )
         work = transfer_of(home, offset, memory.data_ptr(), memory.numel(), writes=stream is Stream.WRITE)
@@ -119,7 +119,8 @@ class CudaDriver:
         status = _cuda().cuLaunchHostFunc(handle, function, ctypes.byref(work))
         if status:
             raise TransferError(
-                f"{self.device} does not take a transfer to the spill file (CUresult {status}); leave 'home' out"
+                f"the device {self.device} does not take a transfer to or from the spill file (CUresult {status}); "
+                "leave 'home' out, so that host memory alone is used"
             )
 
     def mark(self, *, timed: bool = False) -> Any:
