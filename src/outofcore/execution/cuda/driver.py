@@ -242,8 +242,10 @@ class CudaDriver:
                 torch.backends.cudnn.deterministic,
                 torch.backends.cudnn.benchmark,
             ],
-            # Where somebody has set these, allow_tf32 raises.
-            "precision": [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision],
+            "precision": [
+                internals.precision_of(torch.backends.cuda, "matmul"),
+                internals.precision_of(torch.backends.cudnn, "conv"),
+            ],
             "arena": load_native(Flavor.CUDA).library is not None,
         }
 
