@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from outofcore.errors import InputError, UnitError
+from outofcore.errors import InputError, SpillError, UnitError
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
+from outofcore.execution.native import Flavor, load_native
 from outofcore.units import PAGE_BYTES, parse_bytes
 
 
@@ -71,11 +72,18 @@ def open_device_homes(
 
     Raises:
         UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used.
+        SpillError: a home cannot be used; so it is with a disk where the native code cannot be built.
     """
     limit = _host_limit(host_budget)
-    disk = [] if home in (None, "host") else [DiskHome() if home == "disk" else DiskHome(Path(home or ""))]
-    return [backend.home(limit), *disk]
+    if home is None or home == "host":
+        return [backend.home(limit)]
+    native = load_native(Flavor.CUDA)
+    if native.library is None:
+        raise SpillError(
+            f"the device {backend.device} reaches a disk by native code alone, and {native.reason}; install a C++ "
+            "compiler, or leave 'home' out"
+        )
+    return [backend.home(limit), DiskHome() if home == "disk" else DiskHome(Path(home))]
 
 
 def homes_of(
