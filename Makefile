@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-g10 bench-gpu bench-pack bench-plan \
-	bench-small bench-state gpu-check gpu-site clean
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-g10 bench-gpu bench-pack bench-peers \
+	bench-plan bench-small bench-state gpu-check gpu-site clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench-fit: setup  ## step time where everything fits
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py
+
+bench-peers: setup  ## step time against peak memory, beside what PyTorch itself offers: table and picture
+	$(BIN)/python benchmarks/peers.py
 
 bench-plan: setup  ## how long planning takes, and how that grows
 	$(BIN)/python benchmarks/plan.py

@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,10 +18,17 @@ from typing import Any, Self
 from rich.console import Console
 
 from outofcore.report.machine import this_machine
+from outofcore.units import MIB
 
 RESULTS = Path(__file__).with_name("results")
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
+
+
+# The smallest model that trains: its process shows what the interpreter and its libraries take.
+TINY = {"batch": 1, "layers": 1, "width": 64, "heads": 1, "context": 32}
+# What our process takes beyond its budget, at most.
+_SLACK_SHARE, _SLACK_BYTES = 1.02, 64 * MIB
 
 
 class WorkerError(Exception):
@@ -33,10 +41,12 @@ class Spec:
 
     model: str
     options: Mapping[str, Any]
-    mode: str = "eager"  # or "outofcore"
+    mode: str = "eager"  # or another that ``_worker.py`` knows
     budget: int | None = None
     home: str = "disk"
     policy: str = "auto"
+    segments: int = 2
+    share: float = 1.0
 
 
 @dataclass
@@ -47,6 +57,7 @@ class Worker:
         name: for the results.
         spec: what it trains.
         preload: a shared library to load before all others.
+        limit: seconds that an answer may take before the process is killed; None: any time.
 
     Raises:
         WorkerError: it could not be set up.
@@ -55,6 +66,7 @@ class Worker:
     name: str
     spec: Spec
     preload: Path | None = None
+    limit: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -120,7 +132,16 @@ class Worker:
         return {key: [step[key] for step in self.steps] for key in self.steps[0]}
 
     def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        late = threading.Event()
+        timer = threading.Timer(self.limit or 0, lambda: (late.set(), self._process.kill()))
+        if self.limit is not None:
+            timer.start()
+        try:
+            line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise WorkerError(f"{self.name}: no answer within {self.limit:g} s")
         if not line:
             raise WorkerError(f"{self.name}: ended with exit status {self._process.wait()}")
         content = json.loads(line)
@@ -133,6 +154,19 @@ def survey(spec: Spec) -> dict[str, Any]:
     """What the workload needs, from a process of its own: ``in_core_budget`` and ``smallest_budget``, in bytes."""
     with Worker("survey", Spec(spec.model, spec.options, "survey", home=spec.home)) as worker:
         return worker.facts
+
+
+def peak_of(spec: Spec, steps: int) -> int:
+    """Bytes of the peak of a process after some steps."""
+    with Worker("alone", spec) as worker:
+        for _ in range(steps):
+            worker.step()
+        return worker.ask("report")["peak_rss"]
+
+
+def budget_below(peak: int) -> int:
+    """The budget with which our process stays below so many bytes above the process of a tiny model."""
+    return int((peak - _SLACK_BYTES) / _SLACK_SHARE)
 
 
 def take_turns(workers: Sequence[Worker], rounds: int) -> None:
@@ -174,14 +208,18 @@ def find_tcmalloc() -> Path | None:
     return None
 
 
-def write_result(name: str, content: Mapping[str, Any], date: str | None) -> Path:
-    """Write a result beside the facts about the machine, as ``benchmarks/results/NAME.json``."""
-    facts = {
+def circumstances(date: str | None) -> dict[str, Any]:
+    """When, by which command and on what machine something was measured."""
+    return {
         "date": date or datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
         "machine": asdict(this_machine()),
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**facts, **content}, indent=1) + "\n", encoding="utf-8")
+
+
+def write_result(name: str, content: Mapping[str, Any], date: str | None, folder: Path = RESULTS) -> Path:
+    """Write a result beside the facts about the machine, as ``benchmarks/results/NAME.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**circumstances(date), **content}, indent=1) + "\n", encoding="utf-8")
     return path

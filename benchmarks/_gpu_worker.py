@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as checkpointing
+from _blocks import blocks_of, checkpoint_blocks
 
 import outofcore
 from outofcore import _torch_internals as internals
@@ -24,35 +24,11 @@ from outofcore.cli.common import find_workload
 from outofcore.errors import OutOfCoreError
 from outofcore.zoo import Workload
 
-_BLOCKS = frozenset({"BasicBlock", "Block", "Bottleneck"})
-_LISTS_OF_BLOCKS = frozenset({"down", "merge"})
-# What selective checkpointing keeps: the results of products, which cost most to compute again.
-_PRODUCTS = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention")
-)
-
 Step = Callable[..., torch.Tensor]
 
 
 class AbsentError(Exception):
     """A package that a mode needs is not installed."""
-
-
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [
-        module
-        for name, module in model.named_modules()
-        if type(module).__name__ in _BLOCKS or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
-    ]
-
-
-def _checkpointed(model: torch.nn.Module, *, selective: bool) -> None:
-    more: dict[str, Any] = {}
-    if selective:
-        more["context_fn"] = functools.partial(checkpointing.create_selective_checkpoint_contexts, list(_PRODUCTS))
-    for block in _blocks(model):
-        block.forward = functools.partial(checkpointing.checkpoint, block.forward, use_reentrant=False, **more)
 
 
 def _within(context: Callable[[], Any], step: Step) -> Step:
@@ -80,7 +56,7 @@ def _shard(model: torch.nn.Module) -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
     policy = fsdp.CPUOffloadPolicy(pin_memory=True)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         fsdp.fully_shard(block, offload_policy=policy)
     fsdp.fully_shard(model, offload_policy=policy)
 
@@ -129,7 +105,7 @@ def _prepared(work: Workload, spec: dict[str, Any], device: torch.device) -> tup
     else:
         model = model.to(device)
     if mode in ("checkpoint", "selective-checkpoint"):
-        _checkpointed(model, selective=mode != "checkpoint")
+        checkpoint_blocks(model, selective=mode != "checkpoint")
     if mode == "compile-budget":
         internals.set_activation_memory_budget(spec["share"])
         model.compile()

@@ -1,29 +1,31 @@
 """One process of a benchmark: trains a workload step by step, as its parent says.
 
-Its argument is JSON: ``model`` and ``options`` of the zoo; ``mode`` "eager", "checkpoint" (eager, with
-``torch.utils.checkpoint`` around each block), "outofcore" or "survey"; and for outofcore ``budget``, ``home`` and
-``policy``. It reads a command a line from standard input (``step``, ``report``, ``picture PATH``) and answers each
-with a line of JSON on standard output. What else is printed goes to standard error.
+Its argument is JSON: ``model`` (of the zoo, or "bert") and its ``options``; ``mode`` "eager", "checkpoint" (eager, with
+``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential``, in ``segments``), "compile"
+(``torch.compile`` that may keep a ``share`` of the activations), "outofcore" or "survey"; and for outofcore ``budget``,
+``home`` and ``policy``. It reads a command a line from standard input (``step``, ``report``, ``forget-peak``,
+``picture PATH``) and answers each with a line of JSON on standard output. What else is printed goes to standard error.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from _bert import workload
+from _blocks import checkpoint_blocks, checkpoint_chains
 
 import outofcore
-from outofcore.cli.common import find_workload
+from outofcore import _torch_internals as internals
 from outofcore.cli.plan import survey
 from outofcore.errors import OutOfCoreError
 from outofcore.report import step_report, write_picture
@@ -31,10 +33,6 @@ from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.zoo import Workload
 
 Answer = dict[str, Any]
-
-# The blocks of the models of the zoo: by their class, or by the list that they stand in.
-_BLOCKS = frozenset({"BasicBlock", "Block", "Bottleneck"})
-_LISTS_OF_BLOCKS = frozenset({"down", "merge"})
 
 
 class _Training:
@@ -46,13 +44,19 @@ class _Training:
         optimizer = work.optimizer(model)
         self._run: Callable[..., torch.Tensor] = work.make_step(model, optimizer)
         self._step: outofcore.Step | None = None
-        if spec["mode"] == "checkpoint":
-            _checkpoint_blocks(model)
-        if spec["mode"] == "outofcore":
-            self._step = outofcore.compile(
-                self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
-            )
-            self._run = self._step
+        match spec["mode"]:
+            case "checkpoint":
+                checkpoint_blocks(model)
+            case "sequential":
+                checkpoint_chains(model, spec["segments"])
+            case "compile":
+                internals.set_activation_memory_budget(spec["share"])
+                model.compile()
+            case "outofcore":
+                self._step = outofcore.compile(
+                    self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
+                )
+                self._run = self._step
 
     def step(self) -> Answer:
         batch = next(self._batches)
@@ -75,6 +79,12 @@ class _Training:
             answer["plan"] = {**asdict(told), "moved": moved}
         return answer
 
+    def forget_peak(self) -> Answer:
+        """The peak so far; from here on it is counted anew."""
+        peak = peak_memory_bytes()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return {"peak_rss": peak}
+
     def picture(self, path: Path) -> Answer:
         step = self._step
         if step is None:
@@ -89,21 +99,8 @@ class _Training:
             self._step.close()
 
 
-def _checkpoint_blocks(model: torch.nn.Module) -> None:
-    """Let each block keep its input alone, and run once more in the backward pass."""
-    blocks = [
-        module
-        for name, module in model.named_modules()
-        if type(module).__name__ in _BLOCKS or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
-    ]
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if not blocks:
-        raise OutOfCoreError(f"no blocks are known of a {type(model).__name__}")
-
-
 def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
-    work = find_workload(spec["model"], spec["options"])
+    work = workload(spec["model"], spec["options"])
     facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if spec["mode"] == "survey":
         found = survey(work, spec["home"], lambda *_: None)
@@ -118,6 +115,8 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
                 answer(training.step())
             case "report":
                 answer(training.report())
+            case "forget-peak":
+                answer(training.forget_peak())
             case "picture":
                 answer(training.picture(Path(argument)))
     training.close()
@@ -134,6 +133,9 @@ def main() -> None:
     try:
         _serve(json.loads(sys.argv[1]), answer)
     except OutOfCoreError as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+    except Exception as error:  # whatever a compiler may raise: the parent is to write it down
+        traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
 
 

@@ -13,17 +13,26 @@ import statistics
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, WorkerError, console, parse_options, survey, take_turns, write_result
+from _common import (
+    TINY,
+    Spec,
+    Worker,
+    WorkerError,
+    budget_below,
+    console,
+    parse_options,
+    peak_of,
+    survey,
+    take_turns,
+    write_result,
+)
 from rich.table import Table
 
-from outofcore.units import MIB, format_bytes, format_seconds
+from outofcore.units import format_bytes, format_seconds
 
 _WARM_UP = 5
 _IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
 _PARTS = (2.0, 4.0, 7.5)
-_TINY = {"batch": 1, "layers": 1, "width": 64, "heads": 1, "context": 32}
-# What our process takes beyond its budget, at most; so much less it is given to stay below another's peak.
-_SLACK_SHARE, _SLACK_BYTES = 1.02, 64 * MIB
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
     "gpt": {"batch": 8, "layers": 6, "width": 512, "context": 512},
@@ -74,14 +83,6 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _peak(spec: Spec, steps: int) -> int:
-    """Bytes of the peak of a process after some steps."""
-    with Worker("alone", spec) as worker:
-        for _ in range(steps):
-            worker.step()
-        return worker.ask("report")["peak_rss"]
-
-
 def _measure(
     model: str, options: dict[str, Any], parts: list[float], rounds: int, home: str, policy: str, base: int
 ) -> dict[str, Any]:
@@ -99,12 +100,11 @@ def _measure(
     checkpointed = Spec(model, options, "checkpoint")
     refused: dict[str, str] = {}
     try:
-        peak = _peak(checkpointed, 2) - base
+        peak = peak_of(checkpointed, 2) - base
     except WorkerError as error:
         refused["checkpoint"] = str(error)
     else:
-        at_its_peak = int((peak - _SLACK_BYTES) / _SLACK_SHARE)
-        wanted += [("checkpoint", checkpointed), ("at its peak", ours(at_its_peak))]
+        wanted += [("checkpoint", checkpointed), ("at its peak", ours(budget_below(peak)))]
     with contextlib.ExitStack() as stack:
         workers: list[Worker] = []
         for label, spec in wanted:
@@ -136,7 +136,7 @@ def main(
 ) -> None:
     """Measure, print a table for each model, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
-    base = _peak(Spec("gpt", _TINY), 1)
+    base = peak_of(Spec("gpt", TINY), 1)
     results: list[dict[str, Any]] = []
     for which, usual in chosen.items():
         options = {**usual, **parse_options(option or [])}

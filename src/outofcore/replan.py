@@ -103,8 +103,8 @@ class Planner:
         Args:
             entry: what ran.
             timeline: of its last step.
-            make_room: called before a plan is made from measured times: planning takes memory, too, and not beside
-                that of the step.
+            make_room: called before another plan is made for a step that does not fit: planning takes memory, too,
+                and not beside that of the step.
         """
         surprises = entry.runner.surprises()
         entry.runs += 1
@@ -113,6 +113,8 @@ class Planner:
             return None
         if surprises and not entry.surprised:
             entry.surprised = True
+            if entry.planned.plan.policy != "keep-all":
+                make_room()
             return self._foreseeing(entry, surprises)
         if entry.refined:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
+from outofcore import planning
 from outofcore.analysis.requests import Result, Scratch
 from outofcore.execution.native import load_native
 from outofcore.profiling import ops as profiling_ops
@@ -112,12 +114,12 @@ def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
     usual, more = 128 * KIB, 16 * MIB
     smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
     step, model, optimizer = make()
-    with outofcore.compile(step, model, optimizer, budget=smallest, cache=False) as compiled:
+    # By a plan that runs the op once a step.
+    with outofcore.compile(step, model, optimizer, budget=smallest, policy="offload-all", cache=False) as compiled:
         assert smallest < more
+        monkeypatch.setattr(compiled._backend, "reserve", lambda _: more + MIB)
         expected = losses(make()[0], [usual] * 2 + [more] * 2)
         assert losses(compiled, [usual] * 2) == expected[:2]
-        assert compiled._arena is not None
-        compiled._arena.set_reserve(more + MIB)
         assert losses(compiled, [more] * 2) == expected[2:]
         assert compiled.stats.off_plan == 4
     assert replanned(caplog) == []
@@ -184,3 +186,38 @@ def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     assert found.cost.workspace_bytes == profile.cost.workspace_bytes
     assert [r.bytes for r in found.requests.requests] == [r.bytes for r in profile.requests.requests]
     assert any(isinstance(r.placement, Result) for r in found.requests.requests)
+
+
+@native
+@pytest.mark.parametrize("cause", ["times", "memory"])
+def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
+    cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning takes memory; beside the arena it would break the budget."""
+    caplog.set_level(logging.INFO, "outofcore")
+    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: cause == "times")
+    usual, more = 128 * KIB, 512 * KIB
+    step, model, optimizer = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
+    step, model, optimizer = make()
+    regions: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    original = planning.plan_step
+
+    def plan_step(*args: Any, **kwargs: Any) -> Any:
+        alive.extend(region() is not None for region in regions)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    budget = smallest + MIB
+    with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
+        monkeypatch.setattr(compiled._backend, "reserve", lambda _: more + MIB)
+        moods = [usual] * 2 + [usual if cause == "times" else more] * 4
+        expected = losses(make()[0], moods)
+        found = losses(compiled, moods[:1])
+        assert compiled._arena is not None
+        regions.append(weakref.ref(compiled._arena.region))
+        found += losses(compiled, moods[1:])
+        assert found == expected
+    assert any("planned again" in r.getMessage() for r in caplog.records)
+    assert alive == [False]

@@ -63,7 +63,7 @@ def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("name", "of_budget", "share"),
     [
-        ("gpt", 0.0, 0.2),
+        ("gpt", 0.1, 0.2),
         *[("optimizer_adamw", of_budget, share) for of_budget in (0.0, 0.5) for share in (0.05, 0.2, 1.5)],
     ],
 )

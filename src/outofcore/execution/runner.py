@@ -170,7 +170,7 @@ class Runner:
             self._placed.layout.give_back(self._keeper.slots)
             self._placed = replace(self._placed, layout=Layout({}, ()))
             self._keeper.leave(self._placed.arena)
-            self._placed = None
+            self._placed = self._table = None  # either would keep the arena's pages
 
     def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
         """Run one step.

@@ -252,7 +252,7 @@ class StateKeeper:
                 _check_alike(window)
                 changed.append(window.key)
                 if state.shown is None:
-                    raise StateError(f"{state.key} is said to be at home or in the arena, and nothing of it is there")
+                    raise StateError(f"{state.key} is said to be in the arena or at home, and is not")
                 face = tensor_on(state.shown, window.value)
                 face.copy_(window.tensor.data)
                 window.tensor.data = face

@@ -75,7 +75,7 @@ function fillWaits() {
   list.replaceChildren();
   const total = waits.reduce((sum, wait) => sum + wait.length, 0);
   byId("waits-note").textContent = waits.length
-    ? "Ops stood still for " + micro(total) + " in " + waits.length + " waits" +
+    ? "Ops stood still for " + micro(total) + " in " + waits.length + (waits.length === 1 ? " wait" : " waits") +
       (more ? " (" + more + " shorter ones are left out)" : "") + ". Choose one to see it in the chart."
     : "Ops never wait: every copy is done when it is needed.";
   const byLength = waits.map((wait, number) => [wait, number]).sort((one, other) => other[0].length - one[0].length);

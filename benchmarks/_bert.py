@@ -1,0 +1,58 @@
+"""BERT for sequence classification, of Hugging Face's transformers: random weights, random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outofcore.cli.common import find_workload
+from outofcore.zoo import Workload, ZooOptions
+
+_LABELS = 2
+
+
+def workload(model: str, options: Mapping[str, Any]) -> Workload:
+    """A workload of the zoo, or ``bert``, which the library has not: it does not need transformers."""
+    return _bert(ZooOptions(**{"batch": 8, **options})) if model == "bert" else find_workload(model, options)
+
+
+def _bert(options: ZooOptions) -> Workload:
+    options.check("bert", frozenset({"layers", "width", "heads", "context", "vocab", "dropout"}))
+    layers, width, context = options.layers or 12, options.width or 768, options.context or 512
+    heads, vocab = options.heads or max(1, width // 64), options.vocab or 30522
+    dropout = 0.1 if options.dropout is None else options.dropout
+
+    def network() -> nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - slow, and this one's only
+
+        return BertForSequenceClassification(
+            BertConfig(
+                hidden_size=width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                intermediate_size=4 * width,
+                vocab_size=vocab,
+                max_position_embeddings=context,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+                num_labels=_LABELS,
+            )
+        )
+
+    def stream(batch: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.ones(batch, context, dtype=torch.long)
+        while True:
+            tokens = torch.randint(vocab, (batch, context), generator=generator)
+            yield tokens, mask, torch.randint(_LABELS, (batch,), generator=generator)
+
+    def loss(model: nn.Module, tokens: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+
+    shape = (
+        f"{layers} layers of width {width}, {heads} heads, {context} tokens, vocabulary {vocab}, dropout {dropout:g}"
+    )
+    return Workload("bert", options, shape, "random tokens", network, loss, stream)

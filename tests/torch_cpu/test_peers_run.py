@@ -1,0 +1,41 @@
+"""The benchmark of peers, at tiny size: numbers, table and picture come out, and what fails is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "peers.py"
+
+
+def run(folder: Path, *arguments: str) -> None:
+    # No C++ compiler for torch.compile: what a peer cannot do must be told.
+    env = {**os.environ, "CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    command = [sys.executable, str(BENCHMARK), "--small", "--workload", "gpt", "--option", "layers=1", "--rounds", "1"]
+    command += ["--limit", "3600"]
+    placed = ["--results", str(folder), "--picture", str(folder / "picture.svg"), "--date", "then"]
+    done = subprocess.run([*command, *placed, *arguments], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_numbers_table_and_picture_come_out(tmp_path: Path) -> None:
+    (tmp_path / "peers.json").write_text('{"workloads": {}}')
+    tools = ("eager", "checkpoint", "sequential", "compile", "outofcore")
+    run(tmp_path, *(word for tool in tools for word in ("--tool", tool)), "--share", "0.5", "--fraction", "2")
+    found = json.loads((tmp_path / "peers.json").read_text())["workloads"]["gpt"]
+    names = [row["name"] for row in found["rows"]]
+    assert names[:3] == ["eager", "checkpoint", "checkpoint_sequential, 4 segments"]
+    assert found["losses_identical"]
+    assert [verdict["peer"] for verdict in found["verdicts"]] == names[:3]
+    assert {row["tool"] for row in found["rows"][3:]} == {"outofcore"}
+    assert "compile, budget 0.5" in found["missing"]
+    table = (tmp_path / "peers.md").read_text()
+    assert "- compile, budget 0.5: " in table
+    assert all(name in table for name in names)
+    picture = (tmp_path / "picture.svg").read_text()
+    ET.fromstring(picture)
+    assert all(f"{name}: " in picture for name in names)
