@@ -22,7 +22,7 @@ SPEAKING = (
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(
-    r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be at home or in the "
+    r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be in the "
     r"arena|^§ has no tensor|is not a parameter of the model|before its program was in the arena|^cannot delete|"
     r"^cannot § bytes|^a step on a GPU has a home in host memory and at most"
 )
