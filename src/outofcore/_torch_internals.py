@@ -69,6 +69,7 @@ __all__ = [
     "memory_of",
     "node_sequence_number",
     "plain_optimizer_step",
+    "precision_of",
     "real_tensors",
     "register_optimizer_step_pre_hook",
     "sdp_backends_enabled",
@@ -171,6 +172,14 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage of a tensor, as a uint8 tensor on that storage."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def precision_of(backend: Any, op: str) -> str | None:
+    """What ``torch.backends`` says of the precision of an op in float32, such as of "matmul"; None: nothing.
+
+    The older ``allow_tf32`` and ``torch.get_float32_matmul_precision`` raise where somebody has set this one.
+    """
+    return getattr(getattr(backend, op, None), "fp32_precision", None)
 
 
 def set_activation_memory_budget(share: float) -> None:

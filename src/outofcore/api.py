@@ -17,13 +17,13 @@ from outofcore.capture.whole import capture_whole
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
-from outofcore.errors import InputError, UnitError
+from outofcore.errors import InputError
 from outofcore.estimation import costed
-from outofcore.execution.backend import Backend, CpuBackend, beside_the_arena
+from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
 from outofcore.profiling.cache import open_cache
@@ -31,7 +31,7 @@ from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import following
 from outofcore.step import Step
-from outofcore.units import PAGE_BYTES, parse_bytes
+from outofcore.units import parse_bytes
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -46,55 +46,15 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """The homes of a step, nearest first.
-
-    Args:
-        home: "host", "disk", or a folder on a disk; by default "disk".
-        host_budget: bytes of host memory for what is not on the device. With a home on disk they are used before
-            it; by default none, and with "host" as much as there is.
-
-    Raises:
-        UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used.
-    """
-    limit = None if host_budget is None else parse_bytes(host_budget)
-    if limit is not None and limit < PAGE_BYTES:
-        raise UnitError(
-            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
-        )
-    if home == "host":
-        return [HostHome(limit)]
-    disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
-    return [disk] if limit is None else [HostHome(limit), disk]
-
-
-def open_backend(device: str | torch.device | None) -> Backend:
-    """Where steps run: on the CPU, or on a CUDA device.
-
-    Raises:
-        InputError: there is no such device, or steps do not run there.
-    """
-    try:
-        wanted = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
-    if wanted.type == "cpu":
-        return CpuBackend()
-    if wanted.type == "cuda":
-        return CudaBackend(wanted)
-    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
-
-
 def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: str) -> OpenHome:
-    """The home of a step on a GPU."""
-    if home not in (None, "host") or check == Check.FULL.value:
+    """The homes of a step on a GPU, opened."""
+    if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
-            f"a step on {backend.device} has a home of its own, in pinned host memory, whose copies are not checked: "
-            "leave 'home' and 'check' out"
+            f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
+            "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
-    limit = None if host_budget is None else parse_bytes(host_budget)
-    return OpenHome([backend.home(limit)], kept=False)
+    named = home if isinstance(home, str | os.PathLike) else None
+    return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
 
 
 def _opened(home: str | os.PathLike[str] | None, host_budget: int | str | None, check: str, *, kept: bool) -> OpenHome:
@@ -149,6 +109,7 @@ def compile(
     policy: str = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
+    algorithms: str = "eager",
 ) -> Step:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -159,19 +120,26 @@ def compile(
         optimizer: the optimizer that the step calls, a list of them, or None.
         budget: device bytes for all tensors of the step, as a number or as text such as "6GiB".
         device: "cpu", the default, or "cuda". For a step on a GPU, the model may be on the CPU, and what the step is
-            called with as well: then it need not fit the device. Its home is pinned host memory of its own.
+            called with as well: then it need not fit the device. Its home is pinned host memory of its own, and a
+            disk behind it if ``home`` names one.
         home: where bytes live that are not on the device: "host", "disk", or a folder on a disk, opened for this
             step alone; or a home that is open (``open_home``), or that of another step over the same model
-            (``step.home``). By default "disk".
+            (``step.home``). By default "disk"; for a step on a GPU "host".
         host_budget: bytes of host memory, beside the budget, for what is not on the device, as a number or as text.
             With a home on disk this is a tier before it: what fits there does not go to disk. By default there is
-            none; with home="host" it limits that. A home that is open has its own.
+            none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
+            default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
+            are the buffers between the device and that.
         policy: how to plan; one of ``outofcore.planning.POLICIES``.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
         check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
             a few pages of each copy to disk; "full", all bytes of all copies, and what stays at a home after the step
             is read back once; "off", nothing.
+        algorithms: how convolutions are run: "eager", as PyTorch runs them under the flags of now, to the last bit; or
+            "fastest", each by the fastest of some algorithms whose workspace fits the budget beside the op's tensors.
+            What is chosen at the first call stays, but other algorithms round otherwise: results are then not those
+            of eager PyTorch to the last bit, nor sure to be those of another process.
 
     Returns:
         The step, to be called as the one given. Nothing is captured before its first call.
@@ -186,18 +154,20 @@ def compile(
     count = parse_bytes(budget)
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    if algorithms not in ("eager", "fastest"):
+        raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
-        return Step(step, models, optimizers, count, opened, policy, kept, backend)
+        return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
     if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
         raise InputError(
             "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
         )
     opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
-    return Step(step, models, optimizers, count, opened, policy, kept)
+    return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
 
 
 def minimum_budget(

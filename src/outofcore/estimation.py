@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from outofcore._torch_internals import tree_flatten, tree_unflatten
 from outofcore.capture.whole import capture_whole
 from outofcore.costs import Costs
 from outofcore.errors import InputError
+from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.graph import StepGraph
 from outofcore.presets import Device
 from outofcore.profiling.cache import Cache
+from outofcore.profiling.device_links import links_to
 from outofcore.profiling.estimate import estimated_costs
-from outofcore.profiling.links import link_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
+from outofcore.units import MIB
 
 
 @contextmanager
@@ -78,6 +81,7 @@ def costed(
     where: Sequence[HomeStore] | Device,
     cache: Cache | None,
     tell: Tell,
+    backend: Backend | None = None,
 ) -> tuple[StepGraph, Costs]:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
@@ -90,13 +94,14 @@ def costed(
         where: the homes whose links are measured, nearest first, or the device.
         cache: where measurements are kept.
         tell: told how far things are.
+        backend: where the step is to run, and ops are measured; None: on the CPU.
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
     tell("capture", 0, 1)
     with given_memory(models, (args, kwargs)) as (given, named):
-        return _costed(step, models, optimizers, given, named, where, cache, tell)
+        return _costed(step, models, optimizers, given, named, where, cache, tell, backend or CpuBackend())
 
 
 def _costed(
@@ -108,13 +113,18 @@ def _costed(
     where: Sequence[HomeStore] | Device,
     cache: Cache | None,
     tell: Tell,
+    backend: Backend,
 ) -> tuple[StepGraph, Costs]:
-    captured = capture_whole(step, models, optimizers, args, kwargs)
+    captured = capture_whole(step, models, optimizers, args, kwargs, backend.device)
+    if backend.driver is not None:
+        captured = captured.aligned(backend.alignment)
     tell("capture", 1, 1)
     if isinstance(where, Device):
         return captured.graph, estimated_costs(captured, where)
-    profiles = profile_ops(captured, advance=lambda done, total: tell("profile", done, total), cache=cache)
+    backend.prepare()
+    advance = partial(tell, "profile")
+    profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
     tell("measure the home", 0, 1)
-    links = tuple(link_to(store, cache) for store in where)
+    links = links_to(where, cache, backend, 64 * MIB)
     tell("measure the home", 1, 1)
     return captured.graph, Costs(tuple(profile.cost for profile in profiles), links)

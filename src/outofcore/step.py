@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, SpillError, StateError, TransferError
+from outofcore.execution.algorithms import Algorithm
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
@@ -34,6 +36,7 @@ from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
 from outofcore.lasting import Lasting
 from outofcore.planning import Planned
+from outofcore.profiling.algorithms import choose_algorithms
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.device_links import links_to
 from outofcore.profiling.kept import OpProfile
@@ -64,6 +67,7 @@ class Step(Shown, Lasting):
         policy: str,
         cache: Cache | None = None,
         backend: Backend | None = None,
+        algorithms: str = "eager",
     ) -> None:
         self._step = step
         self._models = list(models)
@@ -86,6 +90,7 @@ class Step(Shown, Lasting):
         self._signature: Signature | None = None
         self._arena: Memory | None = None
         self._links: tuple[Home, ...] = ()
+        self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._torn = ""
         self._closed = False
@@ -225,26 +230,21 @@ class Step(Shown, Lasting):
         """Planned so that nothing moves, if the budget holds that."""
         if self.policy == "offload-all" or live_bytes(captured.graph) > self._planner.budget:
             return None
-        profiles, costs = self._measured(captured)
-        return self._planner.plan_in_core(captured, costs, profiles)
+        return self._planner.plan_in_core(*self._measured(captured))
 
     def _out_of_core(self, captured: Captured) -> Entry:
-        profiles, costs = self._measured(captured)
-        return self._planner.plan(captured, costs, profiles, describer(captured))
+        return self._planner.plan(*self._measured(captured), describer(captured))
 
-    def _measured(self, captured: Captured) -> tuple[tuple[OpProfile, ...], Costs]:
-        profiles = profile_ops(
-            captured,
-            advance=lambda done, total: self._tell("profile", done, total),
-            cache=self._cache,
-            backend=self._backend,
-        )
+    def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
+        cache, backend, fixed = self._cache, self._backend, self._algorithms
+        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
+        if fixed is not None:
+            captured, profiles = choose_algorithms(captured, profiles, self._planner.budget, fixed, cache, backend)
         if not self._links:
             self._tell("measure the home", 0, 1)
-            size = min(64 * MIB, max(self.budget // 8, MIB))
-            self._links = links_to(self.home.stores, self._cache, self._backend, size)
+            self._links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
         self._tell("plan", 0, 1)
-        return profiles, Costs(tuple(profile.cost for profile in profiles), self._links)
+        return captured, Costs(tuple(profile.cost for profile in profiles), self._links), profiles
 
     def _activate(self, entry: Entry) -> None:
         self._engine.synchronize()
@@ -394,7 +394,6 @@ class Step(Shown, Lasting):
             StateError: the step was not called yet.
         """
         if self._stats is None:
-            counters = self._arena.counters() if self._arena is not None else None
-            off_plan = self._off_plan + (counters.large if counters else 0)
+            off_plan = self._off_plan + (self._arena.counters().large if self._arena is not None else 0)
             self._stats = measure_step(self.captured, self.planned, self.timeline, off_plan)
         return self._stats

@@ -12,6 +12,8 @@ order by marks.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +23,23 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
+from outofcore.errors import TransferError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.cuda.interface import FileHome, Stream
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.memory import Region, map_anonymous, tensor_over
 from outofcore.program import Run
 
 POISON = 0xFF  # as a floating-point number: not a number
 OP_SECONDS = 1e-4
 
 _Span = tuple[int, int, bool]  # first byte, end, whether it is written
-_Clock = tuple[int, int, int]
+_Clock = tuple[int, ...]  # by stream
+_NOTHING: _Clock = (0,) * len(Stream)
+# Bytes of a file have addresses as well: beyond all of memory.
+_FILE = 1 << 60
 
 
 class RaceError(Exception):
@@ -44,7 +51,7 @@ class FakeMark:
     """A mark of the double."""
 
     item: _Item | None = None  # where it was recorded last
-    clock: _Clock = (0, 0, 0)
+    clock: _Clock = _NOTHING
 
 
 @dataclass
@@ -82,6 +89,9 @@ class FakeCuda:
         waits_on_host: whether the end of a step waits for the device where the host asks for it. Without, steps follow
             each other unhindered, as where everything stays on the device.
         drop: numbers of the calls of ``wait`` that are left undone.
+        failing: whether transfers fail as they do on a full disk.
+        buffers: bytes of a staging buffer, and how many: so that they change hands often in a small step.
+        news: by the number of a call of ``wait``, whether its stream learnt anything from it.
     """
 
     seed: int = 0
@@ -90,14 +100,18 @@ class FakeCuda:
     witness: bool = True
     waits_on_host: bool = True
     drop: frozenset[int] = frozenset()
+    failing: bool = False
+    buffers: tuple[int, int] = (16 * 4096, 2)
     waits: int = 0
+    news: dict[int, bool] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _queues: dict[Stream, deque[_Item]] = field(default_factory=lambda: {s: deque() for s in Stream})
-    _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, (0, 0, 0)))
+    _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, _NOTHING))
     _accesses: list[_Access] = field(default_factory=list)
     _free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(Stream, 0.0))
     _bound: Bound | None = None
     _base: int = 0
+    _failures: list[OSError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -131,6 +145,31 @@ class FakeCuda:
         seconds = target.numel() / self.bytes_per_s
         self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
 
+    def staging(self, count: int) -> torch.Tensor:
+        region = Region(map_anonymous(count), count)
+        return tensor_over(region.memory(0, count)).fill_(POISON)
+
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        assert stream in (Stream.WRITE, Stream.READ)
+        assert memory.data_ptr() % 4096 == memory.numel() % 4096 == offset % 4096 == 0
+        writes, count = stream is Stream.WRITE, memory.numel()
+        # A file has its offset for an address, and this many pages for its bytes.
+        spans = [(_FILE + offset, _FILE + offset + count, writes)]
+        spans.append((memory.data_ptr(), memory.data_ptr() + count, not writes))
+        self._touch(stream, spans, f"transfer {index}")
+        view = internals.memory_of(memory)
+
+        def end() -> None:
+            try:
+                if self.failing:
+                    raise OSError(errno.ENOSPC, "no space left")
+                home.write(offset, view) if writes else home.read(offset, view)
+            except OSError as error:
+                self._failures.append(error)
+
+        begin = None if writes else functools.partial(memory.fill_, POISON)
+        self._put(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
+
     def mark(self, *, timed: bool = False) -> FakeMark:
         return FakeMark()
 
@@ -140,8 +179,10 @@ class FakeCuda:
         self._put(mark.item)
 
     def wait(self, stream: Stream, mark: FakeMark) -> None:
+        number = self.waits
         self.waits += 1
-        if self.waits - 1 in self.drop or mark.item is None:
+        self.news[number] = _later(self._clocks[stream], mark.clock) != self._clocks[stream]
+        if number in self.drop or mark.item is None:
             return
         self._clocks[stream] = _later(self._clocks[stream], mark.clock)
         self._put(_Item(stream, after=mark.item))
@@ -156,18 +197,25 @@ class FakeCuda:
         else:
             # The test looks at the results at once; the order of the streams is as if the host had gone on.
             self._drain()
+        self._check()
 
     def await_mark(self, mark: FakeMark) -> None:
         self._drain()
 
     def synchronize(self) -> None:
         self._drain()
+        self._check()
         if self.waits_on_host:
             reached = self._clocks[Stream.COMPUTE]
             for clock in self._clocks.values():
                 reached = _later(reached, clock)
             self._clocks = dict.fromkeys(Stream, reached)
             self._accesses.clear()
+
+    def _check(self) -> None:
+        failures, self._failures = self._failures, []
+        if failures:
+            raise TransferError(f"a transfer failed: {failures[0]}")
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
@@ -201,9 +249,10 @@ class FakeCuda:
         self._accesses += [_Access(start, end, writes, stream, number, what) for start, end, writes in spans]
 
     def _put(self, item: _Item) -> None:
-        clock = list(self._clocks[item.stream])
-        clock[item.stream] += 1
-        self._clocks[item.stream] = (clock[0], clock[1], clock[2])
+        if item.begin is not None or item.end is not None:  # marks and waits are no work
+            clock = list(self._clocks[item.stream])
+            clock[item.stream] += 1
+            self._clocks[item.stream] = tuple(clock)
         self._queues[item.stream].append(item)
 
     def _drain(self) -> None:
@@ -242,7 +291,7 @@ class FakeCuda:
 
 
 def _later(a: _Clock, b: _Clock) -> _Clock:
-    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]))
+    return tuple(map(max, a, b))
 
 
 class FakeBackend:
@@ -259,7 +308,7 @@ class FakeBackend:
         return self.driver.open_arena(count, reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
-        return CudaEngine(self.driver, homes)
+        return CudaEngine(self.driver, homes, *self.driver.buffers)
 
     def reserve(self, budget: int) -> int:
         return max(budget // 64, 65536)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,12 +12,15 @@ from double import POISON, FakeBackend, FakeCuda, RaceError
 from worlds import WORLDS, World, convolutional, dense, eager, same
 
 from outofcore.costs import Home
+from outofcore.estimation import costed
 from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.opened import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.profiling import device_links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
+from outofcore.progress import silent
 from outofcore.step import Step
 from outofcore.units import MIB
 from outofcore.validator import validate
@@ -26,12 +29,15 @@ CPU = torch.device("cpu")
 STEPS = 3
 
 
-def compiled(world: World, budget: int, policy: str, driver: FakeCuda) -> Step:
-    backend = FakeBackend(driver)
-    step = Step(
-        world.step, [world.model], [world.optimizer], budget, OpenHome([HostHome()], kept=False), policy, None, backend
-    )
-    step._links = (Home("host", None, driver.bytes_per_s, driver.bytes_per_s),)  # known: it is not what is tested here
+def compiled(
+    world: World, budget: int, policy: str, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
+) -> Step:
+    stores = [HostHome()] if homes is None else list(homes)
+    home = OpenHome(stores, kept=False)
+    step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
+    rate = driver.bytes_per_s
+    # Known: it is not what is tested here.
+    step._links = tuple(Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores))
     return step
 
 
@@ -195,3 +201,23 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
         blocks, instructions = step.planned.program.blocks, step.planned.program.instructions
         moved = {blocks[i.block].storage for i in instructions if isinstance(i, CopyIn | CopyOut)}
     assert not moved & states
+
+
+def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
+    graph, costs = costed(
+        world.step,
+        [world.model],
+        [world.optimizer],
+        world.batch(0),
+        {},
+        where=[HostHome(512 * MIB)],
+        cache=None,
+        tell=silent,
+        backend=FakeBackend(driver),
+    )
+    assert {storage.bytes % 512 for storage in graph.storages} == {0}
+    assert [home.name for home in costs.homes] == ["host"]
+    # By the device's clock: this machine's own memory is far faster.
+    assert costs.homes[0].bytes_per_s_out == pytest.approx(2e8, rel=0.05)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from worlds import WORLDS, World, convolutional, dense, eager, same
 import outofcore
 from outofcore import _torch_internals as internals
 from outofcore.costs import Home
-from outofcore.errors import BudgetError
+from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.cuda.driver import CudaDriver
-from outofcore.execution.cuda.interface import Stream
+from outofcore.execution.cuda.interface import FileHome, Stream
+from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opened import OpenHome
 from outofcore.program import CopyIn, CopyOut
@@ -64,24 +66,22 @@ class Delayed(CudaDriver):
         self._dawdle(stream)
         super().copy(stream, index, target, source)
 
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        self._dawdle(stream)
+        super().transfer(stream, index, home, offset, memory)
+
     def _dawdle(self, stream: Stream) -> None:
         if stream in self._slow and self._random.random() < 0.5:
             with torch.cuda.stream(self._streams[stream]):
                 internals.let_device_idle(self._random.randrange(1_000_000))
 
 
-def compiled(world: World, budget: int, policy: str, driver: CudaDriver) -> Step:
+def compiled(
+    world: World, budget: int, policy: str, driver: CudaDriver, near: int = GIB, behind: Sequence[HomeStore] = ()
+) -> Step:
     backend = CudaBackend(driver.device, driver)
-    return Step(
-        world.step,
-        [world.model],
-        [world.optimizer],
-        budget,
-        OpenHome([backend.home(GIB)], kept=False),
-        policy,
-        None,
-        backend,
-    )
+    home = OpenHome([backend.home(near), *behind], kept=False)
+    return Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, backend)
 
 
 def smallest(make: Callable[[torch.device], World], device: torch.device) -> int:
@@ -162,6 +162,47 @@ def test_streams_that_dawdle(slow: set[Stream], seed: int, device: torch.device)
     budget = smallest(dense, device) + beside(device) + 2 * MIB
     with compiled(world, budget, "offload-all", Delayed(device, seed, frozenset(slow))) as step:
         agree(world, step, losses, state)
+
+
+@pytest.mark.parametrize("slow", [set(), {Stream.WRITE, Stream.READ}, {Stream.DISK_OUT, Stream.DISK_IN}, set(Stream)])
+def test_a_disk_behind_host_memory(slow: set[Stream], device: torch.device, tmp_path: Path) -> None:
+    losses, state = eager(dense(device), STEPS)
+    world = dense(CPU)
+    budget = smallest(dense, device) + beside(device) + 2 * MIB
+    driver = Delayed(device, 0, frozenset(slow))
+    with compiled(world, budget, "offload-all", driver, 600 * KIB, [DiskHome(tmp_path)]) as step:
+        agree(world, step, losses, state)
+        moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut) and i.home == 1]
+        assert len(moved) > 10
+    assert same(world.state(), state) == []
+
+
+def test_a_transfer_that_fails_is_told(device: torch.device, tmp_path: Path) -> None:
+    driver, home = CudaDriver(device), DiskHome(tmp_path)
+    home.ensure(MIB)
+    memory = driver.staging(2 * MIB)
+    with driver.step(None):
+        driver.transfer(Stream.READ, -1, home, 0, memory)  # more than the file has
+        with pytest.raises(TransferError, match="the file ends there"):
+            driver.synchronize()
+        driver.transfer(Stream.READ, -1, home, 0, memory[:MIB])
+        driver.synchronize()
+    home.close()
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_other_algorithms_compute_the_same_but_for_rounding(name: str, device: torch.device) -> None:
+    torch.use_deterministic_algorithms(False)
+    make, found = WORLDS[name], []
+    for algorithms in ("eager", "fastest"):
+        world = make(CPU)
+        budget = smallest(make, device) + 2 * MIB + beside(device)
+        with outofcore.compile(
+            world.step, world.model, world.optimizer, budget=budget, device=device, cache=False, algorithms=algorithms
+        ) as step:
+            torch.manual_seed(1)
+            found.append([float(step(*world.batch(index)).detach().cpu()) for index in range(STEPS)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from outofcore.cli.app import app
@@ -62,6 +63,7 @@ def test_train_wants_a_budget() -> None:
         (["train", *TINY, "--budget", "1GiB", "--policy", "guess"], "there is no policy 'guess'"),
         (["train", *TINY, "--budget", "200KiB"], "The smallest budget that would do is"),
         (["plan", "gpt", "--budget", "much"], "cannot read 'much' as a byte count"),
+        (["plan", "gpt", "--device", "xpu"], "steps run on the CPU and on CUDA devices"),
         (["doctor", "--home", "/no/such/folder"], "/no/such/folder"),
     ],
 )
@@ -71,6 +73,20 @@ def test_an_error_is_one_message(arguments: list[str], message: str) -> None:
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_gpu_that_is_not_here_is_refused(command: str) -> None:
+    result = outofcore(command, *TINY, "--budget", "1GiB", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "PyTorch sees no CUDA device here" in result.stderr
+
+
+def test_a_device_is_either_here_or_simulated() -> None:
+    result = outofcore("plan", "gpt", "--device", "cuda", "--gpu", "a100-80gb")
+    assert result.exit_code == 2
+    assert "--device" in result.stderr
 
 
 def test_debug_shows_where_an_error_comes_from() -> None:

@@ -17,12 +17,14 @@ SPEAKING = (
     *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/fitting.py"),
     *("capture", "report", "checkpoint", "birth", "lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
-    *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "windows")),
+    *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "opening", "windows")),
+    "execution/cuda",
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(
-    r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be in the arena|^§ has no "
-    r"tensor|is not a parameter of the model|before its program was in the arena|^cannot delete|^cannot § bytes"
+    r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be in the "
+    r"arena|^§ has no tensor|is not a parameter of the model|before its program was in the arena|^cannot delete|"
+    r"^cannot § bytes|^a step on a GPU has a home in host memory and at most"
 )
 RAISERS = {
     *("InputError", "UnitError", "BudgetError", "SpillError", "CaptureError", "ArenaError", "TransferError"),

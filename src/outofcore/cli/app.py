@@ -31,6 +31,14 @@ Model = Annotated[
 Budget = Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")]
 Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
 Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
+HomeOf = Annotated[
+    str | None,
+    typer.Option(
+        help="Where bytes live that do not fit: disk, host, or a folder on a disk; by default disk, and for a GPU "
+        "pinned host memory, which comes before a disk.",
+        show_default=False,
+    ),
+]
 HostBudget = Annotated[
     str | None, typer.Option(help="Bytes of host memory for what does not fit, used before the disk; such as 4GiB.")
 ]
@@ -69,7 +77,7 @@ def train(
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 20,
     device: OnDevice = "cpu",
-    home: Home = "disk",
+    home: HomeOf = None,
     host_budget: HostBudget = None,
     policy: Policy = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch, without outofcore, to compare.")] = False,
@@ -115,7 +123,8 @@ def plan(
         typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
     ] = None,
     batch: Batch = 8,
-    home: Home = "disk",
+    device: OnDevice = "cpu",
+    home: HomeOf = None,
     host_budget: HostBudget = None,
     policy: Policy = "auto",
     graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
@@ -150,6 +159,8 @@ def plan(
     Exit status 1: it does not fit.
     """
     _check_plan(model, graph, gpu, compare=compare, sweep=sweep)
+    if device != "cpu" and (graph is not None or gpu is not None):
+        raise typer.BadParameter("costs are measured on it: leave --graph and --gpu away", param_hint="--device")
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     several = compare or sweep
     if len(budgets) > 1 and not several:
@@ -176,6 +187,7 @@ def plan(
             quiet=as_json,
             cache=_cache(cache, no_cache),
             host_budget=_bytes(host_budget),
+            where=device,
         )
     if several:
         if save_graph is not None:

@@ -15,9 +15,9 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outofcore
-from outofcore.api import open_backend
 from outofcore.cli.common import find_workload
 from outofcore.errors import InputError
+from outofcore.execution.opening import open_backend
 from outofcore.report import moved_text, step_report, step_text, write_picture
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
@@ -103,7 +103,7 @@ def train(
     *,
     budget: int | None,
     steps: int,
-    home: str,
+    home: str | None,
     policy: str,
     picture: Path | None,
     save: Path | None = None,
@@ -120,7 +120,7 @@ def train(
         options: of the workload.
         budget: bytes; None: plain PyTorch.
         steps: how many.
-        home: "disk", "host" or a folder.
+        home: "disk", "host" or a folder; None: as for ``outofcore.compile``.
         policy: one of ``outofcore.planning.POLICIES``.
         picture: an HTML file to write the memory of the last step to.
         save: a folder for a checkpoint at the end.
@@ -128,7 +128,7 @@ def train(
         bits: print all bits of the losses.
         cache: as for ``outofcore.compile``.
         host_budget: as for ``outofcore.compile``.
-        device: where the step runs. On another than the CPU, the home is in host memory.
+        device: where the step runs.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
@@ -159,6 +159,7 @@ def train(
             display,
             budget=budget,
             steps=steps,
+            home=home,
             policy=policy,
             save=save,
             resume=resume,
@@ -196,6 +197,7 @@ def _train_on(
     *,
     budget: int,
     steps: int,
+    home: str | None,
     policy: str,
     save: Path | None,
     resume: Path | None,
@@ -203,14 +205,22 @@ def _train_on(
     cache: bool | Path,
     host_budget: int | None,
 ) -> None:
-    """Train on a GPU: the model is made in ordinary memory, and the step has a home of its own."""
+    """Train on a GPU: the model is made in ordinary memory, and the step has homes of its own."""
     network = work.build()
     optimizer = work.optimizer(network)
     torch.manual_seed(work.options.seed)
     begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
     plain = work.make_step(network, optimizer)
     with outofcore.compile(
-        plain, network, optimizer, budget=budget, device=device, host_budget=host_budget, policy=policy, cache=cache
+        plain,
+        network,
+        optimizer,
+        budget=budget,
+        device=device,
+        home=home,
+        host_budget=host_budget,
+        policy=policy,
+        cache=cache,
     ) as step:
         step.on_progress = display.stage
         done = _loop(work, step, steps, display, step, begun, bits)

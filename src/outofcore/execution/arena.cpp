@@ -11,9 +11,12 @@
 
 #include <c10/util/Exception.h>
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -305,3 +308,38 @@ EXPORT void outofcore_record_end() { thread.log = nullptr; }
 EXPORT int64_t outofcore_record_size(const Log* log) { return static_cast<int64_t>(log->size()); }
 EXPORT const Event* outofcore_record_data(const Log* log) { return log->data(); }
 EXPORT void outofcore_record_free(Log* log) { delete log; }
+
+// One transfer between a file and host memory. CUDA calls this on a thread of its own, in the order of a stream: it
+// takes neither the GIL nor a lock, and calls nothing of CUDA. See transfers.py.
+struct Transfer {
+  int64_t address, bytes, offset;
+  int32_t descriptor, writes, forgets;
+  int32_t failure;  // 0: done; -1: the file ended; else what errno said
+  int64_t done;     // bytes that were moved
+};
+EXPORT void outofcore_transfer(void* data) {
+  auto& t = *static_cast<Transfer*>(data);
+  constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
+  t.done = 0;
+  t.failure = 0;
+  while (t.done < t.bytes) {
+    auto* memory = reinterpret_cast<char*>(t.address) + t.done;
+    const int64_t left = t.bytes - t.done;
+    const size_t count = left < kMost ? left : kMost;
+    const ssize_t moved = t.writes ? pwrite(t.descriptor, memory, count, t.offset + t.done)
+                                   : pread(t.descriptor, memory, count, t.offset + t.done);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0) {
+      t.failure = errno;
+      return;
+    }
+    // After a short one, direct I/O can go on from a page boundary only.
+    const int64_t kept = moved == left ? moved : moved / kPage * kPage;
+    if (kept == 0) {
+      t.failure = -1;
+      return;
+    }
+    t.done += kept;
+  }
+  if (t.forgets) posix_fadvise(t.descriptor, t.offset, t.bytes, POSIX_FADV_DONTNEED);
+}

@@ -77,6 +77,15 @@ class DiskHome:
         """Whether the page cache is bypassed; known from the first ``ensure`` on, False before."""
         return self._file is not None and self._file.direct
 
+    @property
+    def descriptor(self) -> int:
+        """Of the open file, for transfers of whole pages; it bypasses the page cache where ``direct``.
+
+        Raises:
+            StateError: the home is not open.
+        """
+        return self._opened().descriptor
+
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""
         if self._limit is not None and count > self._limit:

@@ -54,6 +54,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_record_size": (_COUNT, (_POINTER,)),
     "outofcore_record_data": (_POINTER, (_POINTER,)),
     "outofcore_record_free": (None, (_POINTER,)),
+    "outofcore_transfer": (None, (_POINTER,)),
 }
 
 

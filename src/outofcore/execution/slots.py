@@ -26,6 +26,11 @@ class Piece:
     bytes: int
 
 
+def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    """Whether two slots have a page in common."""
+    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
+
+
 class Slots:
     """Hands out the pages of one home, the lowest first, and takes them back.
 

@@ -84,6 +84,12 @@ class SpillFile:
         self._release = weakref.finalize(self, _close, self._descriptor, self._direct_descriptor)
         self._release.atexit = False
 
+    @property
+    def descriptor(self) -> int:
+        """The open file, past the page cache where ``direct``."""
+        self._check_open()
+        return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
+
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped from it. May be called again."""
         self._closed = True

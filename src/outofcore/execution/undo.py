@@ -18,7 +18,7 @@ from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.randomness import generators_on
 from outofcore.execution.arenas import Memory
-from outofcore.execution.slots import Piece, Slots
+from outofcore.execution.slots import Piece, Slots, meet
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
 from outofcore.units import MIB
 
@@ -145,13 +145,9 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
             ),
             None,
         )
-        others = tuple(i for i, other in outs if i > index and other.home == copy.home and _meet(pieces, slots[i]))
+        others = tuple(i for i, other in outs if i > index and other.home == copy.home and meet(pieces, slots[i]))
         found.append(_Stray(block, index, pieces, copy.home, back, others))
     return found
-
-
-def _meet(some: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
-    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
 
 
 __all__ = ["Reached", "Undo"]

@@ -1,4 +1,4 @@
-"""What the link between a device and its host home gives, by the device's clock."""
+"""What the link between a device and a home gives, by the device's clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from outofcore.costs import Home
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.cuda.staging import Part, Staging, first_stream, last_stream
+from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import LinkReport, Rates, link_to
 from outofcore.units import MIB, PAGE_BYTES, round_up
@@ -28,63 +29,58 @@ _Issue = Callable[[], None]
 def measure_device_link(
     driver: Driver, home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: float = 1.2
 ) -> LinkReport:
-    """Measure the link between a device and a home whose faces are host memory.
+    """Measure the link between a device and a home: host memory, or a disk behind it.
 
     Copies go between fresh device memory and room past the end of what the home holds, which is left as
     it is; the home is larger afterwards by twice the buffer. What runs together is issued on streams side by side,
-    and only what began while all of them were at work counts.
+    and only what began while all of them were at work counts. To and from a disk they go as in a step, through buffers
+    in host memory.
 
     Args:
         driver: the device.
-        home: pinned at best.
+        home: pinned at best, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
         seconds: about how long to measure, in all.
 
     Raises:
         ArenaError: the device has no room for four buffers and 192 MiB for ops beside them.
         SpillError: the home has no room for the measurement.
+        TransferError: a transfer to or from a disk failed.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
-    slot_out, slot_in = home.reserve(size), home.reserve(size)
-    host_out, host_in = home.face(slot_out, size), home.face(slot_in, size)
+    slots = home.reserve(size), home.reserve(size)
     arena = driver.open_arena(2 * size + 2 * _PASS_BYTES + 3 * _MATRIX * _MATRIX * 4, 1 << 62)
     try:
-        return _measure(driver, home, arena, (host_out, host_in), size, seconds / 7)
+        return _measure(driver, home, arena, slots, size, seconds / 7)
     finally:
         driver.synchronize()
         arena.close()
 
 
 def _measure(
-    driver: Driver, home: HomeStore, arena: Memory, host: tuple[torch.Tensor, torch.Tensor], size: int, part: float
+    driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int, part: float
 ) -> LinkReport:
-    outgoing, incoming = arena.view(0, size), arena.view(size, size)
-    outgoing.fill_(1)
-    host[1].fill_(1)
+    arena.view(0, size).fill_(1)
     work = _ops(arena, 2 * size)
 
     def compute() -> None:
         driver.launch(None, work)
 
-    def put() -> None:
-        driver.copy(Stream.COPY_OUT, -1, host[0], outgoing)
-
-    def get() -> None:
-        driver.copy(Stream.COPY_IN, -1, incoming, host[1])
-
-    def page_out() -> None:
-        driver.copy(Stream.COPY_OUT, -1, host[0][:PAGE_BYTES], outgoing[:PAGE_BYTES])
-
-    def page_in() -> None:
-        driver.copy(Stream.COPY_IN, -1, incoming[:PAGE_BYTES], host[1][:PAGE_BYTES])
-
-    streams = (Stream.COMPUTE, Stream.COPY_OUT, Stream.COPY_IN)
+    link = (
+        _DiskCopies(driver, home, arena, slots, size)
+        if isinstance(home, DiskHome)
+        else _MemoryCopies(driver, home, arena, slots, size)
+    )
+    out, into = link.streams
+    put, get = partial(link.put, size), partial(link.get, size)
+    page_out, page_in = partial(link.put, PAGE_BYTES), partial(link.get, PAGE_BYTES)
+    streams = (Stream.COMPUTE, out, into)
     actions: dict[Stream, _Issue] = dict(zip(streams, (compute, put, get), strict=True))
     with driver.step(None):
         for action in (*actions.values(), page_out, page_in):
             action()
         driver.synchronize()
-        pages = {Stream.COPY_OUT: page_out, Stream.COPY_IN: page_in}
+        pages = {out: page_out, into: page_in}
         latency = statistics.median(
             found
             for stream, action in pages.items()
@@ -96,7 +92,7 @@ def _measure(
             chosen = {stream: actions[stream] for stream in which}
             return _medians(driver, chosen, part, alone)
 
-        with_out, with_in = beside(Stream.COMPUTE, Stream.COPY_OUT), beside(Stream.COMPUTE, Stream.COPY_IN)
+        with_out, with_in = beside(Stream.COMPUTE, out), beside(Stream.COMPUTE, into)
         both = beside(*streams)
 
     def rate(taken: float) -> float:
@@ -106,13 +102,58 @@ def _measure(
         name=home.name,
         capacity=home.capacity,
         latency_s=latency,
-        alone=Rates(rate(alone[Stream.COPY_OUT]), rate(alone[Stream.COPY_IN])),
-        computing=Rates(rate(with_out[Stream.COPY_OUT]), rate(with_in[Stream.COPY_IN])),
-        together=Rates(rate(both[Stream.COPY_OUT]), rate(both[Stream.COPY_IN])),
+        alone=Rates(rate(alone[out]), rate(alone[into])),
+        computing=Rates(rate(with_out[out]), rate(with_in[into])),
+        together=Rates(rate(both[out]), rate(both[into])),
         compute_alone_s=alone[Stream.COMPUTE],
         compute_single_s=(with_out[Stream.COMPUTE] + with_in[Stream.COMPUTE]) / 2,
         compute_both_s=both[Stream.COMPUTE],
     )
+
+
+class _MemoryCopies:
+    """Copies between the first bytes of an arena and host memory."""
+
+    streams = (Stream.COPY_OUT, Stream.COPY_IN)
+
+    def __init__(self, driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int) -> None:
+        self._driver = driver
+        self._host = home.face(slots[0], size), home.face(slots[1], size)
+        self._device = arena.view(0, size), arena.view(size, size)
+        self._host[1].fill_(1)
+
+    def put(self, count: int) -> None:
+        self._driver.copy(Stream.COPY_OUT, -1, self._host[0][:count], self._device[0][:count])
+
+    def get(self, count: int) -> None:
+        self._driver.copy(Stream.COPY_IN, -1, self._device[1][:count], self._host[1][:count])
+
+
+class _DiskCopies:
+    """Copies between the first bytes of an arena and a disk."""
+
+    streams = (Stream.DISK_OUT, Stream.DISK_IN)
+
+    def __init__(self, driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int) -> None:
+        self._staging = Staging(driver, home)
+        self._arena, self._slots, self._size = arena, slots, size
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+        with driver.step(None):
+            # What was never written is not read from the disk.
+            for slot in slots:
+                self._staging.out(-1, self._staging.parts(arena.view, 0, slot, size))
+            driver.synchronize()
+
+    def _part(self, way: int, count: int) -> list[Part]:
+        if (way, count) not in self._parts:
+            self._parts[way, count] = self._staging.parts(self._arena.view, way * self._size, self._slots[way], count)
+        return self._parts[way, count]
+
+    def put(self, count: int) -> None:
+        self._staging.out(-1, self._part(0, count))
+
+    def get(self, count: int) -> None:
+        self._staging.into(-1, self._part(1, count), ())
 
 
 def _ops(arena: Memory, offset: int) -> Callable[[], None]:
@@ -163,13 +204,13 @@ def _times(driver: Driver, actions: dict[Stream, _Issue], counts: int | dict[Str
     stamps: dict[Stream, list[tuple[Mark, Mark]]] = {stream: [] for stream in actions}
     for stream in actions:
         if stream is not Stream.COMPUTE:
-            driver.wait(stream, begin)
+            driver.wait(first_stream(stream), begin)
     order = zip_longest(*([stream] * wanted[stream] for stream in actions))
     for stream in (stream for turn in order for stream in turn if stream is not None):
         start, end = driver.mark(timed=True), driver.mark(timed=True)
-        driver.record(stream, start)
+        driver.record(first_stream(stream), start)
         actions[stream]()
-        driver.record(stream, end)
+        driver.record(last_stream(stream), end)
         stamps[stream].append((start, end))
     driver.synchronize()
     spans = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outofcore._torch_internals import precision_of
 from outofcore.analysis import LARGE_BYTES
 from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch
 from outofcore.costs import OpCost
@@ -58,7 +59,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
+        "precision": [precision_of(torch.backends.mkldnn, op) for op in ("matmul", "conv")],
         "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         # Without it nothing is known of the memory that ops ask for.
         "arena": load_native().library is not None,

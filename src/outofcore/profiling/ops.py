@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 import torch
@@ -61,11 +61,26 @@ def profile_ops(
         cache: where families that were measured before are found, and the others are kept.
         backend: where the step runs; None: on the CPU.
     """
+    ops = range(len(captured.graph.ops))
+    found = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
+    return tuple(found[index] for index in ops)
+
+
+def profile_some(
+    captured: Captured,
+    ops: Collection[int],
+    *,
+    advance: Callable[[int, int], None] | None = None,
+    measure_time: bool = True,
+    cache: Cache | None = None,
+    backend: Backend | None = None,
+) -> dict[int, OpProfile]:
+    """Measure some ops of a captured step; as ``profile_ops`` measures all."""
     backend = backend or CpuBackend()
     kept = KeptProfiles(cache, backend.facts())
     # Of updates that are alike, those that have yet to make their state ask for other memory.
     families: dict[tuple[str, bool], list[int]] = {}
-    for op in captured.graph.ops:
+    for op in (captured.graph.ops[index] for index in ops):
         first = captured.calls[op.id].rehearse_first is not None
         families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
     found: dict[int, OpProfile] = {}
@@ -82,7 +97,7 @@ def profile_ops(
         for generator, state in states:
             generator.set_state(state)
         kept.save()
-    return tuple(found[op.id] for op in captured.graph.ops)
+    return found
 
 
 class _Bench:

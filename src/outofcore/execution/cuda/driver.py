@@ -4,7 +4,10 @@ Written against torch 2.11: ``torch.cuda.Stream``, ``Event``, ``caching_allocato
 documented at https://docs.pytorch.org/docs/2.11/cuda.html, stream order and host memory as in the CUDA runtime's
 reference (cudaStreamWaitEvent takes an event as it was recorded last, so that marks can be recorded anew in each
 step; cudaMemcpyAsync does not block the host where its host memory is pinned; memory that cudaHostRegister has pinned
-is as good as memory from cudaHostAlloc). It has not run on a GPU yet.
+is as good as memory from cudaHostAlloc). Transfers to and from a disk are host functions in a stream (cuLaunchHostFunc
+of the driver's API, by the stream's ``cuda_stream``, which is a CUstream as well as a cudaStream_t): such a function
+runs after what was issued to its stream before and holds up what comes after, must not call CUDA nor wait for anything
+that does, and functions of several streams may run one after the other. It has not run on a GPU yet.
 
 The arena is one allocation of the caching allocator's. So it counts in ``torch.cuda.max_memory_reserved`` and is held
 to ``set_per_process_memory_fraction``, and all that ops ask for within it (``arena.cpp``) changes neither. A step
@@ -30,7 +33,9 @@ from outofcore.errors import ArenaError, InputError, StateError, TransferError
 from outofcore.execution.arena import Recorder, install
 from outofcore.execution.arenas import ArenaCounters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Mark, Stream
+from outofcore.execution.cuda.host import PinnedHome
+from outofcore.execution.cuda.interface import FileHome, Mark, Stream
+from outofcore.execution.cuda.transfers import Transfer, check_transfers, transfer_of
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
@@ -66,11 +71,12 @@ class CudaDriver:
         if index >= torch.cuda.device_count():
             raise InputError(f"there is no device cuda:{index}; PyTorch sees {torch.cuda.device_count()}")
         self.device = torch.device("cuda", index)
+        # By number; all but the first, which is the user's own.
         self._streams: list[Any] = [
             torch.cuda.current_stream(self.device),
-            torch.cuda.Stream(self.device),
-            torch.cuda.Stream(self.device),
+            *(torch.cuda.Stream(self.device) for _ in list(Stream)[1:]),
         ]
+        self._transfers: list[Transfer] = []  # of this step
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
         """See ``Driver.open_arena``."""
@@ -92,6 +98,31 @@ class CudaDriver:
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
+    def staging(self, count: int) -> torch.Tensor:
+        """See ``Driver.staging``."""
+        home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
+        home.ensure(count)
+        return home.face(0, count)  # it keeps the memory
+
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        """See ``Driver.transfer``."""
+        library = load_native(Flavor.CUDA).library
+        if library is None:
+            raise TransferError(
+                f"the device {self.device} reaches a disk by native code alone, and {load_native(Flavor.CUDA).reason}; "
+                "install a C++ compiler, or leave 'home' out"
+            )
+        work = transfer_of(home, offset, memory.data_ptr(), memory.numel(), writes=stream is Stream.WRITE)
+        self._transfers.append(work)  # it has to live until it has run
+        function = ctypes.cast(library.outofcore_transfer, ctypes.c_void_p)
+        handle = ctypes.c_void_p(self._streams[stream].cuda_stream)
+        status = _cuda().cuLaunchHostFunc(handle, function, ctypes.byref(work))
+        if status:
+            raise TransferError(
+                f"the device {self.device} does not take a transfer to or from the spill file (CUresult {status}); "
+                "leave 'home' out, so that host memory alone is used"
+            )
+
     def mark(self, *, timed: bool = False) -> Any:
         """See ``Driver.mark``."""
         return torch.cuda.Event(enable_timing=timed)
@@ -112,6 +143,7 @@ class CudaDriver:
         """See ``Driver.finish``: the compute stream has waited for the others already."""
         if host:
             self._streams[Stream.COMPUTE].synchronize()
+            self._check_transfers()
 
     def await_mark(self, mark: Any) -> None:
         """See ``Driver.await_mark``."""
@@ -123,6 +155,11 @@ class CudaDriver:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise TransferError(f"the device {self.device} failed: {error}") from error
+        self._check_transfers()
+
+    def _check_transfers(self) -> None:
+        transfers, self._transfers = self._transfers, []
+        check_transfers(transfers)
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
         """See ``Driver.pinned``. PyTorch does not reuse pinned memory of its own before copies from it are done."""
@@ -200,8 +237,15 @@ class CudaDriver:
             "device_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "cudnn_flags": [torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
-            "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+            "cudnn_flags": [
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.deterministic,
+                torch.backends.cudnn.benchmark,
+            ],
+            "precision": [
+                internals.precision_of(torch.backends.cuda, "matmul"),
+                internals.precision_of(torch.backends.cudnn, "conv"),
+            ],
             "arena": load_native(Flavor.CUDA).library is not None,
         }
 
@@ -334,6 +378,12 @@ class _Bytes:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    """The driver's API, which is loaded wherever there is a device. Calls release the GIL."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _nothing() -> None:

@@ -6,13 +6,18 @@ begin after what is on the compute stream by then, and the compute stream goes o
 the device can be used in the user's own stream as ever. Where a step leaves states in host memory, which the user may
 read at once, the call returns when they are there.
 
+Copies to and from a disk pass through host memory (``staging``). A queue of such copies is done with a block when the
+stream on the device's side is. That a file holds what is read from it is for the engine to see to: of an instruction
+that waits for a copy out, the program does not say whether it needs the room on the device or the bytes in the file.
+A step that has copied to or from a disk returns when that is done, so that a transfer that failed is told at once.
+
 Has run on the double of the tests; not on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,15 +26,22 @@ from outofcore.errors import GraphError, StateError
 from outofcore.execution.arena import ScopeTable, as_arena_error
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
+from outofcore.execution.cuda.files import reads_after_writes
 from outofcore.execution.cuda.host import PinnedHome
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
+from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Part, Staging, first_stream, last_stream
 from outofcore.execution.engines import GeneratorStates, Port, place_results
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
 
-_COPIES = (Stream.COPY_OUT, Stream.COPY_IN)
+# The streams that begin after the compute stream at the start of a step, and those after which it goes on; the others
+# follow from these.
+_BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
+_BEGIN_DISK = (Stream.DISK_OUT, Stream.READ)
+_END = (Stream.COPY_OUT, Stream.COPY_IN)
+_END_DISK = (Stream.WRITE, Stream.DISK_IN)
 # Steps of a program that are measured: the first ones, by which plans are judged, and then one in so many.
 _FIRST_MEASURED = 6
 _MEASURED_EVERY = 32
@@ -48,6 +60,9 @@ class _Issue:
     pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # of a copy: bytes in the arena, and in host memory
     device: torch.Tensor | None = None  # of a copy to or from the caller's memory: its bytes in the arena
     storage: int = -1  # likewise: what it is
+    parts: tuple[Part, ...] = ()  # of a copy to or from a disk
+    after: Mark | None = None  # of a copy from a disk: when the file holds what is to be read
+    stored: Mark | None = None  # of a copy to a disk, where one from there reads it
 
 
 @dataclass
@@ -56,8 +71,9 @@ class _Prepared:
 
     issues: list[_Issue]
     shown: bool  # whether it leaves in host memory what the user may look at
+    disk: bool  # whether it copies to or from a disk
     begin: Mark
-    ends: tuple[Mark, Mark]
+    ends: dict[Stream, Mark]
     stamps: list[Mark]  # two for each instruction; empty until a step is measured
     started: Mark
     stopped: Mark
@@ -70,17 +86,28 @@ class CudaEngine:
 
     Args:
         driver: the device.
-        homes: one, in host memory, pinned at best.
+        homes: in host memory, pinned at best; and behind it one on a disk, if there is one.
+        buffer_bytes: of each of the buffers between the device and a disk.
+        buffers: of them, for each direction.
 
     Raises:
-        StateError: there are more homes than one.
+        StateError: there are other homes.
     """
 
-    def __init__(self, driver: Driver, homes: Sequence[HomeStore]) -> None:
-        if len(homes) != 1:
-            raise StateError(f"a step on a GPU has one home, and {len(homes)} were given")
+    def __init__(
+        self, driver: Driver, homes: Sequence[HomeStore], buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
+    ) -> None:
+        memory, *behind = homes
+        if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
+            raise StateError(
+                "a step on a GPU has a home in host memory and at most a disk behind it, and was given "
+                f"{', '.join(home.name for home in homes)}"
+            )
         self._driver = driver
-        self._home = homes[0]
+        self._home = memory
+        self._disk = next((home for home in behind if isinstance(home, DiskHome)), None)
+        self._buffers = (buffer_bytes, buffers)
+        self._staging: Staging | None = None  # made when a program first needs it
         self._issued = 0  # of the last step
         self._whole = False  # whether the last step was issued to its end
         self._bound: Bound | None = None
@@ -137,7 +164,7 @@ class CudaEngine:
             # What was issued uses memory that the caller is about to let go of.
             driver.synchronize()
             raise
-        driver.finish(host=prepared.shown or measured)
+        driver.finish(host=prepared.shown or prepared.disk or measured)
         for mark in held:
             driver.await_mark(mark)
         if measured or prepared.timeline is None:
@@ -151,12 +178,14 @@ class CudaEngine:
         if measured:
             driver.record(Stream.COMPUTE, prepared.started)
         driver.record(Stream.COMPUTE, prepared.begin)
-        for stream in _COPIES:
+        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ())):
             driver.wait(stream, prepared.begin)
+        if self._staging is not None:
+            self._staging.begin()
 
     def _end(self, prepared: _Prepared, measured: bool) -> None:
         driver = self._driver
-        for stream, mark in zip(_COPIES, prepared.ends, strict=True):
+        for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
             driver.wait(Stream.COMPUTE, mark)
         if measured:
@@ -172,18 +201,28 @@ class CudaEngine:
         held: list[Mark],
     ) -> None:
         driver, stream = self._driver, issue.stream
-        for mark in issue.waits:
-            driver.wait(stream, mark)
+        if issue.after is not None:
+            driver.wait(Stream.READ, issue.after)
+        if stream is not Stream.DISK_IN or not issue.parts:
+            for mark in issue.waits:
+                driver.wait(stream, mark)
         if stamps is not None:
-            driver.record(stream, stamps[2 * issue.index])
+            driver.record(first_stream(stream), stamps[2 * issue.index])
         if issue.run is not None:
             driver.launch(issue.run, _call(issue.run, issue.scope, table, generators))
+        elif issue.parts and self._staging is not None:
+            if stream is Stream.DISK_OUT:
+                self._staging.out(issue.index, issue.parts)
+            else:
+                self._staging.into(issue.index, issue.parts, issue.waits)
         else:
             self._copy(issue, ports, held)
         if stamps is not None:
-            driver.record(stream, stamps[2 * issue.index + 1])
+            driver.record(last_stream(stream), stamps[2 * issue.index + 1])
         if issue.mark is not None:
             driver.record(stream, issue.mark)
+        if issue.stored is not None:
+            driver.record(Stream.WRITE, issue.stored)
 
     def _copy(self, issue: _Issue, ports: dict[int, Port], held: list[Mark]) -> None:
         driver, stream, index = self._driver, issue.stream, issue.index
@@ -212,20 +251,27 @@ class CudaEngine:
         marks: dict[tuple[int, int], Mark] = {}
         issues: list[_Issue] = []
         runs = {run.index: (scope, run) for scope, run in enumerate(bound.runs)}
-        copies = {
-            copy.index: (stream, copy) for stream, queue in zip(_COPIES, bound.copies, strict=True) for copy in queue
-        }
+        copies = {copy.index: (Stream(queue), copy) for queue, found in enumerate(bound.copies, 1) for copy in found}
+        disk = any(copy.home for _, copy in copies.values())
+        if disk and self._staging is None and self._disk is not None:
+            self._staging = Staging(driver, self._disk, *self._buffers)
+        staged = sorted((index, stream is Stream.DISK_OUT) for index, (stream, copy) in copies.items() if copy.home)
+        sources = reads_after_writes(staged, slots)
+        stored = {index: driver.mark() for index in sorted(set(sources.values()))}
         for index in range(len(bound.program.instructions)):
             stream, item = (Stream.COMPUTE, runs[index][1]) if index in runs else copies[index]
             mark = None
             if item.awaited:
                 mark = marks[stream, item.number] = driver.mark()
-            issues.append(self._prepare_one(index, stream, item, mark, marks, runs, arena, slots))
+            issue = self._prepare_one(index, stream, item, mark, marks, runs, arena, slots)
+            after = stored[sources[index]] if index in sources else None
+            issues.append(replace(issue, after=after, stored=stored.get(index)))
         left = set(bound.program.results)
         # What is only read there counts as well: the user may write to it as soon as the call has returned.
         shown = any(copy.storage in left and copy.index in slots for queue in bound.copies for copy in queue)
         started, stopped = driver.mark(timed=True), driver.mark(timed=True)
-        return _Prepared(issues, shown, driver.mark(), (driver.mark(), driver.mark()), [], started, stopped)
+        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()))}
+        return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped)
 
     def _prepare_one(
         self,
@@ -250,8 +296,14 @@ class CudaEngine:
         if index not in slots:
             device = arena.view(item.offset, item.bytes)
             return _Issue(index, stream, waits, mark, device=device, storage=item.storage)
-        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         at = item.offset
+        if item.home and self._staging is not None:
+            parts: list[Part] = []
+            for piece in slots[index]:
+                parts += self._staging.parts(arena.view, at, piece.offset, piece.bytes)
+                at += piece.bytes
+            return _Issue(index, stream, waits, mark, parts=tuple(parts))
+        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
             for offset, count in self._unbroken(piece.offset, piece.bytes):
                 pieces.append((arena.view(at, count), self._home.face(offset, count)))

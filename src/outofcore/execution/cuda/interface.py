@@ -1,4 +1,4 @@
-"""All that the engine needs of CUDA, and no more: three streams, marks in them, copies, and one stretch of memory.
+"""All that the engine needs of CUDA, and no more: streams, marks in them, copies, and one stretch of memory.
 
 Two classes speak it: ``cuda.driver.CudaDriver`` on a GPU, and a double in the tests that runs the same programs on
 the CPU under a virtual clock and finds every wait that is missing.
@@ -15,18 +15,40 @@ import torch
 
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, BoundRun
+from outofcore.execution.homes import HomeStore
 
 
 class Stream(IntEnum):
-    """Work on a stream is done in order; streams know of each other only through marks. As in ``binding.QUEUES``."""
+    """Work on a stream is done in order; streams know of each other only through marks.
+
+    The first five are numbered as the queues of a program are (``binding.queue_number``), home 1 being a disk.
+    """
 
     COMPUTE = 0  # the ops: the stream that is the user's current one
     COPY_OUT = 1  # device to host
     COPY_IN = 2  # host to device
+    DISK_OUT = 3  # device to a staging buffer
+    DISK_IN = 4  # a staging buffer to the device
+    WRITE = 5  # a staging buffer to disk
+    READ = 6  # disk to a staging buffer
 
 
 class Mark(Protocol):
     """A point in a stream, once it has been recorded there: a CUDA event. It may be recorded anew."""
+
+
+class FileHome(HomeStore, Protocol):
+    """A home that is a file."""
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open file, for transfers of whole pages at given offsets."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+        ...
 
 
 class Driver(Protocol):
@@ -68,6 +90,29 @@ class Driver(Protocol):
         """
         ...
 
+    def staging(self, count: int) -> torch.Tensor:
+        """Host memory of ``count`` bytes as a uint8 tensor, from a page boundary on, pinned if the system lets it be.
+
+        Raises:
+            SpillError: there is not so much.
+        """
+        ...
+
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        """Issue a transfer between a file and host memory; whether it failed is said by ``finish``.
+
+        Args:
+            stream: ``WRITE`` or ``READ``, which says the direction.
+            index: of the instruction in the program.
+            home: whose file it is.
+            offset: in the file, a multiple of the page size.
+            memory: uint8, in host memory, whole pages from a page boundary on.
+
+        Raises:
+            TransferError: it could not be issued.
+        """
+        ...
+
     def mark(self, *, timed: bool = False) -> Mark:
         """A new mark, not yet recorded. A timed one can tell when it was reached."""
         ...
@@ -89,6 +134,9 @@ class Driver(Protocol):
 
         Args:
             host: whether the host is to look at memory that the step has written: then this blocks until all is done.
+
+        Raises:
+            TransferError: a transfer of this step failed; told only where this blocks.
         """
         ...
 
@@ -100,7 +148,7 @@ class Driver(Protocol):
         """Block until everything issued is done.
 
         Raises:
-            TransferError: the device failed.
+            TransferError: the device failed, or a transfer did.
         """
         ...
 

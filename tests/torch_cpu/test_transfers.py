@@ -1,0 +1,72 @@
+"""What a stream of a GPU runs to move bytes between a file and host memory, called here as CUDA would call it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outofcore.errors import TransferError
+from outofcore.execution.cuda.transfers import Transfer, check_transfers, transfer_of
+from outofcore.execution.homes import DiskHome
+from outofcore.execution.memory import Region, address_of, map_anonymous
+from outofcore.execution.native import load_native
+from outofcore.units import MIB
+
+SIZE = 20 * MIB  # more than one system call moves
+LIBRARY = load_native().library
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native code cannot be built here")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[DiskHome]:
+    home = DiskHome(tmp_path)
+    home.ensure(2 * SIZE)
+    yield home
+    home.close()
+
+
+def memory() -> memoryview:
+    return Region(map_anonymous(SIZE), SIZE).memory(0, SIZE)
+
+
+def done(work: Transfer) -> Transfer:
+    assert LIBRARY is not None
+    LIBRARY.outofcore_transfer(ctypes.byref(work))
+    return work
+
+
+def test_bytes_go_to_the_file_and_come_back(home: DiskHome) -> None:
+    source, target = memory(), memory()
+    source[:] = os.urandom(SIZE)
+    out = done(transfer_of(home, 4096, address_of(source), SIZE, writes=True))
+    assert (out.failure, out.done) == (0, SIZE)
+    home.read(4096, target)
+    assert target == source
+    target[:] = bytes(SIZE)
+    into = done(transfer_of(home, 4096, address_of(target), SIZE, writes=False))
+    assert (into.failure, into.done) == (0, SIZE)
+    assert target == source
+    check_transfers([out, into])
+
+
+def test_the_end_of_the_file_is_told(home: DiskHome) -> None:
+    target = memory()
+    work = done(transfer_of(home, 2 * SIZE - 8192, address_of(target), SIZE, writes=False))
+    assert work.done == 8192
+    with pytest.raises(TransferError, match="the file ends there") as caught:
+        check_transfers([work])
+    assert caught.value.errno == errno.EIO
+
+
+def test_what_the_system_refuses_is_told(home: DiskHome) -> None:
+    work = transfer_of(home, 0, address_of(memory()), 4096, writes=True)
+    work.descriptor = 1_000_000
+    done(work)
+    with pytest.raises(TransferError, match=r"could not write 4.00 KiB at byte 0 .*Bad file descriptor") as caught:
+        check_transfers([work])
+    assert caught.value.errno == errno.EBADF
