@@ -292,7 +292,7 @@ class Runner:
             parameter.grad = None
         for binding, state in self._accumulated:
             if parameter_grad_owner(self.captured, binding).grad is None:
-                self._keeper.forget(state)
+                self._keeper.forget(state, binding)
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""

@@ -19,7 +19,7 @@ from outofcore.capture.captured import Captured, GradientLeft, StateBinding
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.arenas import Memory
 from outofcore.execution.faces import Faces
-from outofcore.execution.windows import Place, State, Window, shared_otherwise
+from outofcore.execution.windows import Place, State, Window, displaced, shared_otherwise
 from outofcore.program import Block, Program
 
 
@@ -124,8 +124,7 @@ class StateKeeper:
         for state in here:
             if not state.windows:
                 self._vacate(state)
-                state.place = Place.UNBORN
-                state.look_at(None)
+                state.lose()
 
     def forget_all(self) -> None:
         """Know no state any more; to be called while nothing is in the arena. What is at home stays there."""
@@ -213,7 +212,7 @@ class StateKeeper:
         for window in state.windows:
             if window.key != binding.key or window.tensor is tensor:
                 continue
-            old, window.tensor = window.tensor, tensor
+            old, window.tensor, window.stands_in = window.tensor, tensor, False
             window.check_alike()
             if state.shown is None:
                 window.address = tensor.data_ptr()
@@ -241,20 +240,28 @@ class StateKeeper:
         window.tensor = torch.empty(0, dtype=window.value.dtype)
         if state.place in (Place.HOME, Place.ARENA):
             self._faces.part(reference())
-        state.place = Place.UNBORN
-        state.look_at(None)
+        state.lose()
 
     def arrived(self, state: State, own: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a gradient that a step has just left at its home, or in memory of its own."""
+        state.windows[0].stands_in = False
         state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
         return state.windows[0].tensor
 
-    def forget(self, state: State) -> None:
-        """The user's step has cleared a gradient: its bytes no longer matter."""
-        window = state.windows[0]
-        window.tensor = torch.empty(0, dtype=window.value.dtype)
-        state.place = Place.UNBORN
-        state.look_at(None)
+    def forget(self, state: State, binding: StateBinding) -> None:
+        """The user's step has cleared a gradient: its bytes matter no longer but to those who hold it still.
+
+        The program in the arena goes on expecting a gradient where this one was, so that something stands in for it.
+        """
+        for window in state.windows:
+            if window.key == binding.key:
+                reference = weakref.ref(window.tensor)
+                window.tensor, window.stands_in = torch.empty(0, dtype=window.value.dtype), True
+                self._faces.part(reference())
+        if state.shown is None:
+            state.lose()
+        else:
+            state.show(state.shown, state.place)
 
     def refresh(self) -> list[str] | None:
         """Take over what the user put in place of a face, such as by ``p.data = other``.
@@ -279,21 +286,11 @@ class StateKeeper:
 
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""
-        return [
-            window.key
-            for state in self._states.values()
-            if state.place in (Place.HOME, Place.ARENA)
-            for window in state.windows
-            if window.moved()
-        ]
+        return displaced(self._states.values())
 
     def _face(self, state: State) -> torch.Tensor:
         slot = self.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
-
-    def _offset(self, state: State, arena: Memory) -> int:
-        window = state.windows[0]
-        return window.address - window.value.offset * window.value.dtype.itemsize - arena.address
 
     def enter(self, states: dict[int, State], program: Program, arena: Memory) -> None:
         """Bring every state to where ``program`` expects it when a step starts; the arena holds no other.
@@ -324,6 +321,9 @@ class StateKeeper:
         """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
         self._settled = {id(state) for state in self._states.values()}
         for state in self._states.values():
+            if state.is_idle():
+                self._vacate(state)
+                state.lose()
             if state.place is not Place.ARENA:
                 continue
             if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
@@ -370,7 +370,7 @@ class StateKeeper:
         face = self._faces.show(home, slot, state.bytes)
         try:
             if state.place is Place.ARENA and self._arena is not None:
-                offset = self._offset(state, self._arena)
+                offset = state.offset_in(self._arena.address)
                 self._arena.save(offset, placed_bytes(state.bytes), slots.home, slot)
             elif state.place is Place.HOME and slots.home.in_memory and state.slot is not None:
                 # Reading it through its face would fill the page cache.

@@ -32,12 +32,14 @@ class Window:
         tensor: the user's.
         value: what the step takes it to be.
         address: of its data, as it was last set or met.
+        stands_in: whether the user knows it no more: it holds the place of a gradient that was cleared.
     """
 
     key: str
     tensor: torch.Tensor
     value: Value
     address: int = 0
+    stands_in: bool = False
 
     def moved(self) -> bool:
         """Whether the user has put other data in its place, or looks at the same otherwise, such as transposed."""
@@ -93,6 +95,15 @@ class State:
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
 
+    def is_idle(self) -> bool:
+        """Whether nobody knows its bytes any more: all the gradients on it were cleared."""
+        return bool(self.windows) and all(window.stands_in for window in self.windows)
+
+    def lose(self) -> None:
+        """Take note that the bytes are nowhere."""
+        self.place = Place.UNBORN
+        self.look_at(None)
+
     def bytes_now(self) -> torch.Tensor:
         """The bytes as they are, as uint8: on the storage of the user's tensors where they lie as expected."""
         if self.lies_together():
@@ -101,6 +112,11 @@ class State:
         for window in self.windows:
             tensor_on(gathered, window.value).copy_(window.tensor.data)
         return gathered
+
+    def offset_in(self, address: int) -> int:
+        """How far the bytes lie behind an address, that of an arena which has them."""
+        window = self.windows[0]
+        return window.address - window.value.offset * window.value.dtype.itemsize - address
 
     def lies_together(self) -> bool:
         """Whether the user's tensors lie in one storage as the step expects them to."""
@@ -183,4 +199,10 @@ def shared_otherwise(states: Iterable[State]) -> bool:
     return False
 
 
-__all__ = ["Place", "State", "Window", "shared_otherwise"]
+def displaced(states: Iterable[State]) -> list[str]:
+    """The keys of what no longer looks at where it was last shown, at home or in the arena."""
+    here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
+    return [window.key for state in here for window in state.windows if window.moved()]
+
+
+__all__ = ["Place", "State", "Window", "displaced", "shared_otherwise"]
