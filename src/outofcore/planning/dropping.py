@@ -86,12 +86,10 @@ class Dropping:
         meetings = choices.meetings(g)
         best: tuple[float, int] | None = None
         for fetch in dict.fromkeys((choices.end[g], *meetings[:1], *meetings[-1:])):
-            undo = choices.set(g, AGAIN, fetch)
-            if undo is None:
+            would = choices.would(g, AGAIN, fetch, self.over)
+            if would is None:
                 continue
-            gain = self.total - int(choices.over().sum())
-            cost = choices.seconds - before
-            choices.undo(undo)
+            cost, gain = would[0] - before, -would[1]
             if gain > 0 and (best is None or cost / gain < best[0]):
                 best = (cost / gain, fetch)
         return best
@@ -119,14 +117,13 @@ class Dropping:
         options = [(AGAIN, at) for at in (*choices.meetings(g), end) if at != now]
         best: tuple[float, int, int] | None = None
         for kind, fetch in self._with_keeping(options, end, keep):
-            undo = choices.set(g, kind, fetch, before)
-            if undo is None:
+            would = choices.would(g, kind, fetch, self.over, before)
+            if would is None:
                 continue
-            over = int(choices.over().sum())
-            better = choices.seconds < before * (1 - 1e-12) or over < self.total
-            if over <= self.total and better and (best is None or choices.seconds < best[0]):
-                best = (choices.seconds, kind, fetch)
-            choices.undo(undo)
+            seconds, added = would
+            better = seconds < before * (1 - 1e-12) or added < 0
+            if added <= 0 and better and (best is None or seconds < best[0]):
+                best = (seconds, kind, fetch)
         if best is None:
             return False
         choices.set(g, best[1], best[2])
