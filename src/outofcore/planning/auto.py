@@ -11,8 +11,10 @@ Without homes everything that does not stay is computed again; what that is, is 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -23,9 +25,10 @@ from outofcore.planning.annealing import anneal
 from outofcore.planning.chains import AGAIN, Choices
 from outofcore.planning.contents import Contents
 from outofcore.planning.dropping import Dropping, patience
+from outofcore.planning.local import Attempts, fit_locally
 from outofcore.planning.mixed import Offer, again_decisions, eased
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.placing import Planned, fit_locally, room_for_large, worth
+from outofcore.planning.placing import ATTEMPTS, Planned, room_for_large, worth
 from outofcore.planning.streams import solve
 
 # Changes that the annealing tries for each gap that could be computed again, and the most of them.
@@ -40,10 +43,9 @@ _ZOOMS = 1
 _ASKED = 2
 # How many offers are tuned, and how many ops their rehearsals may run through, at most and for small steps.
 _TUNED, _REHEARSED, _MOST_REHEARSALS = 2, 60_000, 600
-# How many offers are placed at most.
-_PLACED = 3
-# By what factor an offer looks clearly slower.
-_CLEARLY = 1.01
+# How many plans are placed: at most, and of the longest steps; up to which length it is the most; and how many times as
+# many where none fits.
+_MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 3
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
 
@@ -104,15 +106,31 @@ class _Search:
         tries = min(_REHEARSED // max(len(self.graph.ops), 1), _MOST_REHEARSALS)
         self.offers.sort(key=lambda offer: offer.value)
         tuned = [offer.tuned(tries) for offer in self.offers[:_TUNED]]
-        # What an offer comes to when its blocks are placed, its value says only roughly; so the next one is placed as
-        # well, unless it looks clearly slower than what came of those before it.
-        for offer in sorted([*tuned, *self.offers], key=lambda offer: offer.value):
-            if len(self.found) >= _PLACED or any(
-                offer.value > worth(self.costs, made) * _CLEARLY for made in self.found
-            ):
-                return
-            planned = fit_locally(self.graph, self.costs, self.budget, offer.plan)
-            self.found += [planned] if planned else []
+        self._race([*tuned, *self.offers])
+
+    def _race(self, offers: list[Offer]) -> None:
+        """Place what looks best, over and over; what does not fit gives way in place and is worth less from then on."""
+        length = len(self.graph.ops)
+        most = min(max(_MOST_PLACED * _LENGTH // max(length, 1), _LEAST_PLACED), _MOST_PLACED)
+        heap: list[tuple[float, int, Plan, Attempts, Offer]] = []
+
+        def enter(number: int, offer: Offer, tried: Attempts) -> None:
+            found = None if tried.ended or tried.made >= ATTEMPTS else offer.sparing(tried.spared)
+            if found is not None:
+                heapq.heappush(heap, (found[0], number, found[1], tried, offer))
+
+        for number, offer in enumerate(offers):
+            enter(number, offer, Attempts(self.graph, self.costs, self.budget))
+        best, made = inf, 0
+        while heap and heap[0][0] < best and made < (most if self.found else _MOST_PLACED * _STUBBORN):
+            _, number, plan, tried, offer = heapq.heappop(heap)
+            planned = tried.place(plan)
+            made += 1
+            if planned is None:
+                enter(number, offer, tried)
+            else:
+                self.found.append(planned)
+                best = min(best, worth(self.costs, planned))
 
     def _is_good(self) -> bool:
         return any(offer.value <= self.costs.compute_seconds * _GOOD for offer in self.offers)

@@ -24,6 +24,9 @@ _ROUNDS = 4
 _PATIENCE, _LEAST = 1000, 50
 # But in all no more than this, or so many for each gap where they are very many.
 _MOST, _MANY = 300_000, 30
+# By what factor the next rate may look better for a gap to be dropped all the same: that of gaps that are alike worsens
+# little by little, and rating all of them again and again takes most of the time.
+_ABOUT = 1.01
 
 
 def patience(gaps: int) -> int:
@@ -66,8 +69,8 @@ class Dropping:
             found = self._rate(g)
             if found is None:
                 continue
-            # Rates hardly ever improve as others are dropped: what is still the best now is the best.
-            if heap and found[0] > heap[0][0]:
+            # Rates hardly ever improve as others are dropped: what is still about the best now is so.
+            if heap and found[0] > heap[0][0] * _ABOUT:
                 heapq.heappush(heap, (found[0], g))
                 continue
             choices.set(g, AGAIN, found[1])
