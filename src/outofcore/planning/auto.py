@@ -151,7 +151,7 @@ class _Search:
             streams = solve(self.model, seconds)
             if streams is None:
                 return
-            choices = Choices(self.model, self.contents)
+            choices = Choices(self.model, self.contents, like=kept)
             enough = choices.work + patience(len(choices.free))
             for g in choices.free:
                 if streams.again[g] >= 0.5 and choices.work < enough:
@@ -163,7 +163,7 @@ class _Search:
     def _share(self, kept: Choices, share: float) -> None:
         """Compute again so much that this share of the bytes that are too many is left."""
         excess = max(int((kept.held + kept.need).max(initial=0)) - self.model.limit, 0)
-        choices = Choices(self.model, self.contents, self.model.limit + int(excess * share))
+        choices = Choices(self.model, self.contents, self.model.limit + int(excess * share), like=kept)
         self.shares[share] = self._offer(choices) if _dropped(choices, 0) else float("inf")
 
     def _zoom(self, kept: Choices) -> None:

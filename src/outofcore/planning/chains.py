@@ -52,6 +52,7 @@ class Choices:
         chains: by the op before which they run.
         seconds: of all chains.
         work: ops in all chains that were looked at so far; effort is counted in them.
+        like: of the same model and contents; what is the same of all such choices is taken over from it.
     """
 
     model: Model
@@ -62,9 +63,10 @@ class Choices:
     chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
     seconds: float = 0.0
     work: int = 0
+    like: Choices | None = None
 
     def __post_init__(self) -> None:
-        model, contents = self.model, self.contents
+        model, contents, like = self.model, self.contents, self.like
         gaps = model.gaps
         self.start = [info.gap.start for info in gaps]
         self.end = [info.gap.end for info in gaps]
@@ -90,14 +92,21 @@ class Choices:
             if not info.arriving:
                 for first, last in model.inside(info):
                     self.held[first:last] += info.bytes
-        self.can: list[bool] = [
-            not info.cyclic
-            and not info.arriving
-            and info.segment > 0
-            and contents.maker[self.content[g]] >= 0
-            and self.chain(info.gap.end, (g,)) is not None
-            for g, info in enumerate(gaps)
-        ]
+        # Chains for single gaps while all else is kept: by gap, and the op before which they run.
+        self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
+        self.sent = False  # whether any of them has ever been offloaded here
+        self.can: list[bool] = (
+            like.can
+            if like is not None
+            else [
+                not info.cyclic
+                and not info.arriving
+                and info.segment > 0
+                and contents.maker[self.content[g]] >= 0
+                and self._single(g, info.gap.end) is not None
+                for g, info in enumerate(gaps)
+            ]
+        )
         # The gaps that a search may change.
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
@@ -191,6 +200,12 @@ class Choices:
         copied = tuple(size[x] for x in sorted(home))
         return Chain(seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied)
 
+    def _single(self, g: int, at: int) -> Chain | None:
+        """The chain for one gap where nothing else is computed again."""
+        if (g, at) not in self.single:
+            self.single[g, at] = self.chain(at, (g,))
+        return self.single[g, at]
+
     def _after(self, at: int, chain: Chain | None) -> int:
         """Bytes that op ``at`` needs with its chain, beside what is held over it."""
         alone = int(self.alone[at])
@@ -205,6 +220,7 @@ class Choices:
         if changed is None:
             return None
         again, made, total = changed
+        self.sent |= kind == AWAY
         self.kind[g], self.fetch[g] = kind, fetch
         undo = Undo(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
         # Members that change at the ops that are fetched at.
@@ -216,9 +232,7 @@ class Choices:
         self.seconds = total
         return undo
 
-    def would(
-        self, g: int, kind: int, fetch: int, over: Ints, most: float = float("inf")
-    ) -> tuple[float, int] | None:
+    def would(self, g: int, kind: int, fetch: int, over: Ints, most: float = float("inf")) -> tuple[float, int] | None:
         """What changing one gap would come to, as ``set`` does it: seconds of all chains, and bytes of overload added.
 
         Args:
@@ -290,8 +304,9 @@ class Choices:
                 if not again[at]:
                     made[at] = None
                     continue
-                chain = self.chain(at, tuple(again[at]), most - total + 1e-12)
-                if chain is None:
+                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
+                chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]), most - total + 1e-12)
+                if chain is None or chain.seconds > most - total + 1e-12:
                     return None
                 total += chain.seconds
                 made[at] = chain

@@ -1,7 +1,7 @@
 """Plans with less and less room, but only over the ops at which blocks stick out of the budget.
 
-A plan says what fits by its bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the other
-and keeps book of how many bytes the next had better leave free, and where.
+A plan says what fits by its bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the
+other and keeps book of how many bytes the next had better leave free, and where.
 """
 
 from __future__ import annotations

@@ -75,14 +75,15 @@ def pack(
     deadline = None if seconds is None else time.monotonic() + seconds
     bound = peak(rectangles).bytes
     offsets = [0] * len(rectangles)
-    solid = [i for i, r in enumerate(rectangles) if r.size and r.segments]
-    start = min((rectangles[i].segments[0][0] for i in solid), default=0)
-    stop = max((rectangles[i].segments[-1][1] for i in solid), default=0)
-    idle = max((r.size for r in rectangles if not r.segments), default=0)
+    segments = [r.segments for r in rectangles]
+    solid = [i for i, r in enumerate(rectangles) if r.size and segments[i]]
+    start = min((segments[i][0][0] for i in solid), default=0)
+    stop = max((segments[i][-1][1] for i in solid), default=0)
+    idle = max((r.size for r, held in zip(rectangles, segments, strict=True) if not held), default=0)
     height = 0
     others: list[int] = []
     for index in sorted(solid, key=lambda i: -rectangles[i].alignment):
-        if rectangles[index].segments == ((start, stop),):
+        if segments[index] == ((start, stop),):
             offsets[index] = round_up(height, rectangles[index].alignment)
             height = offsets[index] + rectangles[index].size
         else:

@@ -10,7 +10,7 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower, room_at_homes, wire
-from outofcore.plan import Plan
+from outofcore.plan import Plan, Residency
 from outofcore.planning.addresses import place, place_small
 from outofcore.planning.offload_all import offload_all
 from outofcore.program import CopyOut, Program, Run, Timeline
@@ -80,6 +80,8 @@ def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: fl
     Raises:
         BudgetError: the homes cannot hold what leaves.
     """
+    if least_seconds(graph, costs, plan) >= seconds:
+        return None
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
         raise BudgetError("the homes cannot hold what this plan sends there", budget)
@@ -87,6 +89,37 @@ def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: fl
         return None
     planned = finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
     return planned if planned.timeline.step_seconds < seconds else None
+
+
+def least_seconds(graph: StepGraph, costs: Costs, plan: Plan) -> float:
+    """Seconds that the step of a plan takes at least, found without lowering it.
+
+    Its ops run one after the other, and so does, for each gap that is computed again, the op that last wrote its bytes;
+    and what has left comes back over its link.
+    """
+    arrivals = [0.0] * len(costs.homes)
+    again: set[tuple[int, int]] = set()  # before which op, and which op
+    for decision in plan.decisions:
+        storage = decision.gap.storage
+        if decision.residency is Residency.OFFLOAD and decision.home < len(arrivals):
+            arrivals[decision.home] += costs.homes[decision.home].in_seconds(graph.storages[storage].bytes)
+        elif decision.residency is Residency.RECOMPUTE:
+            writer = next(
+                (
+                    op
+                    for op in reversed(graph.uses[storage])
+                    if op <= decision.gap.start and _writes(graph, op, storage)
+                ),
+                None,
+            )
+            if writer is not None:
+                again.add((decision.fetch_at, writer))
+    running = costs.compute_seconds + sum(costs.ops[op].seconds for _, op in sorted(again))
+    return max(running, *arrivals) if arrivals else running
+
+
+def _writes(graph: StepGraph, op: int, storage: int) -> bool:
+    return storage in graph.ops[op].mutates or storage in graph.ops[op].creates
 
 
 def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
