@@ -37,12 +37,13 @@ _TRIES, _MOST_TRIES = 600, 400_000
 _GOOD = 1.0005
 # Shares of the overload that are offloaded, to start with; the rest is computed again.
 _SHARES = (0.25, 0.5)
-# How often the best share is looked for more closely.
-_ZOOMS = 1
+# Steps of no more ops are short. How often the best share is looked for more closely, in short steps and in long ones.
+_SHORT = 3000
+_ZOOMS = (2, 1)
 # How often the relaxation is asked what to compute again.
 _ASKED = 2
-# How many offers are tuned, and how many ops their rehearsals may run through, at most and for small steps.
-_TUNED, _REHEARSED, _MOST_REHEARSALS = 2, 60_000, 600
+# How many offers are tuned, likewise, and how many ops their rehearsals may run through, at most and for small steps.
+_TUNED, _REHEARSED, _MOST_REHEARSALS = (4, 2), 60_000, 600
 # How many plans are placed: at most, and of the longest steps; up to which length it is the most; and how many times as
 # many where none fits.
 _MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 3
@@ -79,6 +80,7 @@ class _Search:
         room = room_for_large(self.graph, self.costs, self.budget)
         self.model = Model.of(self.graph, self.costs, room)
         self.contents = Contents.of(self.graph, self.costs)
+        self.is_long = len(self.graph.ops) > _SHORT
 
     def compute_again(self) -> None:
         """Without homes."""
@@ -101,11 +103,11 @@ class _Search:
             self._ask_relaxation(kept)
             for share in _SHARES:
                 self._share(kept, share)
-            for _ in range(_ZOOMS):
+            for _ in range(_ZOOMS[self.is_long]):
                 self._zoom(kept)
         tries = min(_REHEARSED // max(len(self.graph.ops), 1), _MOST_REHEARSALS)
         self.offers.sort(key=lambda offer: offer.value)
-        tuned = [offer.tuned(tries) for offer in self.offers[:_TUNED]]
+        tuned = [offer.tuned(tries) for offer in self.offers[: _TUNED[self.is_long]]]
         self._race([*tuned, *self.offers])
 
     def _race(self, offers: list[Offer]) -> None:

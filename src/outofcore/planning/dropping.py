@@ -26,7 +26,7 @@ _PATIENCE, _LEAST = 1000, 50
 _MOST, _MANY = 300_000, 30
 # By what factor the next rate may look better for a gap to be dropped all the same: that of gaps that are alike worsens
 # little by little, and rating all of them again and again takes most of the time.
-_ABOUT = 1.01
+_ABOUT = 1.001
 
 
 def patience(gaps: int) -> int:

@@ -109,6 +109,8 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, effort: int, deadline: float | None) -> Ints:
     goal = bound if capacity is None else max(bound, capacity)
+    # Where even the bound does not fit, how far above it things end matters little.
+    hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
     for way in _ways(layout):
@@ -116,12 +118,10 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, effort: int, de
         reached = layout.height(offsets)
         if best is None or reached < height:
             best, height = offsets, reached
-        if height <= goal or (deadline is not None and time.monotonic() > deadline):
+        if height <= goal or (hopeless and not effort) or (deadline is not None and time.monotonic() > deadline):
             return best
     if best is None:
         raise InputError("there is nothing to place")
-    # Where even the bound does not fit, how far above it things end matters little.
-    hopeless = capacity is not None and bound > capacity
     return best if hopeless else improve(layout, best, goal, effort, deadline)
 
 
