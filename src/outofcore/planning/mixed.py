@@ -35,6 +35,8 @@ _TRANSITS = (1.0, 0.0)
 _WEIGHT = 1e-3
 # How many ops the rehearsals may run through, by which choices are tuned once more when room is to be spared.
 _RETUNED = 24_000
+# But no more rehearsals than this: of tiny steps a plan is placed as quickly as it is rehearsed.
+_MOST_RETUNED = 120
 # How often things are changed because they take too much room.
 _EASINGS = 60
 
@@ -199,7 +201,7 @@ class Offer:
         keep = self.keep.copy()
         if not lighten(model, keep, random.Random(0)):
             return None
-        rehearsal = tune(model, keep, _RETUNED // max(len(model.graph.ops), 1))[1]
+        rehearsal = tune(model, keep, min(_RETUNED // max(len(model.graph.ops), 1), _MOST_RETUNED))[1]
         return value(model, rehearsal), self.rest.plan(rehearsal)
 
 
