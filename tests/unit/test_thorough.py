@@ -76,7 +76,7 @@ def test_what_is_polished_is_valid_and_no_slower() -> None:
     assert good is start
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=25)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=15)
 @given(st.data())
 def test_with_one_home_auto_is_never_slower_even_without_search(data: st.DataObject) -> None:
     graph = data.draw(graphs(max_layers=2))
