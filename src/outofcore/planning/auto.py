@@ -46,7 +46,9 @@ _ASKED = 2
 _TUNED, _REHEARSED, _MOST_REHEARSALS = (4, 2), 60_000, 600
 # How many plans are placed: at most, and of the longest steps; up to which length it is the most; and how many times as
 # many where none fits.
-_MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 3
+_MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 2
+# How many offers give way more generously where none fits.
+_FALLEN_BACK = 6
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
 
@@ -133,6 +135,14 @@ class _Search:
             else:
                 self.found.append(planned)
                 best = min(best, worth(self.costs, planned))
+        for offer in offers[:_FALLEN_BACK] if not self.found else ():
+
+            def policy(spared: Ints, offer: Offer = offer) -> Plan | None:
+                found = offer.sparing(spared)
+                return None if found is None else found[1]
+
+            planned = fit_locally(self.graph, self.costs, self.budget, policy)
+            self.found += [planned] if planned else []
 
     def _is_good(self) -> bool:
         return any(offer.value <= self.costs.compute_seconds * _GOOD for offer in self.offers)

@@ -43,6 +43,7 @@ class Attempts:
         spared: for each op the bytes that the next plan had better leave free.
         made: how many plans were tried.
         ended: no plan will do: the homes cannot hold what leaves.
+        generous: spare the more bytes the more blocks stick out together.
     """
 
     graph: StepGraph
@@ -51,6 +52,7 @@ class Attempts:
     spared: Ints = field(init=False)
     made: int = 0
     ended: bool = False
+    generous: bool = False
 
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
@@ -81,7 +83,10 @@ class Attempts:
             wider = _WIDER * self.made
             around = more[max(first - wider, 0) : last + wider]
             # What sticks out together, one above the other, is too much by what the highest is.
-            np.maximum(around, max(over, PAGE_BYTES), out=around)
+            if self.generous:
+                around += max(over // 2, PAGE_BYTES)
+            else:
+                np.maximum(around, max(over, PAGE_BYTES), out=around)
         self.spared += more
         if self.made >= _PATIENCE:
             for first, last, _ in stuck:
@@ -104,7 +109,7 @@ def fit_locally(
             None if it finds none.
         attempts: how often to ask.
     """
-    tried = Attempts(graph, costs, budget)
+    tried = Attempts(graph, costs, budget, generous=True)
     while tried.made < attempts and not tried.ended:
         plan = policy(tried.spared)
         planned = None if plan is None else tried.place(plan)
