@@ -48,7 +48,7 @@ _TUNED, _REHEARSED, _MOST_REHEARSALS = (4, 2), 60_000, 600
 # many where none fits.
 _MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 2
 # How many offers give way more generously where none fits.
-_FALLEN_BACK = 6
+_FALLEN_BACK = 16
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
 
