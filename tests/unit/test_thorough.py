@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import costs_for, graphs
 from test_pooch import MIB, costs, network
 
+from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graphfile import read_graph
 from outofcore.planning import POLICIES, in_core_budget, plan_step, smallest_budget
@@ -73,6 +74,24 @@ def test_what_is_polished_is_valid_and_no_slower() -> None:
     assert again == polished
     good = Polish(graph, given_, budget, goal=start.timeline.step_seconds).improve(start, 300)
     assert good is start
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=15)
+@given(st.data())
+def test_with_one_home_auto_is_never_slower_even_without_search(data: st.DataObject) -> None:
+    graph = data.draw(graphs(max_layers=2))
+    drawn = data.draw(costs_for(graph))
+    given_ = Costs(drawn.ops, drawn.homes[:1])
+    smallest, everything = smallest_budget(graph, given_), in_core_budget(graph, given_)
+    assume(smallest < everything)
+    budget = data.draw(st.integers(smallest, everything - 1))
+    auto = plan_step(graph, given_, budget, effort=0)
+    for policy in POLICIES:
+        try:
+            other = plan_step(graph, given_, budget, policy, effort=0)
+        except BudgetError:
+            continue
+        assert auto.timeline.step_seconds <= other.timeline.step_seconds * (1 + 1e-9), policy
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=20)

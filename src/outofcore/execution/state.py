@@ -116,7 +116,7 @@ class StateKeeper:
         moved = [window for state in here for window in state.let_go()]
         if not moved:
             return
-        shown = {internals.storage_key(state.shown): state for state in here if state.shown is not None}
+        shown = {internals.storage_key(s.shown): s for s in here if s.shown is not None and not s.moved_away()}
         for window in moved:
             state = shown.get(internals.storage_key(window.tensor))
             if state is not None:

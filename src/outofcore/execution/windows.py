@@ -168,13 +168,17 @@ class State:
         )
         self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
 
+    def moved_away(self) -> bool:
+        """Whether the storage itself is elsewhere than it was shown, with all that looks at it."""
+        return self.shown is not None and self.shown.data_ptr() != self.address
+
     def check_in_place(self) -> None:
         """Refuse a storage that was moved with all that looks at it, as into memory that processes share.
 
         Raises:
             StateError: it was.
         """
-        if self.shown is not None and self.shown.data_ptr() != self.address:
+        if self.moved_away():
             raise StateError(
                 f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
                 "another process, and a step cannot work there; give other processes a copy (copy.deepcopy(model)), "

@@ -38,6 +38,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.version = [0] * len(self.graph.storages)
+        self.placed = [placed_bytes(storage.bytes) for storage in self.graph.storages]
         # For each storage the version that lies at each home.
         self.homes: list[dict[int, int]] = [{} for _ in self.graph.storages]
         self.lodgings: dict[int, int] = {}
@@ -162,7 +163,7 @@ class _Lowering:
 
     def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
         if storage is not None:
-            count = placed_bytes(self.graph.storages[storage].bytes)
+            count = self.placed[storage]
         self.stays.append(_Stay(storage, count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
 

@@ -161,8 +161,14 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
                 target = slot_written if isinstance(instruction, CopyOut) else slot_read
                 slot = (storage, instruction.home)
                 target[slot] = _later(target.get(slot, nothing), mine)
-        instructions.append(replace(instruction, waits=tuple(waits)))
+        instructions.append(_waiting(instruction, tuple(waits)))
     return replace(program, instructions=tuple(instructions))
+
+
+def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
+    if isinstance(instruction, Run):
+        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, instruction.again)
+    return type(instruction)(instruction.block, instruction.version, waits, instruction.home)
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:

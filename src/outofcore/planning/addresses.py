@@ -50,7 +50,7 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
     offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
-    blocks = tuple(replace(b, offset=offsets[b.id]) for b in program.blocks)
+    blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=base + high.height)
 
 

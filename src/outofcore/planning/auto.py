@@ -11,8 +11,10 @@ Without homes everything that does not stay is computed again; what that is, is 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -23,9 +25,10 @@ from outofcore.planning.annealing import anneal
 from outofcore.planning.chains import AGAIN, Choices
 from outofcore.planning.contents import Contents
 from outofcore.planning.dropping import Dropping, patience
+from outofcore.planning.local import Attempts, fit_locally
 from outofcore.planning.mixed import Offer, again_decisions, eased
 from outofcore.planning.model import Ints, Model
-from outofcore.planning.placing import Planned, fit_locally, room_for_large, worth
+from outofcore.planning.placing import ATTEMPTS, Planned, room_for_large, worth
 from outofcore.planning.streams import solve
 
 # Changes that the annealing tries for each gap that could be computed again, and the most of them.
@@ -34,16 +37,18 @@ _TRIES, _MOST_TRIES = 600, 400_000
 _GOOD = 1.0005
 # Shares of the overload that are offloaded, to start with; the rest is computed again.
 _SHARES = (0.25, 0.5)
-# How often the best share is looked for more closely.
-_ZOOMS = 1
+# Steps of no more ops are short. How often the best share is looked for more closely, in short steps and in long ones.
+_SHORT = 3000
+_ZOOMS = (2, 1)
 # How often the relaxation is asked what to compute again.
 _ASKED = 2
-# How many offers are tuned, and how many ops their rehearsals may run through, at most and for small steps.
-_TUNED, _REHEARSED, _MOST_REHEARSALS = 2, 60_000, 600
-# How many offers are placed at most.
-_PLACED = 3
-# By what factor an offer looks clearly slower.
-_CLEARLY = 1.01
+# How many offers are tuned, likewise, and how many ops their rehearsals may run through, at most and for small steps.
+_TUNED, _REHEARSED, _MOST_REHEARSALS = (4, 2), 60_000, 600
+# How many plans are placed: at most, and of the longest steps; up to which length it is the most; and how many times as
+# many where none fits.
+_MOST_PLACED, _LEAST_PLACED, _LENGTH, _STUBBORN = 16, 4, 2000, 2
+# How many offers give way more generously where none fits.
+_FALLEN_BACK = 16
 # How often a plan without homes is made again with less room where blocks stick out.
 _NEVER_AWAY = 6
 
@@ -77,6 +82,7 @@ class _Search:
         room = room_for_large(self.graph, self.costs, self.budget)
         self.model = Model.of(self.graph, self.costs, room)
         self.contents = Contents.of(self.graph, self.costs)
+        self.is_long = len(self.graph.ops) > _SHORT
 
     def compute_again(self) -> None:
         """Without homes."""
@@ -99,19 +105,43 @@ class _Search:
             self._ask_relaxation(kept)
             for share in _SHARES:
                 self._share(kept, share)
-            for _ in range(_ZOOMS):
+            for _ in range(_ZOOMS[self.is_long]):
                 self._zoom(kept)
         tries = min(_REHEARSED // max(len(self.graph.ops), 1), _MOST_REHEARSALS)
         self.offers.sort(key=lambda offer: offer.value)
-        tuned = [offer.tuned(tries) for offer in self.offers[:_TUNED]]
-        # What an offer comes to when its blocks are placed, its value says only roughly; so the next one is placed as
-        # well, unless it looks clearly slower than what came of those before it.
-        for offer in sorted([*tuned, *self.offers], key=lambda offer: offer.value):
-            if len(self.found) >= _PLACED or any(
-                offer.value > worth(self.costs, made) * _CLEARLY for made in self.found
-            ):
-                return
-            planned = fit_locally(self.graph, self.costs, self.budget, offer.plan)
+        tuned = [offer.tuned(tries) for offer in self.offers[: _TUNED[self.is_long]]]
+        self._race([*tuned, *self.offers])
+
+    def _race(self, offers: list[Offer]) -> None:
+        """Place what looks best, over and over; what does not fit gives way in place and is worth less from then on."""
+        length = len(self.graph.ops)
+        most = min(max(_MOST_PLACED * _LENGTH // max(length, 1), _LEAST_PLACED), _MOST_PLACED)
+        heap: list[tuple[float, int, Plan, Attempts, Offer]] = []
+
+        def enter(number: int, offer: Offer, tried: Attempts) -> None:
+            found = None if tried.ended or tried.made >= ATTEMPTS else offer.sparing(tried.spared)
+            if found is not None:
+                heapq.heappush(heap, (found[0], number, found[1], tried, offer))
+
+        for number, offer in enumerate(offers):
+            enter(number, offer, Attempts(self.graph, self.costs, self.budget))
+        best, made = inf, 0
+        while heap and heap[0][0] < best and made < (most if self.found else _MOST_PLACED * _STUBBORN):
+            _, number, plan, tried, offer = heapq.heappop(heap)
+            planned = tried.place(plan)
+            made += 1
+            if planned is None:
+                enter(number, offer, tried)
+            else:
+                self.found.append(planned)
+                best = min(best, worth(self.costs, planned))
+        for offer in offers[:_FALLEN_BACK] if not self.found else ():
+
+            def policy(spared: Ints, offer: Offer = offer) -> Plan | None:
+                found = offer.sparing(spared)
+                return None if found is None else found[1]
+
+            planned = fit_locally(self.graph, self.costs, self.budget, policy)
             self.found += [planned] if planned else []
 
     def _is_good(self) -> bool:
@@ -133,7 +163,7 @@ class _Search:
             streams = solve(self.model, seconds)
             if streams is None:
                 return
-            choices = Choices(self.model, self.contents)
+            choices = Choices(self.model, self.contents, like=kept)
             enough = choices.work + patience(len(choices.free))
             for g in choices.free:
                 if streams.again[g] >= 0.5 and choices.work < enough:
@@ -145,7 +175,7 @@ class _Search:
     def _share(self, kept: Choices, share: float) -> None:
         """Compute again so much that this share of the bytes that are too many is left."""
         excess = max(int((kept.held + kept.need).max(initial=0)) - self.model.limit, 0)
-        choices = Choices(self.model, self.contents, self.model.limit + int(excess * share))
+        choices = Choices(self.model, self.contents, self.model.limit + int(excess * share), like=kept)
         self.shares[share] = self._offer(choices) if _dropped(choices, 0) else float("inf")
 
     def _zoom(self, kept: Choices) -> None:

@@ -52,6 +52,7 @@ class Choices:
         chains: by the op before which they run.
         seconds: of all chains.
         work: ops in all chains that were looked at so far; effort is counted in them.
+        like: of the same model and contents; what is the same of all such choices is taken over from it.
     """
 
     model: Model
@@ -62,9 +63,10 @@ class Choices:
     chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
     seconds: float = 0.0
     work: int = 0
+    like: Choices | None = None
 
     def __post_init__(self) -> None:
-        model, contents = self.model, self.contents
+        model, contents, like = self.model, self.contents, self.like
         gaps = model.gaps
         self.start = [info.gap.start for info in gaps]
         self.end = [info.gap.end for info in gaps]
@@ -90,14 +92,21 @@ class Choices:
             if not info.arriving:
                 for first, last in model.inside(info):
                     self.held[first:last] += info.bytes
-        self.can: list[bool] = [
-            not info.cyclic
-            and not info.arriving
-            and info.segment > 0
-            and contents.maker[self.content[g]] >= 0
-            and self.chain(info.gap.end, (g,)) is not None
-            for g, info in enumerate(gaps)
-        ]
+        # Chains for single gaps while all else is kept: by gap, and the op before which they run.
+        self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
+        self.sent = False  # whether any of them has ever been offloaded here
+        self.can: list[bool] = (
+            like.can
+            if like is not None
+            else [
+                not info.cyclic
+                and not info.arriving
+                and info.segment > 0
+                and contents.maker[self.content[g]] >= 0
+                and self._single(g, info.gap.end) is not None
+                for g, info in enumerate(gaps)
+            ]
+        )
         # The gaps that a search may change.
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
@@ -191,6 +200,12 @@ class Choices:
         copied = tuple(size[x] for x in sorted(home))
         return Chain(seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied)
 
+    def _single(self, g: int, at: int) -> Chain | None:
+        """The chain for one gap where nothing else is computed again."""
+        if (g, at) not in self.single:
+            self.single[g, at] = self.chain(at, (g,))
+        return self.single[g, at]
+
     def _after(self, at: int, chain: Chain | None) -> int:
         """Bytes that op ``at`` needs with its chain, beside what is held over it."""
         alone = int(self.alone[at])
@@ -200,6 +215,67 @@ class Choices:
 
     def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Undo | None:
         """Change one gap. None, and nothing changed, if that cannot be or all chains then take more than ``most``."""
+        old_kind, old_fetch = self.kind[g], self.fetch[g]
+        changed = self._changed(g, kind, fetch, most)
+        if changed is None:
+            return None
+        again, made, total = changed
+        self.sent |= kind == AWAY
+        self.kind[g], self.fetch[g] = kind, fetch
+        undo = Undo(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
+        # Members that change at the ops that are fetched at.
+        for at in (old_fetch if old_kind == AGAIN else None, fetch if kind == AGAIN else None):
+            if at is not None and at not in undo.targets:
+                undo.targets[at] = self.targets.get(at)
+        self._install(made, {at: again[at] for at in undo.targets})
+        self._hold(g, old_kind, old_fetch, kind, fetch)
+        self.seconds = total
+        return undo
+
+    def would(self, g: int, kind: int, fetch: int, over: Ints, most: float = float("inf")) -> tuple[float, int] | None:
+        """What changing one gap would come to, as ``set`` does it: seconds of all chains, and bytes of overload added.
+
+        Args:
+            g: one of ``free``.
+            kind: KEPT, AWAY or AGAIN.
+            fetch: where it comes back.
+            over: what ``over()`` says now.
+            most: None where all chains then take more seconds.
+        """
+        changed = self._changed(g, kind, fetch, most)
+        if changed is None:
+            return None
+        _, made, seconds = changed
+        held, need, size = self.held, self.need, self.bytes[g]
+        was, now = self._held_from(g, self.kind[g], self.fetch[g]), self._held_from(g, kind, fetch)
+        first, last, more = (now, was, size) if now < was else (was, now, -size)
+        added = 0
+        if first < last:
+            found = held[first:last] + need[first:last]
+            found += more - self.limit
+            if self.limit > self.model.limit:
+                np.maximum(found, need[first:last] - self.model.limit, out=found)
+            added = int(np.maximum(found, 0, out=found).sum()) - int(over[first:last].sum())
+        for at, chain in made.items():
+            needed, there = int(need[at]), int(held[at]) + (more if first <= at < last else 0)
+            after = self._after(at, chain)
+            if after != needed:
+                added += self._over_at(there, after) - self._over_at(there, needed)
+        return seconds, added
+
+    def _over_at(self, held: int, need: int) -> int:
+        """Bytes above the limit at one op."""
+        found = max(held + need - self.limit, 0)
+        return max(found, need - self.model.limit) if self.limit > self.model.limit else found
+
+    def _held_from(self, g: int, kind: int, fetch: int) -> int:
+        """The op from which on a gap that is not cyclic is held up to its end."""
+        return self.start[g] + 1 if kind == KEPT else fetch if kind == AGAIN else self.end[g]
+
+    def _changed(
+        self, g: int, kind: int, fetch: int, most: float
+    ) -> tuple[dict[int, set[int]], dict[int, Chain | None], float] | None:
+        """If a gap changed: what is fetched where chains change, these chains, and the seconds of all."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
         content, start = self.content[g], self.start[g]
         again: dict[int, set[int]] = {}
@@ -216,31 +292,27 @@ class Choices:
         for at in self.lookers.get(content, ()):
             if lo <= at <= hi and at > start and at not in again:
                 again[at] = self.targets[at]
-        self.kind[g], self.fetch[g] = kind, fetch
         total = self.seconds
         made: dict[int, Chain | None] = {}
-        for at in sorted(again):
+        order = sorted(again)
+        for at in order:
             before = self.chains.get(at)
             total -= before.seconds if before else 0.0
-        for at in sorted(again):
-            if not again[at]:
-                made[at] = None
-                continue
-            chain = self.chain(at, tuple(again[at]), most - total + 1e-12)
-            if chain is None:
-                self.kind[g], self.fetch[g] = old_kind, old_fetch
-                return None
-            total += chain.seconds
-            made[at] = chain
-        undo = Undo(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
-        # Members that change at the ops that are fetched at.
-        for at in (old_fetch if old_kind == AGAIN else None, fetch if kind == AGAIN else None):
-            if at is not None and at not in undo.targets:
-                undo.targets[at] = self.targets.get(at)
-        self._install(made, {at: again[at] for at in undo.targets})
-        self._hold(g, old_kind, old_fetch, kind, fetch)
-        self.seconds = total
-        return undo
+        self.kind[g], self.fetch[g] = kind, fetch
+        try:
+            for at in order:
+                if not again[at]:
+                    made[at] = None
+                    continue
+                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
+                chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]), most - total + 1e-12)
+                if chain is None or chain.seconds > most - total + 1e-12:
+                    return None
+                total += chain.seconds
+                made[at] = chain
+        finally:
+            self.kind[g], self.fetch[g] = old_kind, old_fetch
+        return again, made, total
 
     def undo(self, undo: Undo) -> None:
         """Take the last change back."""

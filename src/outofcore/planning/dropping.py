@@ -24,6 +24,9 @@ _ROUNDS = 4
 _PATIENCE, _LEAST = 1000, 50
 # But in all no more than this, or so many for each gap where they are very many.
 _MOST, _MANY = 300_000, 30
+# By what factor the next rate may look better for a gap to be dropped all the same: that of gaps that are alike worsens
+# little by little, and rating all of them again and again takes most of the time.
+_ABOUT = 1.001
 
 
 def patience(gaps: int) -> int:
@@ -66,8 +69,8 @@ class Dropping:
             found = self._rate(g)
             if found is None:
                 continue
-            # Rates hardly ever improve as others are dropped: what is still the best now is the best.
-            if heap and found[0] > heap[0][0]:
+            # Rates hardly ever improve as others are dropped: what is still about the best now is so.
+            if heap and found[0] > heap[0][0] * _ABOUT:
                 heapq.heappush(heap, (found[0], g))
                 continue
             choices.set(g, AGAIN, found[1])
@@ -86,12 +89,10 @@ class Dropping:
         meetings = choices.meetings(g)
         best: tuple[float, int] | None = None
         for fetch in dict.fromkeys((choices.end[g], *meetings[:1], *meetings[-1:])):
-            undo = choices.set(g, AGAIN, fetch)
-            if undo is None:
+            would = choices.would(g, AGAIN, fetch, self.over)
+            if would is None:
                 continue
-            gain = self.total - int(choices.over().sum())
-            cost = choices.seconds - before
-            choices.undo(undo)
+            cost, gain = would[0] - before, -would[1]
             if gain > 0 and (best is None or cost / gain < best[0]):
                 best = (cost / gain, fetch)
         return best
@@ -119,14 +120,13 @@ class Dropping:
         options = [(AGAIN, at) for at in (*choices.meetings(g), end) if at != now]
         best: tuple[float, int, int] | None = None
         for kind, fetch in self._with_keeping(options, end, keep):
-            undo = choices.set(g, kind, fetch, before)
-            if undo is None:
+            would = choices.would(g, kind, fetch, self.over, before)
+            if would is None:
                 continue
-            over = int(choices.over().sum())
-            better = choices.seconds < before * (1 - 1e-12) or over < self.total
-            if over <= self.total and better and (best is None or choices.seconds < best[0]):
-                best = (choices.seconds, kind, fetch)
-            choices.undo(undo)
+            seconds, added = would
+            better = seconds < before * (1 - 1e-12) or added < 0
+            if added <= 0 and better and (best is None or seconds < best[0]):
+                best = (seconds, kind, fetch)
         if best is None:
             return False
         choices.set(g, best[1], best[2])

@@ -13,6 +13,7 @@ from outofcore.lowering import lower
 from outofcore.plan import Plan
 from outofcore.planning.addresses import place
 from outofcore.planning.auto import auto
+from outofcore.planning.model import Model
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.placing import (
     Planned,
@@ -20,15 +21,19 @@ from outofcore.planning.placing import (
     fit_once,
     fit_or_height,
     keep_all,
+    room_for_large,
     small_region_bytes,
     worth,
 )
 from outofcore.planning.published import PUBLISHED, plans_of, rivals
+from outofcore.planning.relaxation import relax
 from outofcore.planning.streamed import tries
 from outofcore.planning.thorough import EFFORT, thorough
 from outofcore.planning.tiers import farthest, lasting_at_first, over_tiers, relieved
 from outofcore.units import format_bytes
 
+# Of longer steps ``auto`` does not ask the policy ``streamed``, which takes longer than all others together.
+_STREAMED = 250
 # How many storages an error message names.
 _NAMED = 8
 
@@ -187,6 +192,16 @@ def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, effort: int
     return plans_of(graph, costs, budget, policy) if policy in PUBLISHED else []
 
 
+def _may_be_quicker(graph: StepGraph, costs: Costs, budget: int, seconds: float) -> bool:
+    """Whether a step in which nothing is computed again may take less than this, by what its copies take at least."""
+    if seconds == inf:
+        return True
+    if not costs.homes or seconds <= costs.compute_seconds:
+        return False
+    relaxed = relax(Model.of(graph, costs, room_for_large(graph, costs, budget)))
+    return relaxed is not None and relaxed.step_seconds < seconds
+
+
 def _check_first_home(graph: StepGraph, costs: Costs) -> None:
     home, needed = costs.homes[0], lasting_at_first(graph)
     if home.bytes is not None and home.bytes < needed:
@@ -201,8 +216,10 @@ def _best(graph: StepGraph, costs: Costs, budget: int, effort: int) -> list[Plan
     found = auto(graph, costs, budget)
     least = min((planned.timeline.step_seconds for planned in found), default=inf)
     others = rivals(graph, costs, budget, least)
-    if not found and not others:
-        found = _offloaded(graph, costs, budget)
+    least = min((planned.timeline.step_seconds for planned in (*found, *others)), default=inf)
+    if _may_be_quicker(graph, costs, budget, least):
+        others += _offloaded(graph, costs, budget)
+        others += _streamed(graph, costs, budget) if len(graph.ops) <= _STREAMED else []
     found += thorough(graph, costs, budget, [*found, *others], effort)
     # What copies cost beside the time that is predicted must not make a plan slower than a rival's.
     least = min((planned.timeline.step_seconds for planned in others), default=inf)

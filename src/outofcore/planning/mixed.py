@@ -35,6 +35,8 @@ _TRANSITS = (1.0, 0.0)
 _WEIGHT = 1e-3
 # How many ops the rehearsals may run through, by which choices are tuned once more when room is to be spared.
 _RETUNED = 24_000
+# But no more rehearsals than this: of tiny steps a plan is placed as quickly as it is rehearsed.
+_MOST_RETUNED = 120
 # How often things are changed because they take too much room.
 _EASINGS = 60
 
@@ -187,16 +189,20 @@ class Offer:
         """A better offer, if one is found."""
         return Offer(self.rest, *tune(self.rest.model, self.keep, tries))
 
-    def plan(self, spared: Ints) -> Plan | None:
-        """The plan that does so, and leaves bytes free at each op as far as that can be; None if that cannot be."""
+    def sparing(self, spared: Ints) -> tuple[float, Plan] | None:
+        """The plan that does so, and leaves bytes free at each op as far as that can be; None if that cannot be.
+
+        It comes with its value, by which it can be compared with other offers.
+        """
+        if not spared.any():
+            return self.value, self.rest.plan(self.rehearsal)
         free = self.rest.model.free
         model = replace(self.rest.model, free=np.where(free > 0, np.maximum(free - spared, 0), free))
         keep = self.keep.copy()
         if not lighten(model, keep, random.Random(0)):
             return None
-        if not spared.any():
-            return self.rest.plan(self.rehearsal)
-        return self.rest.plan(tune(model, keep, _RETUNED // max(len(model.graph.ops), 1))[1])
+        rehearsal = tune(model, keep, min(_RETUNED // max(len(model.graph.ops), 1), _MOST_RETUNED))[1]
+        return value(model, rehearsal), self.rest.plan(rehearsal)
 
 
 def _kept(model: Model) -> Iterator[NDArray[np.bool_]]:

@@ -75,14 +75,15 @@ def pack(
     deadline = None if seconds is None else time.monotonic() + seconds
     bound = peak(rectangles).bytes
     offsets = [0] * len(rectangles)
-    solid = [i for i, r in enumerate(rectangles) if r.size and r.segments]
-    start = min((rectangles[i].segments[0][0] for i in solid), default=0)
-    stop = max((rectangles[i].segments[-1][1] for i in solid), default=0)
-    idle = max((r.size for r in rectangles if not r.segments), default=0)
+    segments = [r.segments for r in rectangles]
+    solid = [i for i, r in enumerate(rectangles) if r.size and segments[i]]
+    start = min((segments[i][0][0] for i in solid), default=0)
+    stop = max((segments[i][-1][1] for i in solid), default=0)
+    idle = max((r.size for r, held in zip(rectangles, segments, strict=True) if not held), default=0)
     height = 0
     others: list[int] = []
     for index in sorted(solid, key=lambda i: -rectangles[i].alignment):
-        if rectangles[index].segments == ((start, stop),):
+        if segments[index] == ((start, stop),):
             offsets[index] = round_up(height, rectangles[index].alignment)
             height = offsets[index] + rectangles[index].size
         else:
@@ -108,6 +109,8 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, effort: int, deadline: float | None) -> Ints:
     goal = bound if capacity is None else max(bound, capacity)
+    # Where even the bound does not fit, how far above it things end matters little.
+    hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
     for way in _ways(layout):
@@ -115,12 +118,10 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, effort: int, de
         reached = layout.height(offsets)
         if best is None or reached < height:
             best, height = offsets, reached
-        if height <= goal or (deadline is not None and time.monotonic() > deadline):
+        if height <= goal or (hopeless and not effort) or (deadline is not None and time.monotonic() > deadline):
             return best
     if best is None:
         raise InputError("there is nothing to place")
-    # Where even the bound does not fit, how far above it things end matters little.
-    hopeless = capacity is not None and bound > capacity
     return best if hopeless else improve(layout, best, goal, effort, deadline)
 
 

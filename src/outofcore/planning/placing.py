@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large
+from outofcore.analysis.gaps import constant_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.lowering import lower, room_at_homes, wire
-from outofcore.plan import Decision, Plan, Residency
+from outofcore.plan import Plan, Residency
 from outofcore.planning.addresses import place, place_small
-from outofcore.planning.model import Ints
 from outofcore.planning.offload_all import offload_all
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import busiest_seconds, simulate
 from outofcore.units import PAGE_BYTES
 
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
-_ATTEMPTS = 16
-# After how many of them what stays between two ops in a row has to leave as well, where blocks stick out.
-_PATIENCE = 5
-# By how many ops the stretch in which blocks stick out is widened each time.
-_WIDER = 4
-# Over how many ops a block that sticks out may be held for its neighbours to leave between any two ops.
-_BRIEF = 12
+ATTEMPTS = 16
 # How much larger an arena is in which plans are placed only to see what they would take.
 _EASY = 1.1
 # What a second of copying counts beside a second of the step: of plans as quick as each other, the one that moves less.
@@ -76,7 +67,7 @@ def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tu
     program = place(lowered, budget)
     if program.arena_bytes > budget:
         return program.arena_bytes, None
-    return program.arena_bytes, _finish(graph, costs, plan, program)
+    return program.arena_bytes, finish(graph, costs, plan, program)
 
 
 def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: float) -> Planned | None:
@@ -89,16 +80,50 @@ def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: fl
     Raises:
         BudgetError: the homes cannot hold what leaves.
     """
+    if least_seconds(graph, costs, plan) >= seconds:
+        return None
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
         raise BudgetError("the homes cannot hold what this plan sends there", budget)
     if busiest_seconds(graph, costs, lowered) >= seconds:
         return None
-    planned = _finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
+    planned = finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
     return planned if planned.timeline.step_seconds < seconds else None
 
 
-def _finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
+def least_seconds(graph: StepGraph, costs: Costs, plan: Plan) -> float:
+    """Seconds that the step of a plan takes at least, found without lowering it.
+
+    Its ops run one after the other, and so does, for each gap that is computed again, the op that last wrote its bytes;
+    and what has left comes back over its link.
+    """
+    arrivals = [0.0] * len(costs.homes)
+    again: set[tuple[int, int]] = set()  # before which op, and which op
+    for decision in plan.decisions:
+        storage = decision.gap.storage
+        if decision.residency is Residency.OFFLOAD and decision.home < len(arrivals):
+            arrivals[decision.home] += costs.homes[decision.home].in_seconds(graph.storages[storage].bytes)
+        elif decision.residency is Residency.RECOMPUTE:
+            writer = next(
+                (
+                    op
+                    for op in reversed(graph.uses[storage])
+                    if op <= decision.gap.start and _writes(graph, op, storage)
+                ),
+                None,
+            )
+            if writer is not None:
+                again.add((decision.fetch_at, writer))
+    running = costs.compute_seconds + sum(costs.ops[op].seconds for _, op in sorted(again))
+    return max(running, *arrivals) if arrivals else running
+
+
+def _writes(graph: StepGraph, op: int, storage: int) -> bool:
+    return storage in graph.ops[op].mutates or storage in graph.ops[op].creates
+
+
+def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
+    """Wire and simulate a placed program."""
     program = wire(graph, program, costs)
     return Planned(plan, program, simulate(graph, costs, program))
 
@@ -116,7 +141,7 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
         None if no plan of the policy could be placed.
     """
     room = room_for_large(graph, costs, budget)
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         if room <= 0:
             return None
         try:
@@ -128,88 +153,10 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
             return None
         program = place(lowered, budget)
         if program.arena_bytes <= budget:
-            return _finish(graph, costs, plan, program)
+            return finish(graph, costs, plan, program)
         over = program.arena_bytes - budget
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
-
-
-def fit_locally(
-    graph: StepGraph, costs: Costs, budget: int, policy: Callable[[Ints], Plan | None], attempts: int = _ATTEMPTS
-) -> Planned | None:
-    """Ask for plans with less and less room, but only over the ops at which blocks stick out of the budget.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        policy: makes a plan; is given for each op the bytes that it is to leave free there, as far as it can;
-            None if it finds none.
-        attempts: how often to ask.
-    """
-    n = len(graph.ops)
-    spared = np.zeros(n, dtype=np.int64)
-    apart: set[int] = set()
-    for attempt in range(attempts):
-        plan = policy(spared)
-        if plan is None:
-            return None
-        if apart and costs.homes:
-            decisions = (*plan.decisions, *_parted(graph, plan, apart))
-            plan = replace(plan, decisions=tuple(sorted(decisions, key=lambda d: d.gap)))
-        lowered = lower(graph, costs, plan)
-        if room_at_homes(graph, costs, lowered) is None:
-            return None
-        program = place(lowered, budget)
-        if program.arena_bytes <= budget:
-            return _finish(graph, costs, plan, program)
-        stuck = _stuck(program, budget, n)
-        for first, last, over in stuck:
-            # Ever more ops around them: what is in the way of a block need not be so over all of its life.
-            wider = _WIDER * attempt
-            spared[max(first - wider, 0) : last + wider] += max(over // 2, PAGE_BYTES)
-        if attempt >= _PATIENCE:
-            for first, last, _ in stuck:
-                if last - first <= _BRIEF:
-                    apart.update(range(max(first - 1, 0), min(last + 1, n)))
-    return None
-
-
-def _stuck(program: Program, budget: int, n: int) -> list[tuple[int, int, int]]:
-    """The ranges of ops over which blocks stick out of the budget, and by how many bytes."""
-    op_at: list[int] = []  # of each instruction the op that runs first at it or after it
-    upcoming = n
-    for instruction in reversed(program.instructions):
-        if isinstance(instruction, Run) and not instruction.again:
-            upcoming = instruction.op
-        op_at.append(upcoming)
-    op_at.reverse()
-    op_at.append(n)
-    found: list[tuple[int, int, int]] = []
-    for block in program.blocks:
-        over = block.offset + block.bytes - budget
-        if over <= 0:
-            continue
-        spans = [(block.born, block.dies)]
-        if block.wraps:
-            end = len(program.instructions)
-            spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
-        found += [(op_at[first], max(op_at[last], op_at[first] + 1), over) for first, last in spans if first < last]
-    return found
-
-
-def _parted(graph: StepGraph, plan: Plan, apart: set[int]) -> list[Decision]:
-    """What stays between two ops in a row leaves between them, where a block is in the way of others."""
-    decided = {decision.gap for decision in plan.decisions}
-    found: list[Decision] = []
-    for storage in graph.storages:
-        if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
-            continue
-        for gap in gaps_of(graph, storage.id):
-            near = gap.start in apart and gap.end in apart
-            if near and gap.end == gap.start + 1 and gap not in decided:
-                found.append(Decision(gap, Residency.OFFLOAD, gap.end, gap.end))
-    return found
 
 
 def op_times(planned: Planned) -> tuple[float, ...]:

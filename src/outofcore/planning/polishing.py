@@ -17,7 +17,8 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.addresses import place
 from outofcore.planning.model import Model
 from outofcore.planning.placing import Planned, worth
-from outofcore.simulator import simulate
+from outofcore.program import Program
+from outofcore.simulator import busiest_seconds, simulate
 
 # By how many ops times are moved.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
@@ -76,19 +77,23 @@ class Polish:
         for _ in range(tries):
             if best.timeline.step_seconds <= self.goal:
                 break
-            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw))
+            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), value)
             if found is not None and (made := worth(self.costs, found)) <= value:
                 best, value = found, made
         return best
 
-    def _try(self, choices: _Choices) -> Planned | None:
+    def _try(self, choices: _Choices, most: float) -> Planned | None:
+        """What comes of it; None if it does not fit, or takes more than ``most`` seconds for sure."""
         decisions = tuple(choices[gap] for gap in sorted(choices))
         if decisions not in self._seen:
-            self._seen[decisions] = self._fitted(Plan("auto", self.budget, decisions))
+            plan = Plan("auto", self.budget, decisions)
+            lowered = lower(self.graph, self.costs, plan)
+            if busiest_seconds(self.graph, self.costs, lowered) > most:
+                return None  # not for ever: another may be glad of it
+            self._seen[decisions] = self._fitted(plan, lowered)
         return self._seen[decisions]
 
-    def _fitted(self, plan: Plan) -> Planned | None:
-        lowered = lower(self.graph, self.costs, plan)
+    def _fitted(self, plan: Plan, lowered: Program) -> Planned | None:
         if room_at_homes(self.graph, self.costs, lowered) is None:
             return None
         program = place(lowered, self.budget, effort=0)

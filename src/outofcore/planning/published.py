@@ -22,6 +22,8 @@ from outofcore.planning.window import window
 PUBLISHED = ("pooch", "priced", "sqrt-checkpoint", "superneurons", "tflms", "window")
 # How often the priced policy is asked again, with times from the simulation.
 _REFINEMENTS = 4
+# Steps of no more ops are small.
+_SMALL = 100
 # A plan may turn out so much quicker than it looks before it is placed closely.
 _DOUBT = 1.02
 
@@ -35,7 +37,12 @@ def plans_of(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[P
 
 
 def rivals(graph: StepGraph, costs: Costs, budget: int, seconds: float) -> list[Planned]:
-    """Plans of all published policies but those that look slower than ``seconds`` a step."""
+    """Plans of all published policies but those that look slower than ``seconds`` a step.
+
+    Of a small step all are made: there what a plan looks like before it is placed closely says the least.
+    """
+    if len(graph.ops) <= _SMALL:
+        return [planned for policy in PUBLISHED for planned in plans_of(graph, costs, budget, policy)]
     room = room_for_large(graph, costs, budget)
     found: list[Planned] = []
     for policy in PUBLISHED:

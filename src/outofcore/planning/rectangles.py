@@ -61,9 +61,9 @@ class Rectangle:
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
         """The one or two stretches of time over which the bytes are held; none is empty."""
-        found = [(self.lower, self.upper)]
-        if self.gap is not None and self.gap[0] < self.gap[1]:
-            found = [(self.lower, self.gap[0]), (self.gap[1], self.upper)]
+        if self.gap is None or self.gap[0] >= self.gap[1]:
+            return ((self.lower, self.upper),) if self.lower < self.upper else ()
+        found = ((self.lower, self.gap[0]), (self.gap[1], self.upper))
         return tuple((begin, end) for begin, end in found if begin < end)
 
 

@@ -104,12 +104,21 @@ class _Checkpoints:
                 continue
             fetch = min(gap.end for gap in gaps)
             is_held = self._held_at(fetch, dropped)
+            made: set[Content] = set()  # of these it is known that they can be made, so no chain is followed twice
+
+            def at_hand(
+                content: Content, is_held: Callable[[Content], bool] = is_held, made: set[Content] = made
+            ) -> bool:
+                return content in made or is_held(content)
+
             for gap in sorted(gaps, key=lambda gap: graph.creator[gap.storage]):
+                wanted = (gap.storage, history.version_at(gap.storage, fetch))
                 try:
-                    replay(history, [(gap.storage, history.version_at(gap.storage, fetch))], is_held)
+                    replay(history, [wanted], at_hand)
                 except GraphError:
                     dropped.discard(gap.storage)  # it stays, and others may be made from it
                     continue
+                made.add(wanted)
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:

@@ -18,15 +18,15 @@ from outofcore.planning.model import Model
 from outofcore.planning.placing import Planned, fit_once, worth
 from outofcore.planning.polishing import Polish
 
-# Partial schedules that the search looks at: a few seconds for steps of 30 ops.
-EFFORT = 40_000
+# Partial schedules that the search looks at: about a second for steps of 30 ops.
+EFFORT = 4000
 # The most ops of a step that is searched; the most of its storages that may be elsewhere when it begins, and the most
 # gaps that begin at one op: the search goes through all that these could be.
 _OPS, _BEGUN, _AT_ONE = 30, 10, 6
 # A plan that takes no longer than this, in multiples of a lower bound, need not be made better.
 _GOOD = 1.0005
 # Of the effort: how many changes are tried each time that something is polished.
-_CHANGES = 50
+_CHANGES = 5
 # How often the best plan that was there before is polished, with other draws.
 _ROUNDS = 3
 
