@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
-from outofcore.errors import StateError
+from outofcore.errors import CaptureError, StateError
 
 WIDTH = 144  # a weight of this width is large: it takes more than 64 KiB
 
@@ -520,3 +520,24 @@ def wander(seed: int, length: int = 16) -> None:
 @pytest.mark.parametrize("seed", [*range(8), 9, 116, 155, 162])
 def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
     wander(seed)
+
+
+def test_a_step_that_reads_old_gradients_and_leaves_new_ones_is_refused() -> None:
+    side = plain(0)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        old = sum((p.grad.abs().sum() for p in side.model.parameters() if p.grad is not None), torch.zeros(()))
+        side.optimizer.zero_grad()
+        loss = F.mse_loss(side.model(x), x)
+        loss.backward()
+        side.optimizer.step()
+        return loss + old.detach()
+
+    with outofcore.compile(train, side.model, side.optimizer, budget="64MiB") as step:
+        step(batch(0))
+        before = everything(side)
+        with pytest.raises(CaptureError, match=r"uses the gradient that .* had before it"):
+            step(batch(1))
+        assert alike(everything(side), before)
+        side.optimizer.zero_grad()
+        step(batch(1))

@@ -19,6 +19,7 @@ from outofcore.capture.captured import (
 )
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.tables import Tables, TracedOp
+from outofcore.errors import CaptureError
 from outofcore.graph import Op, StepGraph, Storage
 
 
@@ -47,6 +48,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     touched = {s for op in traced for s in (*op.reads, *op.mutates, *op.creates)} | set(outputs)
 
     kept, places = _states(tables, mirror, optimizer_states, ending, touched)
+    _check_gradients(kept, [places[parameter] for parameter in ending.gradients])
     inputs = [(entry.leaf, entry.value) for entry in mirror.inputs if tables.values[entry.value].storage in touched]
     values = _Renumbered(_values_named(tables, traced, kept, inputs, ending))
     storages = _Renumbered(touched | {tables.values[value].storage for value in values.old})
@@ -92,6 +94,26 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
         output_spec=ending.spec,
         device=tables.device,
     )
+
+
+def _check_gradients(states: Sequence[StateBinding], left: Iterable[int]) -> None:
+    """Refuse a step that has to do with a gradient from before it and leaves another: one name cannot be both.
+
+    Args:
+        states: of the capture.
+        left: the places of parameters whose gradients are left.
+
+    Raises:
+        CaptureError: it is such a step.
+    """
+    known = {binding.key for binding in states}
+    both = [states[place].key for place in left if f"{states[place].key}.grad" in known]
+    if both:
+        raise CaptureError(
+            f"the step uses the gradient that {both[0]} had before it, and leaves another one in its place: clear "
+            "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to the "
+            "step as an argument"
+        )
 
 
 def _wanted(ops: Sequence[TracedOp], outputs: Sequence[int]) -> list[TracedOp]:
