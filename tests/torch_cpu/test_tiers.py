@@ -63,6 +63,7 @@ def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("name", "of_budget", "share"),
     [
+        ("gpt", 0.0, 0.2),
         ("gpt", 0.1, 0.2),
         *[("optimizer_adamw", of_budget, share) for of_budget in (0.0, 0.5) for share in (0.05, 0.2, 1.5)],
     ],
@@ -74,7 +75,8 @@ def test_same_bits_at_several_budgets_and_host_budgets(
     smallest, everything_fits = budgets_of(CASES[name])
     budget = smallest + int(of_budget * (everything_fits - smallest))
     host_budget = max(int(share * everything_fits), 3 * 64 * KIB)
-    policy = "streamed" if name == "gpt" else "auto"  # which takes longer to plan
+    # At its smallest budget "streamed" finds a plan or not, as the measured times have it; "auto" takes longer to plan.
+    policy = "auto" if name != "gpt" else "streamed" if of_budget else "offload-all"
     ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
     assert_same(ours, theirs)
     for key, tensor in everything(case):
