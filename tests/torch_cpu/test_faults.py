@@ -387,17 +387,23 @@ def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: 
     step = ours[2]
     before = contents(ours[0], ours[1])
     home = step.homes[-1]
-    original, sent = home.read, []
+    original, sent, noted = home.read, [], threading.Semaphore(0)
+    note = Deferred._note
+
+    def noting(self: Deferred, *args: Any) -> None:
+        noted.release()
+        note(self, *args)
 
     def interrupting(*args: Any) -> None:
         if not sent:
             sent.append(1)
-            for _ in range(times):
+            for _ in range(times):  # one after the other: two that come at once are one
                 os.kill(os.getpid(), signal.SIGINT)
-                threading.Event().wait(0.05)  # two that come at once are one
+                assert noted.acquire(timeout=60)
         original(*args)
 
     with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "_note", noting)
         patch.setattr(home, "read", interrupting)
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:

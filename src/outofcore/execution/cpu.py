@@ -20,6 +20,9 @@ from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
 
+# A signal that comes as its thread falls asleep is handled when the thread next wakes: without a copy that ends, never.
+_SIGNALS_SECONDS = 1.0
+
 
 class _Progress:
     """How many instructions of each queue are done; who waits sleeps on one condition."""
@@ -51,7 +54,7 @@ class _Progress:
                 continue
             with self.condition:
                 while done[queue] < count and self.failure is None:
-                    self.condition.wait()
+                    self.condition.wait(_SIGNALS_SECONDS)
             if self.failure is not None:
                 raise StateError("another queue of the step failed") from self.failure
 
@@ -80,7 +83,7 @@ class _Copier(threading.Thread):
         """Return when the work of this step is done or given up."""
         with self._condition:
             while self._work is not None:
-                self._condition.wait()
+                self._condition.wait(_SIGNALS_SECONDS)
 
     def close(self) -> None:
         with self._condition:
