@@ -39,7 +39,7 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import read_graph
 from outofcore.lowering import lower
 from outofcore.plan import Plan
-from outofcore.planning import in_core_budget, keep_all, plan_step, window
+from outofcore.planning import in_core_budget, keep_all, plan_step, smallest_budget, window
 from outofcore.planning.first_fit import first_fit
 from outofcore.planning.packing import EFFORT, Rectangle, pack, peak
 from outofcore.planning.priced import priced
@@ -214,7 +214,10 @@ def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
         graph, costs = file.graph, file.costs
         yield f"{model}-in-core", rectangles_of(lower(graph, costs, keep_all(0)))
         for part in _PARTS:
-            planned = plan_step(graph, costs, int(in_core_budget(graph, costs) * part))
+            budget = int(in_core_budget(graph, costs) * part)
+            if budget < smallest_budget(graph, costs):
+                continue
+            planned = plan_step(graph, costs, budget)
             yield f"{model}-auto-{part:g}", rectangles_of(planned.program)
 
 

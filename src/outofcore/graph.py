@@ -96,6 +96,12 @@ class StepGraph:
         return frozenset(s.id for s in self.storages if s.kind in PERSISTENT_KINDS and s.id not in self.creator)
 
     @cached_property
+    def gradients_left(self) -> frozenset[int]:
+        """Gradients that the step creates and leaves to the user: the next step knows nothing of them."""
+        left = (s for s in self.outputs if self.storages[s].kind is StorageKind.GRADIENT)
+        return frozenset(s for s in left if s in self.creator)
+
+    @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each storage the ops that touch it, in order."""
         found: list[list[int]] = [[] for _ in self.storages]

@@ -60,8 +60,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one policy under one budget. Gaps that are not named are kept."""
+    """The decisions of one policy under one budget. Gaps that are not named are kept.
+
+    Outputs go to the first home after their last use. Those in ``staying`` stay on the device instead until the next
+    step begins: gradients that the step creates and leaves, about which nothing else is decided.
+    """
 
     policy: str
     budget: int  # bytes that the policy was allowed
     decisions: tuple[Decision, ...]
+    staying: tuple[int, ...] = ()

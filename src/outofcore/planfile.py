@@ -22,7 +22,7 @@ from outofcore.program import Instruction, Program
 FORMAT = "outofcore-plan/1"
 
 # Fields, of whatever class, that number storages.
-_STORAGE_FIELDS = frozenset({"storage", "results"})
+_STORAGE_FIELDS = frozenset({"storage", "results", "staying"})
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,11 @@ class Program:
         blocks: each at the index that is its id.
         arena_bytes: the end of the highest placed block.
         results: the storages whose home holds the up-to-date bytes when the step ends: every
-            output, and every persistent storage that no wrapping block holds.
+            output that does not stay, and every persistent storage that no wrapping block holds.
         lodgings: the persistent storages whose home is not the first. Everything else that is seen between
             two steps, inputs and outputs among it, is found at the first home.
+        staying: gradients that the step leaves in a block, which is held to the end of the step. They are seen
+            there until the next step begins, and its bytes are free from then on.
     """
 
     instructions: tuple[Instruction, ...]
@@ -138,6 +140,7 @@ class Program:
     arena_bytes: int = 0
     results: tuple[int, ...] = ()
     lodgings: tuple[Lodging, ...] = ()
+    staying: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Planner:
 
     def plan_in_core(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...]) -> Entry | None:
         """The plan in which nothing moves, if the budget holds it."""
-        planned = planning.fit_once(captured.graph, costs, self.budget, planning.keep_all(self.budget))
+        planned = planning.plan_in_core(captured.graph, costs, self.budget)
         return None if planned is None else self._entry(captured, costs, profiles, planned)
 
     def _entry(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], planned: Planned) -> Entry:

@@ -129,6 +129,52 @@ def test_a_wrong_index_leaves_the_model_as_it_was(compiled: Any) -> None:
     goes_on(plain, ours)
 
 
+@pytest.mark.parametrize("room", [1.0, 1.5, 20.0])
+def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, tmp_path: Path, room: float) -> None:
+    def renewing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(ids) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    (model, optimizer, _), (plain_model, plain_optimizer, _) = sides(), sides()
+    plain = renewing(plain_model, plain_optimizer)
+    budget = int(smallest * room)
+    with outofcore.compile(renewing(model, optimizer), model, optimizer, budget=budget, home=tmp_path) as ours:
+        for k in range(3):
+            torch.manual_seed(k)
+            theirs = plain(batch(k))
+            torch.manual_seed(k)
+            assert torch.equal(ours(batch(k)), theirs)
+        before = contents(model, optimizer)
+        held = model[1].weight.grad
+        assert held is not None
+        expected = held.clone()
+        with pytest.raises(Exception, match="index out of range") as caught:
+            ours(batch(9) + 1000)
+        assert any("as they were before" in note for note in caught.value.__notes__)
+        assert_same(contents(model, optimizer), before)
+        assert torch.equal(held, expected)
+        staying = {ours.captured.graph.storages[s].name for s in ours.planned.program.staying}
+        assert room < 20 or len(staying) == len(list(model.parameters()))
+        for (name, parameter), other in zip(model.named_parameters(), plain_model.parameters(), strict=True):
+            if f"{name}.grad" in staying and parameter is not model[1].weight:
+                assert parameter.grad is None
+            elif parameter is not model[1].weight:
+                assert torch.equal(parameter.grad, other.grad)
+        torch.manual_seed(3)
+        theirs = plain(batch(3))
+        torch.manual_seed(3)
+        assert torch.equal(ours(batch(3)), theirs)
+        for parameter, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad)
+    assert_same(contents(model, optimizer), contents(plain_model, plain_optimizer))
+
+
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = compiled

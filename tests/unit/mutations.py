@@ -258,6 +258,20 @@ def drop_result(graph: StepGraph, program: Program, random: Random | None = None
         yield f"storage {storage} is not among the results", replace(program, results=kept)
 
 
+def leave_early(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """A gradient that is to be seen after the step is not held so long, or is not said to be."""
+    last: dict[int, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        last.update(dict.fromkeys(oracle.blocks_of(instruction), index))
+    for storage in _mixed(program.staying, random):
+        kept = tuple(s for s in program.staying if s != storage)
+        yield f"storage {storage} does not stay", replace(program, staying=kept)
+        for block in program.blocks:
+            if block.storage == storage and last.get(block.id, -1) + 1 < block.dies == len(program.instructions):
+                gone = replace(block, dies=last[block.id] + 1)
+                yield f"block {block.id} dies after its last use", with_block(program, gone)
+
+
 def shrink_block(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """A block is smaller than its storage."""
     for block in _mixed(list(program.blocks), random):
@@ -310,6 +324,7 @@ MUTATIONS: dict[str, Mutation] = {
     "swap": swap,
     "wait_ahead": wait_ahead,
     "drop_result": drop_result,
+    "leave_early": leave_early,
     "shrink_block": shrink_block,
     "wrong_again": wrong_again,
     "rerun_elsewhere": rerun_elsewhere,

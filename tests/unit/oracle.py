@@ -206,7 +206,7 @@ class Machine:
             self.write(instruction.block, seen[0] if steady else GARBAGE)
 
     def finish(self) -> list[str]:
-        due = set(self.program.results) | set(self.graph.outputs)
+        due = set(self.program.results) | (set(self.graph.outputs) - set(self.program.staying))
         due |= {s for s in self.graph.persistent if not any(b.wraps and b.storage == s for b in self.program.blocks)}
         for storage in sorted(due):
             if self.home.get((storage, self.lodgings.get(storage, 0)), GARBAGE) != self.final[storage]:
@@ -214,6 +214,11 @@ class Machine:
         for block in self.program.blocks:
             if block.wraps and block.storage is not None and self.device[block.id] != self.final[block.storage]:
                 self.faults.append(f"wrong value at the end in block {block.id}")
+        end = len(self.program.instructions)
+        for storage in self.program.staying:
+            held = [self.device[b.id] for b in self.program.blocks if b.storage == storage and b.dies == end]
+            if held != [self.final[storage]]:
+                self.faults.append(f"wrong value at the end in what stays of storage {storage}")
         return self.faults
 
 

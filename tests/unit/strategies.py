@@ -67,7 +67,7 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     """Valid step graphs that look like training steps: forward, loss, backward, update.
 
     With parameters that may be used twice, activations reused in backward, in-place ops, buffers, random
-    and non-rerunnable ops, ops without storages, gradients that are created or accumulated, constants,
+    and non-rerunnable ops, ops without storages, gradients that are created, accumulated or left, constants,
     unused storages, inputs that are mutated, and several kinds of outputs.
     """
     draft = _Draft(draw)
@@ -88,6 +88,8 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     visible = [loss]
     if draft.chance():
         visible.append(draw(st.sampled_from(activations + inputs + constants + [layer.param for layer in layers])))
+    if draft.chance():  # the step clears gradients at its start, if at all
+        visible += [layer.grad for layer in layers if layer.kept_grad is None]
     graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
     graph.check()
     return graph

@@ -1,5 +1,7 @@
 """The exact instruction lists that small plans become."""
 
+from dataclasses import replace
+
 import pytest
 
 from outofcore.costs import Costs, Home, OpCost
@@ -57,6 +59,32 @@ def test_nothing_leaves() -> None:
         Run(2, (2, 1, 4)),
         Run(3, (0, 4)),
     )
+
+
+def test_a_gradient_that_is_left_goes_home_or_stays() -> None:
+    graph = replace(step(), outputs=(LOSS, G))
+    shared = (
+        CopyIn(1, 0),
+        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
+        Run(1, (2, 3)),
+        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+        Run(2, (2, 1, 4)),
+        Run(3, (0, 4)),
+    )
+    assert program_of(graph) == (*shared, CopyOut(4, 1, (Wait(Queue.COMPUTE, 3),)))
+    program = wire(graph, place(lower(graph, costs(), Plan("test", 0, (), staying=(G,)))))
+    validate(graph, program, program.arena_bytes, costs())
+    assert (program.instructions, program.results, program.staying) == (shared, (LOSS,), (G,))
+    assert program.blocks[4].dies == len(shared)
+
+
+def test_only_gradients_that_are_left_stay() -> None:
+    graph = replace(step(), outputs=(LOSS, G))
+    for storage in (LOSS, W, A, 17):
+        with pytest.raises(GraphError, match="no gradient that the step creates and leaves"):
+            lower(graph, costs(), Plan("test", 0, (), staying=(storage,)))
+    with pytest.raises(GraphError, match="to stay on the device, and to leave it before"):
+        lower(graph, costs(), Plan("test", 0, (offload(G, 2, 3, 3, 3),), staying=(G,)))
 
 
 def test_an_input_leaves_free_and_comes_back_without_a_copy_out() -> None:

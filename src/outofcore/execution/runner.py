@@ -20,7 +20,7 @@ from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
-from outofcore.execution.gradients import assign_gradient
+from outofcore.execution.gradients import assign_gradient, references_to
 from outofcore.execution.slots import Layout, Piece, lay_out
 from outofcore.execution.state import StateKeeper
 from outofcore.execution.surprises import requests_seen
@@ -91,6 +91,14 @@ class Runner:
             left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
             for left in captured.gradients_left
         }
+        end = len(program.instructions)
+        blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
+        # Of the gradients left, where those are that stay in the arena: offsets by value.
+        self._staying = {
+            index: blocks[storage].offset
+            for index in self._gradients
+            if (storage := captured.values[index].storage) in blocks
+        }
         self._cleared = [parameter_of(captured.states[i]) for i in captured.gradients_cleared]
         self._accumulated = [
             (binding, state)
@@ -157,7 +165,7 @@ class Runner:
             if state.place is Place.HOME:
                 found[storage] = self._keeper.slot(state)
         for index, (_, state) in self._gradients.items():
-            if is_large(state.bytes):
+            if is_large(state.bytes) and index not in self._staying:
                 found[self.captured.values[index].storage] = self._keeper.slot(state)
         return found
 
@@ -212,7 +220,7 @@ class Runner:
         self._begun = True
         timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
         self._check_left()
-        self._show_gradients(results)
+        self._show_gradients(placed.arena, results)
         self._publish()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
@@ -238,6 +246,12 @@ class Runner:
         """
         if self._placed is None or not self._begun:
             return True
+        for index in self._staying:
+            parameter, state = self._gradients[index]
+            if state.place is Place.ARENA:  # other bytes may be there now
+                if parameter_of(parameter).grad is state.windows[0].tensor:
+                    parameter_of(parameter).grad = None
+                self._keeper.taken(state)
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, engine.reached())
 
     def _check_left(self) -> None:
@@ -275,19 +289,30 @@ class Runner:
             leaf = leaves[binding.leaf]
             ports[storage] = Port(leaf.data_ptr(), captured.own_bytes(storage), leaf)
         results: dict[int, torch.Tensor] = {}
-        in_slots = {captured.values[index].storage for index, (_, s) in self._gradients.items() if is_large(s.bytes)}
+        elsewhere = {
+            captured.values[index].storage
+            for index, (_, state) in self._gradients.items()
+            if index in self._staying or is_large(state.bytes)
+        }
         for storage in captured.graph.outputs:
-            if storage in in_slots:
+            if storage in elsewhere:
                 continue
             count = captured.own_bytes(storage)
             result = results[storage] = torch.empty(count, dtype=torch.uint8, device=captured.device)
             ports[storage] = Port(result.data_ptr(), count, result)
         return ports, results
 
-    def _show_gradients(self, results: dict[int, torch.Tensor]) -> None:
+    def _show_gradients(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
         for index, (parameter, state) in self._gradients.items():
-            own = results.get(self.captured.values[index].storage)
-            assign_gradient(parameter_of(parameter), self._keeper.arrived(state, own))
+            value = self.captured.values[index]
+            if index in self._staying:
+                shown = self._keeper.stayed(state, value, arena, self._staying[index])
+            else:
+                shown = self._keeper.arrived(state, value, results.get(value.storage))
+            assign_gradient(parameter_of(parameter), shown)
+        shown = None
+        for _, state in self._gradients.values():
+            state.references = references_to(state.windows[0].tensor)
         for parameter in self._cleared:
             parameter.grad = None
         for binding, state in self._accumulated:
@@ -311,10 +336,13 @@ class Runner:
     def _take_over(self) -> None:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
         for binding, state in self._gradients.values():
-            if parameter_of(binding).grad is not state.windows[0].tensor:
+            # What the step clears lives on for others who have it.
+            held = references_to(state.windows[0].tensor) > state.references
+            if held or parameter_of(binding).grad is not state.windows[0].tensor:
                 self._keeper.taken(state)
         for binding, state in self._accumulated:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
+            state.lay(binding.key, self.captured.values[binding.value])
         cleared = False
         for binding, owner in self._owned:
             live = owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name)

@@ -15,11 +15,12 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
-from outofcore.capture.captured import Captured, GradientLeft, StateBinding
+from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.arenas import Memory
 from outofcore.execution.faces import Faces
-from outofcore.execution.windows import Place, State, Window, displaced, shared_otherwise
+from outofcore.execution.windows import Place, State, Window, displaced, let_go, shared_otherwise
+from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
 
 
@@ -61,6 +62,8 @@ class StateKeeper:
                     self._settle(state)
             elif binding.tensor is not None:
                 self.rebind(state, binding, binding.tensor)
+                if binding.kind is StorageKind.GRADIENT:
+                    state.lay(binding.key, value)
         return found
 
     def _settle(self, state: State) -> None:
@@ -108,23 +111,10 @@ class StateKeeper:
         return True
 
     def let_go(self) -> None:
-        """Leave to the user what was put in place of what was shown, whatever it is; then ``forget_all`` is due.
-
-        What was tied to another tensor here goes where that goes.
-        """
-        here = [state for state in self._states.values() if state.place in (Place.HOME, Place.ARENA)]
-        moved = [window for state in here for window in state.let_go()]
-        if not moved:
-            return
-        shown = {internals.storage_key(s.shown): s for s in here if s.shown is not None and not s.moved_away()}
-        for window in moved:
-            state = shown.get(internals.storage_key(window.tensor))
-            if state is not None:
-                state.tie(window)
-        for state in here:
-            if not state.windows:
-                self._vacate(state)
-                state.lose()
+        """Leave to the user what was put in place of what was shown, whatever it is; then ``forget_all`` is due."""
+        for state in let_go(self._states.values()):
+            self._vacate(state)
+            state.lose()
 
     def forget_all(self) -> None:
         """Know no state any more; to be called while nothing is in the arena. What is at home stays there."""
@@ -235,17 +225,23 @@ class StateKeeper:
         """
         if state.place is Place.UNBORN:
             return
-        window = state.windows[0]
-        reference = weakref.ref(window.tensor)
-        window.tensor = torch.empty(0, dtype=window.value.dtype)
+        put_aside = state.windows[0].give_up()
         if state.place in (Place.HOME, Place.ARENA):
-            self._faces.part(reference())
+            self._faces.part(put_aside)
         state.lose()
 
-    def arrived(self, state: State, own: torch.Tensor | None) -> torch.Tensor:
+    def arrived(self, state: State, value: Value, own: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a gradient that a step has just left at its home, or in memory of its own."""
-        state.windows[0].stands_in = False
+        state.windows[0].renew(value)
         state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
+        return state.windows[0].tensor
+
+    def stayed(self, state: State, value: Value, arena: Memory, offset: int) -> torch.Tensor:
+        """The tensor of a gradient that a step has just left in the arena, where it stays until the next one."""
+        known = state.windows[0].renew(value)
+        if not known or state.place is not Place.ARENA or state.offset_in(arena.address) != offset:
+            self._vacate(state)
+            state.show(arena.view(offset, state.bytes), Place.ARENA)
         return state.windows[0].tensor
 
     def forget(self, state: State, binding: StateBinding) -> None:
@@ -255,9 +251,8 @@ class StateKeeper:
         """
         for window in state.windows:
             if window.key == binding.key:
-                reference = weakref.ref(window.tensor)
-                window.tensor, window.stands_in = torch.empty(0, dtype=window.value.dtype), True
-                self._faces.part(reference())
+                self._faces.part(window.give_up())
+                window.stands_in = True
         if state.shown is None:
             state.lose()
         else:

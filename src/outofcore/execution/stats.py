@@ -33,7 +33,9 @@ class StepStats:
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
     """What a call did: by its plan, and the timeline of when everything ran."""
     program = planned.program
-    ported = set(captured.graph.outputs) | {captured.values[b.value].storage for b in captured.inputs}
+    ported = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
+        captured.values[b.value].storage for b in captured.inputs
+    }
     compute = 0.0
     moved = {CopyOut: 0, CopyIn: 0}
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -51,6 +52,23 @@ class Window:
             or tensor.dtype != value.dtype
         )
 
+    def give_up(self) -> torch.Tensor | None:
+        """Know the tensor no more; returns it if anybody else does."""
+        reference = weakref.ref(self.tensor)
+        self.tensor = torch.empty(0, dtype=self.value.dtype)
+        return reference()
+
+    def lies_as(self, value: Value) -> bool:
+        """Whether it lies in its storage as a value does."""
+        mine = self.value
+        return (mine.shape, mine.stride, mine.offset) == (value.shape, value.stride, value.offset)
+
+    def renew(self, value: Value) -> bool:
+        """Take note that a step has left a gradient, and how it lies; whether it lay so before."""
+        known = self.lies_as(value)
+        self.value, self.stands_in = value, False
+        return known
+
     def check_alike(self) -> None:
         """Refuse data that the step was not captured with.
 
@@ -80,6 +98,7 @@ class State:
     # can have the same address.
     shown: torch.Tensor | None = None
     address: int = 0  # of these bytes
+    references: int = 0  # to a gradient that a step has left, when it did (see ``references_to``)
 
     def show(self, base: torch.Tensor, place: Place) -> None:
         """Make the user's tensors look at these bytes."""
@@ -89,6 +108,17 @@ class State:
             window.tensor.data = view
             window.address = view.data_ptr()
         self.place = place
+
+    def lay(self, key: str, value: Value) -> None:
+        """Have a gradient lie as a step expects it: another may have left it otherwise, such as transposed."""
+        for window in self.windows:
+            if window.key != key or window.lies_as(value):
+                continue
+            data = window.tensor.data.clone()
+            window.value = value
+            if self.shown is not None and not window.stands_in:
+                window.tensor.data = tensor_on(self.shown, value).copy_(data)
+                window.address = window.tensor.data_ptr()
 
     def look_at(self, base: torch.Tensor | None) -> None:
         """Take note of the bytes that are shown at home or in the arena."""
@@ -203,10 +233,27 @@ def shared_otherwise(states: Iterable[State]) -> bool:
     return False
 
 
+def let_go(states: Iterable[State]) -> list[State]:
+    """Leave to the user what was put in place of what was shown; returns the states that nobody knows any more.
+
+    What was tied to another tensor here goes where that goes.
+    """
+    here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
+    moved = [window for state in here for window in state.let_go()]
+    if not moved:
+        return []
+    shown = {internals.storage_key(s.shown): s for s in here if s.shown is not None and not s.moved_away()}
+    for window in moved:
+        state = shown.get(internals.storage_key(window.tensor))
+        if state is not None:
+            state.tie(window)
+    return [state for state in here if not state.windows]
+
+
 def displaced(states: Iterable[State]) -> list[str]:
     """The keys of what no longer looks at where it was last shown, at home or in the arena."""
     here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
     return [window.key for state in here for window in state.windows if window.moved()]
 
 
-__all__ = ["Place", "State", "Window", "displaced", "shared_otherwise"]
+__all__ = ["Place", "State", "Window", "displaced", "let_go", "shared_otherwise"]

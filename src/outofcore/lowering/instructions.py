@@ -47,7 +47,7 @@ class _Lowering:
 
     def run(self) -> Program:
         graph, n = self.graph, len(self.graph.ops)
-        version, homes = self.version, self.homes
+        version, homes, staying = self.version, self.homes, set(self.plan.staying)
         releases: dict[int, list[Decision]] = defaultdict(list)
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
@@ -77,6 +77,7 @@ class _Lowering:
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
 
+        self._check_staying()
         outputs = set(graph.outputs)
         last_use = {storage.id: uses[-1] for storage, uses in zip(graph.storages, graph.uses, strict=True) if uses}
         for op in graph.ops:
@@ -102,7 +103,7 @@ class _Lowering:
             for storage in op.mutates + op.creates:
                 version[storage] += 1
             for storage in op.touched:
-                if last_use[storage] != op.id or storage in graph.persistent:
+                if last_use[storage] != op.id or storage in graph.persistent or storage in staying:
                     continue
                 if graph.storages[storage].kind is StorageKind.CONSTANT:
                     continue
@@ -120,11 +121,11 @@ class _Lowering:
                 self.instructions.append(CopyOut(block, version[storage], home=decision.home))
                 homes[storage][decision.home] = version[storage]
                 self.dying[storage] = block
-        for storage in graph.outputs:
+        for storage in sorted(outputs - staying):
             lodging = self.lodgings.get(storage, 0)
             if homes[storage].get(lodging) != version[storage] and storage in self.block_of:
                 self.instructions.append(CopyOut(self.block_of[storage], version[storage], home=lodging))
-        for block in self.dying.values():
+        for block in (*self.dying.values(), *(self.block_of[storage] for storage in self.plan.staying)):
             self._end(block)
         return self._program()
 
@@ -160,6 +161,14 @@ class _Lowering:
             if storage.kind is StorageKind.INPUT and storage.id not in arriving and uses:
                 found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
         return found
+
+    def _check_staying(self) -> None:
+        decided = {decision.gap.storage for decision in self.plan.decisions}
+        for storage in self.plan.staying:
+            if storage not in self.graph.gradients_left:
+                raise GraphError(f"storage {storage} cannot stay: it is no gradient that the step creates and leaves")
+            if storage in decided:
+                raise GraphError(f"storage {storage} is to stay on the device, and to leave it before")
 
     def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
         if storage is not None:
@@ -252,9 +261,10 @@ class _Lowering:
             else:
                 blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
         changed = {s.id for s in graph.storages if s.kind is StorageKind.INPUT and version[s.id] > 0}
-        results = sorted(set(graph.outputs) | (graph.persistent - set(self.wrapping)) | changed)
+        staying = self.plan.staying
+        results = sorted((set(graph.outputs) - set(staying)) | (graph.persistent - set(self.wrapping)) | changed)
         lodgings = tuple(Lodging(storage, home) for storage, home in sorted(self.lodgings.items()) if home)
-        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results), lodgings)
+        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results), lodgings, tuple(sorted(staying)))
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:

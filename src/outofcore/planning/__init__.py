@@ -10,6 +10,7 @@ from outofcore.planning.fitting import (
     fit_once,
     in_core_budget,
     keep_all,
+    plan_in_core,
     plan_step,
     smallest_budget,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "lower_bound_seconds",
     "offload_all",
     "place",
+    "plan_in_core",
     "plan_step",
     "pooch",
     "smallest_budget",

@@ -27,6 +27,7 @@ from outofcore.planning.placing import (
 )
 from outofcore.planning.published import PUBLISHED, plans_of, rivals
 from outofcore.planning.relaxation import relax
+from outofcore.planning.staying import all_staying, let_stay
 from outofcore.planning.streamed import tries
 from outofcore.planning.thorough import EFFORT, thorough
 from outofcore.planning.tiers import farthest, lasting_at_first, over_tiers, relieved
@@ -34,6 +35,10 @@ from outofcore.units import format_bytes
 
 # Of longer steps ``auto`` does not ask the policy ``streamed``, which takes longer than all others together.
 _STREAMED = 250
+# A step that takes no longer than this, in multiples of its ops, is as good as any.
+_GOOD = 1.0005
+# Plans for the farthest home alone that are slower than those for all of them by more than this lead nowhere.
+_HOPELESS = 1.25
 # How many storages an error message names.
 _NAMED = 8
 
@@ -154,7 +159,7 @@ def plan_step(
     if budget < smallest_budget(graph, costs):
         raise explain_too_small(graph, costs, budget, describe)
     if policy != "offload-all":
-        in_core = fit_once(graph, costs, budget, keep_all(budget))
+        in_core = plan_in_core(graph, costs, budget)
         if in_core is not None:
             return in_core
     if len(costs.homes) > 1:
@@ -168,7 +173,24 @@ def plan_step(
             "or take policy='auto', which falls back to others",
             smallest_budget(graph, costs),
         )
-    return min(found, key=lambda p: worth(costs, p))
+    return let_stay(graph, costs, budget, min(found, key=lambda p: worth(costs, p)))
+
+
+def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+    """The plan in which nothing leaves, but for gradients that no room is left for; None if the budget cannot hold it.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+    """
+    if not graph.gradients_left:
+        return fit_once(graph, costs, budget, keep_all(budget))
+    planned = fit_once(graph, costs, budget, all_staying(graph, keep_all(budget)))
+    if planned is None:
+        planned = fit_once(graph, costs, budget, keep_all(budget))
+        planned = None if planned is None else let_stay(graph, costs, budget, planned)
+    return planned
 
 
 def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, effort: int) -> list[Planned]:
@@ -176,11 +198,16 @@ def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, effort: int
         return _streamed(graph, costs, budget)
     if len(costs.homes) > 1:  # all other policies know of one home only
         found = _streamed(graph, costs, budget) if policy == "auto" else []
+        before = len(found)
+        known = min((planned.timeline.step_seconds for planned in found), default=inf)
+        if known <= costs.compute_seconds * _GOOD:
+            return found
         alone = _plans(graph, farthest(costs), budget, policy, effort)
         for planned in alone:
             found += over_tiers(graph, costs, budget, planned)
         least = min(alone, key=lambda p: p.timeline.step_seconds, default=None)
-        together = None if least is None or policy != "auto" else relieved(graph, costs, least)
+        hopeless = min((planned.timeline.step_seconds for planned in found[before:]), default=inf) > known * _HOPELESS
+        together = None if least is None or policy != "auto" or hopeless else relieved(graph, costs, least)
         if together is not None:
             for planned in _plans(graph, together, budget, policy, effort):
                 found += over_tiers(graph, costs, budget, planned)

@@ -213,6 +213,26 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, when: str)
     live.insert(at, (begin, end, block.id))
 
 
+def _staying(step: Step) -> dict[int, Block]:
+    """The blocks in which the user finds gradients after the step: one for each, held until then."""
+    graph, program = step.graph, step.program
+    found: dict[int, Block] = {}
+    for storage in program.staying:
+        known = 0 <= storage < len(graph.storages)
+        if not known or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
+            raise ValidationError(f"storage {storage} is to stay after the step, and is no gradient that it leaves")
+        name = step.storage(storage)
+        if not any(storage in op.creates for op in graph.ops):
+            raise ValidationError(f"{name} is to stay after the step, and is there before it as well")
+        if storage in program.results:
+            raise ValidationError(f"{name} is to stay after the step, and to be at home")
+        lasting = [b for b in program.blocks if b.storage == storage and b.dies == len(program.instructions)]
+        if len(lasting) != 1:
+            raise ValidationError(f"{name} is to stay after the step, in {len(lasting)} blocks; it must be one")
+        found[storage] = lasting[0]
+    return found
+
+
 @dataclass(eq=False, slots=True)
 class _Cell:
     """What one stay of a block, or one home slot, holds, and who touched it last."""
@@ -240,6 +260,7 @@ class _Replay:
         self.before: list[dict[int, int]] = []
         self.after: list[dict[int, int]] = []
         self.final = [0] * len(graph.storages)
+        self.staying = _staying(step)
         for op in graph.ops:
             self.before.append({s: self.final[s] for s in op.reads + op.mutates})
             for storage in set(op.mutates + op.creates):
@@ -335,7 +356,7 @@ class _Replay:
 
     def _check_end(self) -> None:
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
-        due = set(self.graph.outputs) | (self.graph.persistent - self.wrapping.keys())
+        due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
         due |= {s.id for s in self.graph.storages if s.kind is StorageKind.INPUT and s.id in mutated}
         for storage in sorted(due - set(self.program.results)):
             raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
@@ -350,6 +371,9 @@ class _Replay:
             untouched = _Cell(self.step.block(block), None if stay else 0)
             last = self.stays.get((block.id, stay), untouched)
             ends.append((last, self.final[block.storage or 0], "starts the next step"))
+        for storage, block in self.staying.items():
+            last = self.stays.get((block.id, 0), _Cell(self.step.block(block), None))
+            ends.append((last, self.final[storage], "is seen after the step"))
         for cell, version, why in ends:
             if cell.version != version:
                 raise ValidationError(f"{cell.name} {why} and must end at version {version}, but {cell.found}")

@@ -1,0 +1,87 @@
+"""Gradients that a step leaves: they stay where there is room, those that are used last first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from test_planning_properties import LIMITS, tasks
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.planning import in_core_budget, plan_in_core, plan_step
+from outofcore.planning.placing import worth
+from outofcore.planning.staying import candidates, let_stay
+from outofcore.program import CopyOut
+from outofcore.validator import validate
+
+K64 = 64 * 1024
+LAYERS = 6
+
+
+def step() -> StepGraph:
+    """Each layer's op makes one activation; backward gives one gradient after the other, and updates at once."""
+    storages: list[Storage] = []
+
+    def storage(kind: StorageKind, count: int, name: str) -> int:
+        storages.append(Storage(len(storages), count * K64, kind, name))
+        return len(storages) - 1
+
+    weights = [storage(StorageKind.PARAMETER, 4, f"w{i}") for i in range(LAYERS)]
+    flow = [storage(StorageKind.INPUT, 2, "x")]
+    flow += [storage(StorageKind.ACTIVATION, 2, f"a{i}") for i in range(LAYERS)]
+    gradients = [storage(StorageKind.GRADIENT, 4, f"w{i}.grad") for i in range(LAYERS)]
+    ops: list[Op] = []
+    for i in range(LAYERS):
+        ops.append(Op(len(ops), "forward", (flow[i], weights[i]), (), (flow[i + 1],)))
+    for i in reversed(range(LAYERS)):
+        ops.append(Op(len(ops), "backward", (flow[i], flow[i + 1], weights[i]), (), (gradients[i],)))
+        ops.append(Op(len(ops), "update", (weights[i], gradients[i]), (weights[i],), (), rerunnable=False))
+    return StepGraph(tuple(storages), tuple(ops), tuple(gradients))
+
+
+GRAPH = step()
+COSTS = Costs(tuple(OpCost(0.01) for _ in GRAPH.ops), (Home("disk", None, 1e8, 1e8),))
+
+
+def test_all_stay_where_there_is_room() -> None:
+    budget = sum(storage.bytes for storage in GRAPH.storages) + K64
+    for policy in ("auto", "window"):
+        planned = plan_step(GRAPH, COSTS, budget, policy)
+        assert planned.plan.staying == GRAPH.outputs
+        assert not any(isinstance(instruction, CopyOut) for instruction in planned.program.instructions)
+        validate(GRAPH, planned.program, budget, COSTS)
+
+
+def test_what_is_used_last_stays_first() -> None:
+    everything = in_core_budget(GRAPH, COSTS)
+    planned = plan_in_core(GRAPH, COSTS, everything)
+    assert planned is not None
+    order = candidates(GRAPH, replace(planned.plan, staying=()))
+    assert order == sorted(GRAPH.outputs)  # the first layer's gradient comes last
+    assert 0 < len(planned.plan.staying) < LAYERS
+    assert set(planned.plan.staying) == set(order[: len(planned.plan.staying)])
+    copied = {planned.program.blocks[i.block].storage for i in planned.program.instructions if isinstance(i, CopyOut)}
+    assert copied == set(GRAPH.outputs) - set(planned.plan.staying)
+
+
+@pytest.mark.parametrize("part", [0.5, 0.7, 0.9])
+def test_a_plan_is_never_slower_for_it(part: float) -> None:
+    budget = int(in_core_budget(GRAPH, COSTS) * part)
+    planned = plan_step(GRAPH, COSTS, budget)
+    validate(GRAPH, planned.program, budget, COSTS)
+    without = replace(GRAPH, outputs=())
+    assert planned.timeline.step_seconds >= plan_step(without, COSTS, budget).timeline.step_seconds * 0.999
+    assert planned.plan.staying
+
+
+@settings(LIMITS, max_examples=100)
+@given(tasks())
+def test_letting_gradients_stay_keeps_a_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
+    graph, costs, budget = task
+    planned = plan_step(graph, costs, budget, effort=0)
+    longer = let_stay(graph, costs, budget, planned)
+    validate(graph, longer.program, budget, costs)
+    assert worth(costs, longer) <= worth(costs, planned)
+    assert set(longer.plan.staying) <= graph.gradients_left
