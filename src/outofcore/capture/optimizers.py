@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import mark_optimizer_called, plain_optimizer_step, without_hooks
+from outofcore.capture.pieces import Piece, pieces_of
 from outofcore.errors import StateError
 
 Tensors = Sequence[torch.Tensor]
@@ -177,22 +178,37 @@ class OptimizerUpdate:
         own: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
         """Step once on the tensors given; the state left that is none of them."""
-        leaves = [as_leaf(tensor, grad) for tensor, grad in zip(params, grads, strict=True)]
-        entries = [
-            dict(kept) | {n: t for n, t, there in zip(member.names, given, has, strict=True) if there}
-            for member, kept, given, has in zip(self.members, own, states, present, strict=True)
-        ]
-        shadow = run_shadow(
-            self.optimizer, [(m.group, leaf) for m, leaf in zip(self.members, leaves, strict=True)], entries
-        )
-        left: list[dict[str, Any]] = []
-        with torch.no_grad():
-            for member, leaf, param, given in zip(self.members, leaves, params, states, strict=True):
-                if leaf.data_ptr() != param.data_ptr():
-                    param.copy_(leaf)
-                left.append(self._adopt(member, dict(shadow.state.get(leaf) or {}), given, param.device))
-                leaf.grad = None
+        pieces: list[Piece] = []
+        given = zip(self.members, params, grads, states, present, own, strict=True)
+        for index, (member, param, grad, tensors, has, kept) in enumerate(given):
+            whole = Piece(index, param, grad, tuple(tensors), dict(kept))
+            settled = all(has) or not any(has)  # else the state that is there says nothing of how the rest is made
+            pieces += pieces_of(self.optimizer, member.group, whole) if settled else [whole]
+        # State that is made is copied to its place, and should not be there twice for all pieces at once.
+        one_by_one = len(pieces) > len(self.members) and not all(map(all, present))
+        left: list[dict[str, Any]] = [{} for _ in self.members]
+        shadow = self.optimizer
+        for together in [[piece] for piece in pieces] if one_by_one else [pieces]:
+            shadow = self._step(together, present, left)
         return shadow, left
+
+    def _step(self, pieces: Sequence[Piece], present: list[list[bool]], left: list[dict[str, Any]]) -> Optimizer:
+        """Step once on these pieces, of state that is ``present`` or not; puts what is left of their state there."""
+        leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
+        entries: list[dict[str, Any]] = []
+        for piece in pieces:
+            there = zip(self.members[piece.member].names, piece.states, present[piece.member], strict=True)
+            entries.append(piece.own | {name: tensor for name, tensor, has in there if has})
+        groups = [self.members[piece.member].group for piece in pieces]
+        shadow = run_shadow(self.optimizer, list(zip(groups, leaves, strict=True)), entries)
+        with torch.no_grad():
+            for piece, leaf in zip(pieces, leaves, strict=True):
+                if leaf.data_ptr() != piece.parameter.data_ptr():
+                    piece.parameter.copy_(leaf)
+                made, device = dict(shadow.state.get(leaf) or {}), piece.parameter.device
+                left[piece.member] = self._adopt(self.members[piece.member], made, piece.states, device)
+                leaf.grad = None
+        return shadow
 
     def _adopt(self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device) -> dict[str, Any]:
         """Copy the state that the optimizer has made or replaced into the tensors given.

@@ -17,6 +17,7 @@ import torch
 from outofcore._torch_internals import precision_of
 from outofcore.analysis import LARGE_BYTES
 from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch
+from outofcore.capture.pieces import PIECE_ELEMENTS
 from outofcore.costs import OpCost
 from outofcore.errors import GraphError
 from outofcore.execution.native import load_native
@@ -64,6 +65,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
         # Without it nothing is known of the memory that ops ask for.
         "arena": load_native().library is not None,
         "large_bytes": LARGE_BYTES,
+        "update_elements": PIECE_ELEMENTS,
     }
     return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
 

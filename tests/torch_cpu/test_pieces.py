@@ -1,0 +1,120 @@
+"""Long parameters are updated in pieces, to the same bits, wherever their ends fall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+import outofcore
+from outofcore.capture import optimizers
+from outofcore.capture.pieces import PIECE_ELEMENTS, Piece, pieces_of
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01, maximize=True),
+    "Nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "AdamW": lambda p: AdamW(p, lr=0.01),
+    "RMSprop": lambda p: RMSprop(p, lr=0.01, centered=True, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda p: Adagrad(p, lr=0.01, lr_decay=0.1),
+    "Adadelta": lambda p: Adadelta(p, lr=0.5, weight_decay=0.1),
+    "Adamax": lambda p: Adamax(p, lr=0.01, weight_decay=0.1),
+    "NAdam": lambda p: NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": lambda p: RAdam(p, lr=0.01, weight_decay=0.1),
+}
+# No multiple of anything: ranges end within a vector of the processor.
+ROWS, COLUMNS = 1031, 1021
+
+
+def sides(make: Callable[[Any], Optimizer], dtype: torch.dtype) -> tuple[nn.Module, Optimizer, Callable[..., Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(COLUMNS, ROWS).to(dtype)
+    optimizer = make(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def seen(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    states = [optimizer.state[parameter] for parameter in model.parameters()]
+    return [*model.parameters(), *(state[name] for state in states for name in sorted(state))]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_are_those_of_whole_parameters(
+    name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[int] = []
+
+    def counting(*args: Any) -> list[Piece]:
+        found = pieces_of(*args)
+        cut.append(len(found))
+        return found
+
+    monkeypatch.setattr(optimizers, "pieces_of", counting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plain, (model, optimizer, step) = sides(OPTIMIZERS[name], dtype), sides(OPTIMIZERS[name], dtype)
+        with outofcore.compile(step, model, optimizer, budget="64MiB", home="host") as ours:
+            for number in range(4):
+                x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(number)).to(dtype) * 10.0**-number
+                assert torch.equal(ours(x), plain[2](x))
+            theirs = seen(plain[0], plain[1])
+            for mine, other in zip(seen(model, optimizer), theirs, strict=True):
+                assert torch.equal(mine, other) if isinstance(other, torch.Tensor) else mine == other
+    finally:
+        torch.set_num_threads(before)
+    whole = ROWS * COLUMNS
+    assert max(cut) == (1 if dtype is torch.bfloat16 else -(-whole // PIECE_ELEMENTS))
+
+
+def test_scratch_memory_is_that_of_a_piece() -> None:
+    width = 2048
+    weight = nn.Parameter(torch.zeros(width, width))
+    optimizer = AdamW([weight], lr=0.01)
+    model = nn.ParameterList([weight])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    # The update needs the weight, its gradient and two moments; whole, it would need as much again.
+    budget = 4 * width * width * 4 + 8 * PIECE_ELEMENTS * 4
+    with outofcore.compile(step, model, optimizer, budget=budget, home="host", cache=False) as ours:
+        for number in range(2):
+            ours(torch.randn(8, width, generator=torch.Generator().manual_seed(number)))
+        update = next(op for op in ours.captured.graph.ops if op.name.startswith("optimizer."))
+        assert ours.costs.ops[update.id].workspace_bytes < width * width * 4
+
+
+def test_what_is_gone_over_at_once_is_not_cut() -> None:
+    def count(make: Callable[[Any], Optimizer], tensor: torch.Tensor) -> int:
+        parameter = nn.Parameter(tensor)
+        optimizer = make([parameter])
+        return len(pieces_of(optimizer, 0, Piece(0, parameter, torch.zeros_like(parameter), (), {})))
+
+    long = torch.zeros(4, PIECE_ELEMENTS)
+    assert count(SGD, long) == 4
+    assert count(SGD, long.t()) == 1
+    assert count(SGD, long[0]) == 1
+    assert count(Rprop, long) == 1
+    assert count(lambda p: AdamW(p, fused=True), long) == 1
+    assert count(lambda p: AdamW(p, foreach=True), long) == 1
+    assert count(type("Own", (AdamW,), {}), long) == 1
