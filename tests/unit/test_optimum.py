@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -25,7 +27,10 @@ def best_of_policies(graph: StepGraph, given: Costs, budget: int) -> float | Non
     for policy in POLICIES:
         try:
             if given.homes or policy in ("keep-all", "sqrt-checkpoint", "superneurons"):
-                found.append(plan_step(graph, given, budget, policy).timeline.step_seconds)
+                planned = plan_step(graph, given, budget, policy)
+                # The optimum is one over plans in which no gradient that is left stays.
+                alike = fit_once(graph, given, budget, replace(planned.plan, staying=()))
+                found += [] if alike is None else [alike.timeline.step_seconds]
         except BudgetError:
             pass
     return min(found, default=None)

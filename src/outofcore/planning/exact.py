@@ -22,6 +22,7 @@ The optimum is one over schedules in which
 - what is dropped is computed again right before an op that uses it, or on the way to something else that is;
 - what is made again reads from a block that is being copied out only while that copy lasts;
 - while ops run again no copies-in start but those that they read, except during the last of them;
+- gradients that the step leaves go home as all outputs do (see ``staying``);
 - all goes to the first home, and addresses do not matter.
 
 Beyond some 30 ops, or a dozen gaps that compete for room, the search may not end within its limit: then there is still
