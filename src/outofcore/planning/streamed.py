@@ -61,6 +61,8 @@ def streamed(
 _TRIES = tuple(
     (transit, share, spare) for spare in (0.0, 1.0) for share in (0.94, 1.0, 0.97, 0.91) for transit in (1.0, 2.0)
 )
+# Steps of more ops are long; of those only the first so many are tried.
+_LONG, _LONG_TRIES = 2000, 10
 # Of the room, what is tried next where a placement was too high, at most, and where it was not.
 _LESS, _MORE = 0.985, 1.01
 # A step that takes so little more than its ops is good enough.
@@ -81,7 +83,7 @@ def tries(graph: StepGraph, costs: Costs, room: int, attempt: Callable[[Plan], t
             does not fit its homes), and its step seconds where it fits.
     """
     scale = 1.0
-    for transit, share, spare in _TRIES:
+    for transit, share, spare in _TRIES[: _LONG_TRIES if len(graph.ops) > _LONG else None]:
         try:
             plan = streamed(graph, costs, int(room * scale), transit=transit, share=share, spare=spare)
         except BudgetError:
