@@ -49,33 +49,28 @@ def offload(storage: int, start: int, end: int, release: int, fetch: int) -> Dec
     return Decision(Gap(storage, start, end), Residency.OFFLOAD, release, fetch)
 
 
+# Blocks: w wraps (0), x (1), a (2), loss (3), gradient (4). Only x comes in and only the loss goes out.
+NOTHING_LEAVES: tuple[Instruction, ...] = (
+    CopyIn(1, 0),
+    Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
+    Run(1, (2, 3)),
+    CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
+    Run(2, (2, 1, 4)),
+    Run(3, (0, 4)),
+)
+
+
 def test_nothing_leaves() -> None:
-    # Blocks: w wraps (0), x (1), a (2), loss (3), gradient (4). Only x comes in and only the loss goes out.
-    assert program_of(step()) == (
-        CopyIn(1, 0),
-        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
-        Run(1, (2, 3)),
-        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
-        Run(2, (2, 1, 4)),
-        Run(3, (0, 4)),
-    )
+    assert program_of(step()) == NOTHING_LEAVES
 
 
 def test_a_gradient_that_is_left_goes_home_or_stays() -> None:
     graph = replace(step(), outputs=(LOSS, G))
-    shared = (
-        CopyIn(1, 0),
-        Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
-        Run(1, (2, 3)),
-        CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
-        Run(2, (2, 1, 4)),
-        Run(3, (0, 4)),
-    )
-    assert program_of(graph) == (*shared, CopyOut(4, 1, (Wait(Queue.COMPUTE, 3),)))
+    assert program_of(graph) == (*NOTHING_LEAVES, CopyOut(4, 1, (Wait(Queue.COMPUTE, 3),)))
     program = wire(graph, place(lower(graph, costs(), Plan("test", 0, (), staying=(G,)))))
     validate(graph, program, program.arena_bytes, costs())
-    assert (program.instructions, program.results, program.staying) == (shared, (LOSS,), (G,))
-    assert program.blocks[4].dies == len(shared)
+    assert (program.instructions, program.results, program.staying) == (NOTHING_LEAVES, (LOSS,), (G,))
+    assert program.blocks[4].dies == len(NOTHING_LEAVES)
 
 
 def test_only_gradients_that_are_left_stay() -> None:
