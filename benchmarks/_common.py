@@ -223,3 +223,11 @@ def write_result(name: str, content: Mapping[str, Any], date: str | None, folder
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**circumstances(date), **content}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def write_model(name: str, model: str, content: Mapping[str, Any], date: str | None) -> Path:
+    """Write what was found for one model; what the file holds of others stays, with its date and machine."""
+    path = RESULTS / f"{name}.json"
+    models: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get("models", {}) if path.exists() else {}
+    models[model] = {**circumstances(date), **content}
+    return write_result(name, {"models": dict(sorted(models.items()))}, date)

@@ -24,7 +24,7 @@ from _common import (
     peak_of,
     survey,
     take_turns,
-    write_result,
+    write_model,
 )
 from rich.table import Table
 
@@ -137,21 +137,14 @@ def main(
     """Measure, print a table for each model, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
     base = peak_of(Spec("gpt", TINY), 1)
-    results: list[dict[str, Any]] = []
     for which, usual in chosen.items():
         options = {**usual, **parse_options(option or [])}
         found = _measure(which, options, fraction or list(_PARTS), rounds, home, policy, base)
-        results.append({"model": which, "options": options, **found})
         console().print(_table(f"{which}, {options}, policy {policy}, home {home}", found["rows"]))
-    off = [
-        abs(row["predicted_to_measured"] - 1)
-        for found in results
-        for row in found["rows"]
-        if "predicted_seconds" in row
-    ]
-    print(f"predicted step times are off by {statistics.median(off):.1%} (median of {len(off)})")
-    content = {"policy": policy, "home": home, "rounds": rounds, "tiny_rss": base, "results": results}
-    print(f"written to {write_result(name, content, date)}")
+        off = [abs(row["predicted_to_measured"] - 1) for row in found["rows"] if "predicted_seconds" in row]
+        print(f"predicted step times are off by {statistics.median(off):.1%} (median of {len(off)})")
+        facts = {"options": options, "policy": policy, "home": home, "rounds": rounds, "tiny_rss": base}
+        print(f"written to {write_model(name, which, {**facts, **found}, date)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import statistics
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, console, find_tcmalloc, parse_options, survey, take_turns, write_result
+from _common import Spec, Worker, console, find_tcmalloc, parse_options, survey, take_turns, write_model
 from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
@@ -100,11 +100,11 @@ def main(
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
-    results: list[dict[str, Any]] = []
     for which, usual in chosen.items():
-        results.append(_measure(which, {**usual, **parse_options(option or [])}, rounds, launches, policy))
-        _print(results[-1])
-    print(f"written to {write_result(name, {'rounds': rounds, 'launches': launches, 'results': results}, date)}")
+        found = _measure(which, {**usual, **parse_options(option or [])}, rounds, launches, policy)
+        _print(found)
+        path = write_model(name, which, {"rounds": rounds, "launches": launches, **found}, date)
+        print(f"written to {path}")
 
 
 if __name__ == "__main__":
