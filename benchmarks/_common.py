@@ -146,7 +146,8 @@ class Worker:
             raise WorkerError(f"{self.name}: ended with exit status {self._process.wait()}")
         content = json.loads(line)
         if "error" in content:
-            raise WorkerError(f"{self.name}: {content['error']}")
+            here = f"{RESULTS.parents[1]}{os.sep}"  # of no use to who reads the result
+            raise WorkerError(f"{self.name}: {content['error'].replace(here, '')}")
         return content
 
 
