@@ -183,6 +183,14 @@ def take_turns(workers: Sequence[Worker], rounds: int) -> None:
         print(f"round {number + 1}/{rounds}: {told}", file=sys.stderr, flush=True)
 
 
+def round_by_round(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """One process's step time over another's: the median of their ratios in the rounds in which they took turns.
+
+    A round in which the machine was slow was slow for both, which a ratio of two medians does not know.
+    """
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
 def console() -> Console:
     """Standard output; wide enough for our tables where it is not a terminal and has no width of its own."""
     return Console(width=None if sys.stdout.isatty() else 120)

@@ -80,7 +80,7 @@ def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
         "By `make bench-peers`. Each row is a process of its own; the processes of a workload take turns step by step.",
         "*Step*: the median. *Peak*: the most memory (RSS) of the process, above that of plain PyTorch after a step of",
         "a tiny model. *Ours over it*: the step time of the outofcore run with the next lower peak, over this one's:",
-        "both measured, nothing interpolated.",
+        "both measured, nothing interpolated. *Eager's losses*: whether they are those of plain PyTorch, bit for bit.",
     ]
     for name, found in workloads.items():
         machine = found["machine"]
@@ -92,8 +92,8 @@ def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
             f"threads, PyTorch {found['versions']['torch']}, Python {machine['python']}; {found['rounds']} timed steps "
             f"each; `{found['command']}`.",
             "",
-            "| tool | step | over eager | peak | first step | ours over it |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| tool | step | over eager | peak | first step | eager's losses | ours over it |",
+            "|---|---:|---:|---:|---:|---|---:|",
         ]
         judged = {verdict["peer"]: verdict for verdict in found["verdicts"]}
         for row in sorted(found["rows"], key=lambda row: -row["peak"]):
@@ -109,17 +109,20 @@ def _cells(row: Row, verdict: Mapping[str, Any] | None) -> list[str]:
         ratio = f"{verdict['ratio']:.2f}"
     over_eager = "-" if row["to_eager"] is None else f"{row['to_eager']:.2f}"
     times = [format_seconds(row["seconds"]), over_eager, format_bytes(row["peak"]), format_seconds(row["first_step_s"])]
-    return [name, *times, ratio]
+    same = {None: "-", True: "yes", False: "no"}[row["same_losses"]]
+    return [name, *times, same, ratio]
 
 
 def _sentences(found: Mapping[str, Any]) -> list[str]:
     """What one may say about a workload, and what may not be left out."""
     judged = found["verdicts"]
     faster = sum(verdict["faster"] for verdict in judged)
+    others = {row["name"] for row in found["rows"] if row["same_losses"] is False}
     lines = [f"At {faster} of the {len(judged)} peaks that peers reached, outofcore is faster at that peak."]
     lines += [
         f"- not at that of {verdict['peer']}: "
         + ("no run stayed below it" if verdict["ratio"] is None else f"{verdict['ratio']:.2f} times its step")
+        + (", with other losses than eager PyTorch's" if verdict["peer"] in others else "")
         for verdict in judged
         if not verdict["faster"]
     ]

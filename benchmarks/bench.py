@@ -22,6 +22,7 @@ from _common import (
     console,
     parse_options,
     peak_of,
+    round_by_round,
     survey,
     take_turns,
     write_model,
@@ -40,14 +41,18 @@ _WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def _row(worker: Worker, report: dict[str, Any], base: int, eager_s: float, in_core_s: float) -> dict[str, Any]:
+def _timed(worker: Worker) -> list[float]:
+    return worker.columns()["seconds"][_WARM_UP:]
+
+
+def _row(worker: Worker, report: dict[str, Any], base: int, eager: list[float], in_core: list[float]) -> dict[str, Any]:
     seconds = worker.median("seconds", _WARM_UP)
     row: dict[str, Any] = {
         "name": worker.name,
         "budget": worker.spec.budget,
         "seconds": seconds,
-        "to_eager": seconds / eager_s,
-        "to_in_core": seconds / in_core_s,
+        "to_eager": round_by_round(_timed(worker), eager),
+        "to_in_core": round_by_round(_timed(worker), in_core),
         "peak_rss": report["peak_rss"],
         "peak_above_tiny": report["peak_rss"] - base,
         "faults": worker.median("faults", _WARM_UP),
@@ -118,7 +123,7 @@ def _measure(
             workers.append(worker)
         take_turns(workers, rounds - 1)
         reports = [worker.ask("report") for worker in workers]
-    seconds = {worker.name: worker.median("seconds", _WARM_UP) for worker in workers}
+    seconds = {worker.name: _timed(worker) for worker in workers}
     rows = [_row(w, r, base, seconds["eager"], seconds["in core"]) for w, r in zip(workers, reports, strict=True)]
     return {**need, "rows": rows, "refused": refused}
 

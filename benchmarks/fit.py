@@ -1,8 +1,8 @@
 """With a budget that holds everything: are we faster than plain PyTorch, on its own malloc and on tcmalloc?
 
-The processes of a workload take turns step by step. They are started anew several times, for which physical memory
-a process is given makes its steps faster or slower by a few percent as long as it lives. tcmalloc is preloaded where
-the system has it (Debian: libtcmalloc-minimal4).
+The processes of a workload take turns step by step; ratios are medians over the rounds. The processes are started anew
+several times, for which physical memory one is given makes its steps faster or slower by a few percent as long as it
+lives. tcmalloc is preloaded where the system has it (Debian: libtcmalloc-minimal4).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, console, find_tcmalloc, parse_options, survey, take_turns, write_model
+from _common import Spec, Worker, console, find_tcmalloc, parse_options, round_by_round, survey, take_turns, write_model
 from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
@@ -46,12 +46,12 @@ def _measure(model: str, options: dict[str, Any], rounds: int, launches: int, po
             identical &= all(each == losses[-1] for each in losses)
             copied = max([copied, *(step["bytes_out"] + step["bytes_in"] for step in ours.steps[1:])])
             off_plan = max(off_plan, ours.steps[-1]["off_plan"])
-    medians = {name: statistics.median(s["seconds"] for s in found) for name, found in steps.items()}
+    seconds = {name: [step["seconds"] for step in found] for name, found in steps.items()}
     rows = [
         {
             "name": name,
-            "seconds": medians[name],
-            "ours_over_it": medians["outofcore"] / medians[name],
+            "seconds": statistics.median(seconds[name]),
+            "ours_over_it": round_by_round(seconds["outofcore"], seconds[name]),
             "faults": statistics.median(s["faults"] for s in found),
             "steps": {key: [s[key] for s in found] for key in found[0]},
         }

@@ -1,10 +1,5 @@
 """The arena: planned addresses under real PyTorch ops, with the native allocator and without."""
 
-import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.analysis.requests import EventKind, Result, Scratch, workspace_layout
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution import native
 from outofcore.execution.arena import STOCK, Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
-from outofcore.execution.native import BuildError, Native, load_native
+from outofcore.execution.native import Native, load_native
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
@@ -213,80 +207,6 @@ def test_a_table_outside_of_the_arena_is_refused(arena: Arena) -> None:
             ScopeTable(arena, [[], [(count, offset)]])
 
 
-def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
-    before = torch.ones(FLOATS)
-    arena = Arena(8 * MIB)
-    between = torch.ones(FLOATS)
-    resized = torch.ones(10)
-    del before
-    arena.close()
-    arena.close()
-    del between
-    resized.resize_(FLOATS)  # its storage remembers the allocator it came from
-    del resized
-    with Arena(8 * MIB):
-        pass
-
-
-def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
-    arena = Arena(8 * MIB)
-    view = floats(arena, 0, MIB).fill_(7)
-    table = ScopeTable(arena, [[(MIB, 4 * MIB)]])
-    table.begin(0)
-    placed = torch.full((FLOATS,), 3.0)
-    table.end()
-    memory = arena.memory(MIB, 4)
-    address = arena.address
-    arena.close()
-    del table, arena
-    gc.collect()
-    assert is_mapped(address)
-    assert placed.sum().item() == 3 * FLOATS
-    assert view.sum().item() == 7 * FLOATS
-    del view
-    memory.release()
-    assert is_mapped(address)  # by the tensor that PyTorch allocated there
-    del placed
-    assert not is_mapped(address)
-
-
-def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None:
-    arena = Arena(8 * MIB)
-    address = arena.address
-    del arena
-    gc.collect()
-    assert not is_mapped(address)
-    with Recorder() as recorder:
-        torch.empty(10)
-    assert recorder.events  # installing works again
-
-
-def test_several_arenas_at_once() -> None:
-    with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
-        tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
-        placed = []
-        for table in tables:
-            table.begin(0)
-            placed.append(torch.empty(FLOATS))
-            table.end()
-        assert place(placed[0], one) == 0
-        assert place(placed[1], two) == MIB
-        one.close()
-        assert two.counters().served == 1
-        del placed
-
-
-def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_again() -> None:
-    for _ in range(2):
-        arenas = []
-        with pytest.raises(ArenaError, match="too many"):
-            for _ in range(1000):
-                arenas.append(Arena(PAGE_BYTES))
-        assert len(arenas) >= 64
-        for arena in arenas:
-            arena.close()
-
-
 def test_the_view_has_a_storage_of_its_own(arena: Arena) -> None:
     view = arena.view(100, 50)
     assert view.untyped_storage().nbytes() == 50
@@ -352,47 +272,6 @@ def test_ordinary_pytorch_works_while_installed(arena: Arena, tmp_path: Path) ->
     assert sum(batch.sum().item() for (batch,) in loader) == 31 * 16
 
 
-def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
-    view = floats(arena, 0, MIB).fill_(1)
-    table = ScopeTable(arena, [[(MIB, MIB)]])
-    child = os.fork()
-    if child == 0:
-        status = 1
-        signal.alarm(60)  # never leave a child behind
-        try:
-            torch.set_num_threads(1)  # as DataLoader's workers do: OpenMP's threads do not survive a fork
-            table.begin(0)
-            placed = torch.empty(FLOATS)
-            table.end()
-            right = place(placed, arena) == MIB and view[5].item() == 1
-            view.fill_(9)
-            del placed, view
-            arena.close()
-            status = 0 if right else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    assert view[5].item() == 1
-
-
-def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
-    script = (
-        "import torch\n"
-        "from outofcore.execution.arena import Arena, ScopeTable\n"
-        "arena = Arena(8 << 20)\n"
-        "table = ScopeTable(arena, [[(1 << 20, 0)]])\n"
-        "table.begin(0)\n"
-        "torch.kept = torch.ones(1 << 18)\n"
-        "table.end()\n"
-        "torch.view = arena.view(0, 100)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-# Without the native allocator, and building it.
-
-
 def test_without_the_native_allocator_the_memory_is_the_same_and_results_lie_elsewhere() -> None:
     none = Native(None, "no compiler")
     with Arena(8 * MIB, native=none) as arena:
@@ -416,60 +295,6 @@ def test_without_the_native_allocator_the_memory_is_the_same_and_results_lie_els
     assert is_mapped(address)
     del view
     assert not is_mapped(address)
-
-
-def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
-    path = native.build(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["arena.so"]
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert native.load_library(path).outofcore_end
-
-
-def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
-        native.build(tmp_path, compilers=("no-such-compiler",))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
-    compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    folder = tmp_path / "out"
-    folder.mkdir()
-    with pytest.raises(BuildError, match="out of ideas"):
-        native.build(folder, compilers=(str(compiler),))
-    assert list(folder.iterdir()) == []
-
-
-def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Native:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return native.load_native.__wrapped__()
-
-
-def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "outofcore" / native.build_key()
-    native.build(native.private_folder(folder))
-    built = (folder / "arena.so").read_bytes()
-    (folder / "arena.so").write_bytes(b"half a fi")
-    assert loaded_with(monkeypatch, tmp_path).library is not None
-    assert (folder / "arena.so").read_bytes()[:4] == built[:4] == b"\x7fELF"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
-    assert loaded_with(monkeypatch, tmp_path).library is not None  # from the cache
-
-
-def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "outofcore" / native.build_key()
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert loaded_with(monkeypatch, tmp_path).library is not None  # built in a temporary folder
-    assert list(folder.iterdir()) == []
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
-    refused = loaded_with(monkeypatch, tmp_path)
-    assert refused.library is None
-    assert "somebody else" in refused.reason
-    assert "install g++" in refused.reason
 
 
 def is_mapped(address: int, count: int = 8 * MIB) -> bool:

@@ -1,0 +1,79 @@
+"""What tests of homes share: noise to store, a disk without direct I/O, and what the system says of this process."""
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from outofcore.execution import spill
+from outofcore.execution.native import Native
+from outofcore.units import KIB, round_up
+
+MALLOC = Native(None, "the homes do not need it")
+
+
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses direct I/O."""
+    real = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(spill.os, "open", refuse)
+
+
+def noise(memory: memoryview, seed: int) -> bytes:
+    data = torch.randint(0, 256, (len(memory),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    torch.frombuffer(memory, dtype=torch.uint8).copy_(data)
+    return bytes(memory)
+
+
+class file_size_limit:  # noqa: N801
+    """While in force, files of this process cannot be written beyond ``count`` bytes."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._count, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def opened_in(directory: Path) -> list[os.stat_result]:
+    """The open files of this process that lie, or lay, in a directory."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue
+        if target.startswith(f"{directory}/"):
+            found.append(os.fstat(int(descriptor.name)))
+    return found
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def resident_at(address: int) -> int:
+    """Physical bytes of the mapping that starts at an address."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            for detail in lines:
+                if detail.startswith("Rss:"):
+                    return round_up(int(detail.split()[1]) * KIB, KIB)
+    raise AssertionError("not mapped")

@@ -1,0 +1,120 @@
+"""A model, its optimizer and the steps over it, twice: plain, and under a budget; what is done to both, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outofcore
+
+WIDTH = 144  # a weight of this width is large: it takes more than 64 KiB
+
+
+def batch(number: int, rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def values(number: int) -> torch.Tensor:
+    return 0.1 * torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+@dataclass
+class Side:
+    """A model with four steps over it, in plain PyTorch or compiled."""
+
+    model: nn.Sequential
+    optimizer: torch.optim.Optimizer
+    train: Callable[..., torch.Tensor]
+    renew: Callable[..., torch.Tensor]
+    gather: Callable[..., torch.Tensor]
+    evaluate: Callable[..., torch.Tensor]
+    steps: list[outofcore.Step] = field(default_factory=list[outofcore.Step])
+    kept: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def weights(self) -> list[nn.Parameter]:
+        return [self.model[0].weight, self.model[3].weight]  # type: ignore[list-item]
+
+
+def plain(seed: int) -> Side:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def renew(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        return loss
+
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return Side(model, optimizer, train, renew, gather, evaluate)
+
+
+def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
+    side = plain(seed)
+    functions = [(side.train, side.optimizer), (side.renew, side.optimizer), (side.gather, None), (side.evaluate, None)]
+    found: list[outofcore.Step] = []
+    for function, optimizer in functions:
+        smallest = outofcore.minimum_budget(function, side.model, optimizer, inputs=(batch(0),))
+        if function is side.gather:
+            smallest *= 2  # it adds to gradients, too
+        room = {"smallest": smallest, "half": 3 * smallest // 2, "all": 1 << 28}[budget]
+        if found and shared:
+            where: dict[str, Any] = {"home": found[0].home}
+        else:
+            where = {"home": home, "host_budget": host_budget}
+        found.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **where))
+    side.train, side.renew, side.gather, side.evaluate = found
+    side.steps = found
+    return side
+
+
+Act = Callable[[Side], Any]
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(alike(a, b) for a, b in zip(ours, theirs, strict=True))
+    return bool(ours == theirs)
+
+
+def everything(side: Side) -> list[Any]:
+    """All that can be seen of a side."""
+    found: list[Any] = list(side.model.state_dict().values())
+    for parameter in side.model.parameters():
+        found.append(parameter.grad if parameter.grad is not None else "no gradient")
+        state = side.optimizer.state.get(parameter, {})
+        found += [state[name] for name in sorted(state)]
+    return found
+
+
+def both(pair: tuple[Side, Side], act: Act) -> None:
+    results = []
+    for side in pair:
+        torch.manual_seed(7)
+        results.append(act(side))
+    assert alike(*results)
+    assert alike(everything(pair[0]), everything(pair[1]))

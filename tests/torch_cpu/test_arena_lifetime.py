@@ -1,0 +1,159 @@
+"""How long the memory of an arena lives: as its tensors do, over forks and after the allocator."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from outofcore.errors import ArenaError
+from outofcore.execution.arena import Arena, Recorder, ScopeTable
+from outofcore.execution.native import load_native
+from outofcore.units import MIB, PAGE_BYTES
+
+pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+FLOATS = MIB // 4  # in one MiB
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena(64 * MIB, reserve=4 * MIB) as opened:
+        yield opened
+
+
+def floats(arena: Arena, offset: int, count: int) -> torch.Tensor:
+    return arena.view(offset, count).view(torch.float32)
+
+
+def place(tensor: torch.Tensor, arena: Arena) -> int:
+    return tensor.untyped_storage().data_ptr() - arena.address
+
+
+def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
+    before = torch.ones(FLOATS)
+    arena = Arena(8 * MIB)
+    between = torch.ones(FLOATS)
+    resized = torch.ones(10)
+    del before
+    arena.close()
+    arena.close()
+    del between
+    resized.resize_(FLOATS)  # its storage remembers the allocator it came from
+    del resized
+    with Arena(8 * MIB):
+        pass
+
+
+def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
+    arena = Arena(8 * MIB)
+    view = floats(arena, 0, MIB).fill_(7)
+    table = ScopeTable(arena, [[(MIB, 4 * MIB)]])
+    table.begin(0)
+    placed = torch.full((FLOATS,), 3.0)
+    table.end()
+    memory = arena.memory(MIB, 4)
+    address = arena.address
+    arena.close()
+    del table, arena
+    gc.collect()
+    assert is_mapped(address)
+    assert placed.sum().item() == 3 * FLOATS
+    assert view.sum().item() == 7 * FLOATS
+    del view
+    memory.release()
+    assert is_mapped(address)  # by the tensor that PyTorch allocated there
+    del placed
+    assert not is_mapped(address)
+
+
+def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None:
+    arena = Arena(8 * MIB)
+    address = arena.address
+    del arena
+    gc.collect()
+    assert not is_mapped(address)
+    with Recorder() as recorder:
+        torch.empty(10)
+    assert recorder.events  # installing works again
+
+
+def test_several_arenas_at_once() -> None:
+    with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
+        tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
+        placed = []
+        for table in tables:
+            table.begin(0)
+            placed.append(torch.empty(FLOATS))
+            table.end()
+        assert place(placed[0], one) == 0
+        assert place(placed[1], two) == MIB
+        one.close()
+        assert two.counters().served == 1
+        del placed
+
+
+def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_again() -> None:
+    for _ in range(2):
+        arenas = []
+        with pytest.raises(ArenaError, match="too many"):
+            for _ in range(1000):
+                arenas.append(Arena(PAGE_BYTES))
+        assert len(arenas) >= 64
+        for arena in arenas:
+            arena.close()
+
+
+def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
+    view = floats(arena, 0, MIB).fill_(1)
+    table = ScopeTable(arena, [[(MIB, MIB)]])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        signal.alarm(60)  # never leave a child behind
+        try:
+            torch.set_num_threads(1)  # as DataLoader's workers do: OpenMP's threads do not survive a fork
+            table.begin(0)
+            placed = torch.empty(FLOATS)
+            table.end()
+            right = place(placed, arena) == MIB and view[5].item() == 1
+            view.fill_(9)
+            del placed, view
+            arena.close()
+            status = 0 if right else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert view[5].item() == 1
+
+
+def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
+    script = (
+        "import torch\n"
+        "from outofcore.execution.arena import Arena, ScopeTable\n"
+        "arena = Arena(8 << 20)\n"
+        "table = ScopeTable(arena, [[(1 << 20, 0)]])\n"
+        "table.begin(0)\n"
+        "torch.kept = torch.ones(1 << 18)\n"
+        "table.end()\n"
+        "torch.view = arena.view(0, 100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Without the native allocator.
+
+
+def is_mapped(address: int, count: int = 8 * MIB) -> bool:
+    """Whether the whole arena is: a part of its addresses may be in use again at once."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address and address + count <= last:
+            return True
+    return False

@@ -1,0 +1,278 @@
+"""Signals, other threads and other processes in the middle of a step."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import Sides, assert_same, batch, contents, goes_on, sides, smallest_budget, two_homes
+from torch import nn
+
+import outofcore
+from outofcore.errors import StateError
+from outofcore.execution.interrupts import Deferred
+
+
+@pytest.fixture(scope="module")
+def smallest() -> int:
+    return smallest_budget()
+
+
+@pytest.fixture(params=["offload-all", "streamed"])
+def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
+    with two_homes(request.param, smallest, tmp_path) as both:
+        yield both
+
+
+def test_signals_wait_for_the_end_of_what_must_not_be_torn() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), Deferred("the test"):
+        signal.raise_signal(signal.SIGINT)
+        done.append("to the end")
+    assert done == ["to the end"]
+    with pytest.raises(KeyboardInterrupt), Deferred("the test"):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert done == ["to the end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    told: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with Deferred("the test"):
+            signal.raise_signal(signal.SIGTERM)
+            assert not told
+        assert told == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    thread = threading.Thread(target=lambda: Deferred("nothing").__enter__())
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = compiled
+    step = ours[2]
+    before = contents(ours[0], ours[1])
+    home = step.homes[-1]
+    original, sent, noted = home.read, [], threading.Semaphore(0)
+    note = Deferred._note
+
+    def noting(self: Deferred, *args: Any) -> None:
+        noted.release()
+        note(self, *args)
+
+    def interrupting(*args: Any) -> None:
+        if not sent:
+            sent.append(1)
+            for _ in range(times):  # one after the other: two that come at once are one
+                os.kill(os.getpid(), signal.SIGINT)
+                assert noted.acquire(timeout=60)
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "_note", noting)
+        patch.setattr(home, "read", interrupting)
+        torch.manual_seed(9)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            step(batch(9))
+    if times == 1:
+        torch.manual_seed(9)
+        plain[2](batch(9))
+        assert_same(contents(ours[0], ours[1]), contents(plain[0], plain[1]))
+        goes_on(plain, ours)
+    elif any("as they were before" in note for note in getattr(caught.value, "__notes__", ())):
+        assert_same(contents(ours[0], ours[1]), before)
+        goes_on(plain, ours)
+    else:
+        with pytest.raises(StateError, match="KeyboardInterrupt"):
+            step(batch(9))
+
+
+KILLED = """
+import os, signal, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+import faulty as here
+import outofcore
+model, optimizer, step = here.sides()
+ours = outofcore.compile(
+    step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
+)
+ours(here.batch(0))
+original = ours.homes[-1].read
+count = []
+def read(*args):
+    count.append(1)
+    if len(count) == 3:
+        print("spilling", flush=True)
+        os.kill(os.getpid(), int(sys.argv[4]))
+    original(*args)
+ours.homes[-1].read = read
+ours(here.batch(1))
+print("survived", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_killed_in_the_middle_of_a_step_leaves_nothing(
+    number: signal.Signals, smallest: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path), str(smallest), str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == -number, done.stderr
+    assert done.stdout == "spilling\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def _in_child(step: Any, model: nn.Module, told: Any) -> None:
+    torch.set_num_threads(1)  # as workers of a data loader do: the threads of OpenMP are not in a fork
+    found: dict[str, str] = {"sum": repr(float(model[1].weight.double().sum()))}
+    for name, act in (("call", lambda: step(batch(0))), ("close", step.close)):
+        try:
+            act()
+            found[name] = "done"
+        except StateError as error:
+            found[name] = str(error)
+    told.send(json.dumps(found))
+    told.close()
+
+
+def test_a_fork_cannot_run_the_step_and_leaves_it_alone(compiled: Any) -> None:
+    plain, ours = compiled
+    model, _, step = ours
+    mine, its = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(step, model, its))
+    child.start()
+    try:
+        assert mine.poll(60)
+        found = json.loads(mine.recv())
+        child.join()
+    finally:
+        child.kill()
+    assert child.exitcode == 0
+    assert found["sum"] == repr(float(model[1].weight.double().sum()))
+    assert f"belongs to process {os.getpid()}" in found["call"]
+    assert found["close"] == "done"
+    goes_on(plain, ours)
+
+
+def test_workers_of_a_data_loader_do_no_harm(compiled: Any) -> None:
+    plain, (model, optimizer, step) = compiled
+    data = torch.utils.data.TensorDataset(torch.cat([batch(k) for k in range(4)]))
+    loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=1, multiprocessing_context="fork")
+    torch.manual_seed(3)
+    theirs = [plain[2](ids) for (ids,) in torch.utils.data.DataLoader(data, batch_size=128)]
+    torch.manual_seed(3)
+    assert [step(ids) for (ids,) in loader] == theirs
+    assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
+
+
+def test_two_steps_over_one_model_take_turns(compiled: Any, smallest: int, tmp_path: Path) -> None:
+    plain, (model, optimizer, step) = compiled
+
+    def evaluate(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids)
+
+    with outofcore.compile(evaluate, model, budget=smallest, home=tmp_path, policy="offload-all") as other:
+        for k in range(2, 5):
+            torch.manual_seed(k)
+            theirs = plain[2](batch(k))
+            torch.manual_seed(k)
+            assert torch.equal(step(batch(k)), theirs)
+            torch.manual_seed(k)
+            with torch.no_grad():
+                right = plain[0](batch(k))
+            torch.manual_seed(k)
+            assert torch.equal(other(batch(k)), right)
+    goes_on(plain, (model, optimizer, step))
+
+
+def test_two_steps_over_one_model_at_once_are_noticed(
+    compiled: Any, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (model, _, step) = compiled
+    home = step.homes[-1]
+    original, done = home.read, []
+
+    def meanwhile(*args: Any) -> None:
+        original(*args)
+        if not done:
+            done.append(1)
+            model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
+
+    monkeypatch.setattr(home, "read", meanwhile)
+    with pytest.raises(StateError, match=r"1\.weight got other memory while the step ran"):
+        step(batch(9))
+    with pytest.raises(StateError, match="part old and part new"):
+        step(batch(9))
+
+
+def test_one_step_in_two_threads_is_refused(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = compiled
+    step = ours[2]
+    home = step.homes[-1]
+    original, told = home.read, []
+
+    def meanwhile(*args: Any) -> None:
+        original(*args)
+        if not told:
+            try:
+                step(batch(0))
+            except StateError as error:
+                told.append(str(error))
+
+    torch.manual_seed(9)
+    theirs = plain[2](batch(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "read", meanwhile)
+        torch.manual_seed(9)
+        assert torch.equal(step(batch(9)), theirs)
+    assert "running already" in told[0]
+    goes_on(plain, ours)
+
+
+SECOND = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+import faulty as here
+import outofcore
+model, optimizer, step = here.sides()
+with outofcore.compile(
+    step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
+) as ours:
+    torch.manual_seed(5)
+    print([float(ours(here.batch(k))).hex() for k in range(3)])
+"""
+
+
+def test_a_second_process_with_the_same_spill_folder(smallest: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SECOND, str(Path(__file__).parent), str(tmp_path), str(smallest)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [process.communicate(timeout=300) for process in both]
+    _, _, plain = sides()
+    torch.manual_seed(5)
+    right = str([float(plain(batch(k))).hex() for k in range(3)])
+    for (out, errors), process in zip(told, both, strict=True):
+        assert process.returncode == 0, errors
+        assert out.strip() == right
+    assert list(tmp_path.iterdir()) == []

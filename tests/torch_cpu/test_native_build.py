@@ -1,0 +1,64 @@
+"""Building the native allocator: kept, private, and refused in words."""
+
+from pathlib import Path
+
+import pytest
+
+from outofcore.execution import native
+from outofcore.execution.native import BuildError, Native, load_native
+
+pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+
+def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
+    path = native.build(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["arena.so"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert native.load_library(path).outofcore_end
+
+
+def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        native.build(tmp_path, compilers=("no-such-compiler",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(BuildError, match="out of ideas"):
+        native.build(folder, compilers=(str(compiler),))
+    assert list(folder.iterdir()) == []
+
+
+def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Native:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return native.load_native.__wrapped__()
+
+
+def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "outofcore" / native.build_key()
+    native.build(native.private_folder(folder))
+    built = (folder / "arena.so").read_bytes()
+    (folder / "arena.so").write_bytes(b"half a fi")
+    assert loaded_with(monkeypatch, tmp_path).library is not None
+    assert (folder / "arena.so").read_bytes()[:4] == built[:4] == b"\x7fELF"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    assert loaded_with(monkeypatch, tmp_path).library is not None  # from the cache
+
+
+def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "outofcore" / native.build_key()
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert loaded_with(monkeypatch, tmp_path).library is not None  # built in a temporary folder
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    refused = loaded_with(monkeypatch, tmp_path)
+    assert refused.library is None
+    assert "somebody else" in refused.reason
+    assert "install g++" in refused.reason

@@ -1,0 +1,316 @@
+"""The home on a disk: its one file without a name, and what file systems do to it."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from homely import MALLOC, buffered, descriptors, file_size_limit, noise, opened_in, resident_at
+
+from outofcore.errors import SpillError, TransferError
+from outofcore.execution import folders, spill
+from outofcore.execution.arena import Arena
+from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
+from outofcore.execution.homes import DiskHome, HostHome
+from outofcore.execution.memory import Region, address_of, map_anonymous
+from outofcore.execution.spill import SpillFile
+from outofcore.units import MIB, PAGE_BYTES
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena(64 * MIB, native=MALLOC) as opened:
+        yield opened
+
+
+def test_direct_io_is_used_on_a_disk_and_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_memory(tmp_path):
+        pytest.skip("the temporary folder is not on a disk")
+    file = SpillFile(tmp_path)
+    if not file.direct:
+        pytest.skip("this file system refuses direct I/O")
+    file.grow(4 * MIB)
+    calls: list[int] = []
+    real = os.pwrite
+
+    def watched(descriptor: int, data: memoryview, offset: int) -> int:
+        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
+        assert int(flags, 8) & os.O_DIRECT
+        calls.append(address_of(data))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(spill.os, "pwrite", watched)
+    region = Region(map_anonymous(4 * MIB), 4 * MIB)
+    file.write(0, region.memory(0, 4 * MIB))
+    assert calls == [region.address]
+    file.close()
+
+
+def test_the_file_has_no_name_and_is_private_to_the_user(tmp_path: Path) -> None:
+    home = DiskHome(tmp_path)
+    assert opened_in(tmp_path) == []  # not before it is needed
+    home.ensure(3 * MIB)
+    assert list(tmp_path.iterdir()) == []
+    for status in opened_in(tmp_path):
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+        assert status.st_blocks * 512 >= 3 * MIB  # allocated, not sparse
+    assert opened_in(tmp_path)
+    home.close()
+    assert opened_in(tmp_path) == []
+
+
+def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill.os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)  # EISDIR, as on older kernels
+
+
+def test_without_unnamed_files_the_name_is_removed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena: Arena
+) -> None:
+    without_unnamed_files(monkeypatch)
+    home = DiskHome(tmp_path)
+    home.ensure(MIB)
+    assert list(tmp_path.iterdir()) == []
+    assert [stat.S_IMODE(status.st_mode) for status in opened_in(tmp_path)][:1] == [0o600]
+    expected = noise(arena.memory(0, MIB), 3)
+    home.write(0, arena.memory(0, MIB))
+    assert bytes(home.face(0, MIB).numpy()) == expected
+    home.close()
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_killed_process_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    script = (
+        "import os, sys\n"
+        "from outofcore.execution import spill\n"
+        "from outofcore.execution.homes import DiskHome\n"
+        f"{'' if unnamed else 'spill.os.O_TMPFILE = os.O_DIRECTORY | os.O_RDWR'}\n"
+        "home = DiskHome(sys.argv[1])\n"
+        "home.ensure(1 << 30)\n"
+        "face = home.face(0, 1 << 20)\n"
+        "face.fill_(1)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    assert shutil.disk_usage(tmp_path).free > free - (1 << 29)
+
+
+def test_no_descriptor_is_used_per_face(tmp_path: Path) -> None:
+    home = DiskHome(tmp_path)
+    home.ensure(MIB)
+    before = descriptors()
+    faces = [home.face(offset, PAGE_BYTES) for offset in range(0, MIB, PAGE_BYTES)]
+    assert descriptors() == before
+    del faces
+    home.close()
+
+
+def test_dropping_the_cache_gives_physical_memory_back(tmp_path: Path) -> None:
+    home = DiskHome(tmp_path)
+    home.ensure(32 * MIB)
+    face = home.face(0, 32 * MIB)
+    face.fill_(3)
+    touched = resident_at(face.data_ptr())
+    home.drop_cache(face)
+    assert touched >= 30 * MIB
+    assert resident_at(face.data_ptr()) == 0
+    assert bool((face == 3).all())
+    home.close()
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SpillError, match="does not exist; create it"):
+        DiskHome(tmp_path / "missing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpillError, match="not a directory"):
+        DiskHome(str(tmp_path / "file"))
+    home = DiskHome(tmp_path)
+    with pytest.raises(SpillError, match="are free there; make room"):
+        home.ensure(1 << 60)
+    with pytest.raises(SpillError, match="are free there"):
+        home.check(1 << 60)
+    assert home.bytes == 0
+    monkeypatch.setattr(spill.os, "access", lambda *_: False)
+    with pytest.raises(SpillError, match="cannot be written to"):
+        DiskHome(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(SpillError, match="cannot be written to"):
+        DiskHome(tmp_path)
+
+
+def test_a_directory_on_a_read_only_file_system_is_refused() -> None:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if "ro" in fields[5].split(",") and Path(fields[4]).is_dir():
+            with pytest.raises(SpillError, match="cannot be written to"):
+                SpillFile(Path(fields[4]))
+            return
+    pytest.skip("no read-only file system is mounted")
+
+
+def test_limits_are_kept(tmp_path: Path) -> None:
+    home = DiskHome(tmp_path, limit=MIB)
+    assert home.capacity == MIB
+    home.ensure(MIB)
+    with pytest.raises(SpillError, match=r"needs 1\.00 MiB on disk, and its limit is 1\.00 MiB"):
+        home.ensure(MIB + 1)
+    home.close()
+    host = HostHome(MIB)
+    with pytest.raises(SpillError, match="limit"):
+        host.reserve(MIB + 1)
+    with pytest.raises(SpillError, match="available"):
+        HostHome(1 << 46).ensure(1 << 46)
+
+
+def test_a_refusal_to_grow_leaves_the_file_as_it_was(tmp_path: Path, arena: Arena) -> None:
+    home = DiskHome(tmp_path)
+    home.ensure(MIB)
+    expected = noise(arena.memory(0, MIB), 1)
+    home.write(0, arena.memory(0, MIB))
+    with file_size_limit(2 * MIB), pytest.raises(SpillError, match=r"lift the limit"):
+        home.ensure(4 * MIB)
+    assert home.bytes == MIB
+    home.read(0, arena.memory(MIB, MIB))
+    assert bytes(arena.memory(MIB, MIB)) == expected
+    home.ensure(4 * MIB)
+    home.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_failed_write_names_place_and_reason(
+    tmp_path: Path, arena: Arena, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        buffered(monkeypatch)
+    home = DiskHome(tmp_path)
+    home.ensure(8 * MIB)
+    with file_size_limit(2 * MIB), pytest.raises(TransferError) as caught:
+        home.write(MIB, arena.memory(0, 4 * MIB))
+    assert caught.value.errno == errno.EFBIG
+    for part in ("could not write 3.00 MiB", f"byte {2 * MIB}", str(tmp_path), "File too large", "ulimit"):
+        assert part in str(caught.value)
+    home.write(MIB, arena.memory(0, 4 * MIB))
+    home.close()
+
+
+def test_a_full_disk_and_a_bad_one_are_told_apart(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = DiskHome(tmp_path)
+    home.ensure(MIB)
+
+    def fail(code: int) -> None:
+        def failing(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(spill.os, "pwrite", failing)
+        monkeypatch.setattr(spill.os, "preadv", failing)
+
+    fail(errno.ENOSPC)
+    with pytest.raises(TransferError, match="No space left on device; make room"):
+        home.write(0, arena.memory(0, MIB))
+    fail(errno.EIO)
+    with pytest.raises(TransferError, match=r"could not read 1\.00 MiB at byte 0 .*Input/output error; check that"):
+        home.read(0, arena.memory(0, MIB))
+    assert isinstance(TransferError("x"), OSError)
+    home.close()
+
+
+def test_short_transfers_go_on_from_a_page_boundary(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = DiskHome(tmp_path)
+    home.ensure(MIB)
+    expected = noise(arena.memory(0, MIB), 4)
+    write, read = os.pwrite, os.preadv
+    short = 3 * PAGE_BYTES
+
+    def some_written(descriptor: int, data: memoryview, offset: int) -> int:
+        done = write(descriptor, data[:short], offset)
+        return done - 100 if len(data) > short else done  # as if the last page was only begun
+
+    monkeypatch.setattr(spill.os, "pwrite", some_written)
+    monkeypatch.setattr(spill.os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:short]], offset))
+    home.write(0, arena.memory(0, MIB))
+    home.read(0, arena.memory(MIB, MIB))
+    assert bytes(arena.memory(MIB, MIB)) == expected
+    monkeypatch.setattr(spill.os, "pwrite", lambda *_: 0)
+    monkeypatch.setattr(spill.os, "preadv", lambda *_: 0)
+    with pytest.raises(TransferError, match="wrote nothing"):
+        home.write(0, arena.memory(0, MIB))
+    with pytest.raises(TransferError, match="the file ends there"):
+        home.read(0, arena.memory(0, MIB))
+    home.close()
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir() or not in_memory(SHARED_MEMORY), reason="no tmpfs at /dev/shm")
+def test_a_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
+    with pytest.warns(UserWarning, match="kept in memory"):
+        home = DiskHome(SHARED_MEMORY)
+    home.ensure(MIB)
+    expected = noise(arena.memory(0, MIB), 5)
+    home.write(0, arena.memory(0, MIB))
+    home.read(0, arena.memory(MIB, MIB))
+    assert bytes(arena.memory(MIB, MIB)) == expected == bytes(home.face(0, MIB).numpy())
+    home.close()
+
+
+# Where the file goes by default.
+
+
+def test_the_default_directory_is_the_temporary_folder_unless_that_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    temporary.mkdir()
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(folders, "in_memory", lambda _: False)
+    assert default_spill_directory() == temporary
+    monkeypatch.setattr(folders, "in_memory", lambda path: path == temporary)
+    assert default_spill_directory() == cache / "outofcore"
+    assert stat.S_IMODE((cache / "outofcore").stat().st_mode) == 0o700
+    monkeypatch.setattr(folders, "in_memory", lambda path: path != Path("/var/tmp"))
+    assert default_spill_directory() == Path("/var/tmp")
+    monkeypatch.setattr(folders, "in_memory", lambda _: True)
+    with pytest.warns(UserWarning, match="kept in memory"):
+        assert default_spill_directory() == temporary
+
+
+def test_the_cache_folder_follows_the_environment_only_with_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folders.user_cache_folder() == tmp_path / "outofcore"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert folders.user_cache_folder() == Path("/home/someone/.cache/outofcore")
+
+
+def test_the_file_system_is_recognised() -> None:
+    assert file_system_of(Path("/proc")) == "proc"
+    assert not in_memory(Path("/proc"))

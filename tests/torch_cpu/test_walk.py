@@ -1,0 +1,238 @@
+"""Random walks through what a user may do between steps: the same bits as plain PyTorch, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sides import WIDTH, Side, alike, batch, compiled, everything, plain, values
+from torch import nn
+
+import outofcore
+
+# What a user may do next; each takes a number that says with what.
+
+
+def _train(side: Side, number: int) -> Any:
+    return side.train(batch(number, rows=4 + 4 * (number % 2))).detach()
+
+
+def _renew(side: Side, number: int) -> Any:
+    return side.renew(batch(number, rows=4 + 4 * (number % 2))).detach()
+
+
+def _gather(side: Side, number: int) -> Any:
+    return side.gather(batch(number)).detach()
+
+
+def _evaluate(side: Side, number: int) -> Any:
+    side.model.train(number % 2 == 0)
+    found = side.evaluate(batch(number))
+    side.model.train()
+    return found
+
+
+def _look(side: Side, number: int) -> Any:
+    with torch.no_grad():
+        return side.model(batch(number))
+
+
+def _plain_step(side: Side, number: int) -> Any:
+    F.mse_loss(side.model(batch(number)), batch(number)).backward()
+    side.optimizer.step()
+    side.optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def _initialise(side: Side, number: int) -> Any:
+    # Drawn in memory of its own: what is transposed lies otherwise after a step than in plain PyTorch.
+    with torch.no_grad():
+        side.weights()[number % 2].copy_(nn.init.xavier_normal_(torch.empty(WIDTH, WIDTH)))
+
+
+def _put(side: Side, number: int) -> Any:
+    new = values(number)
+    side.weights()[number % 2].data = (new, new.t(), new.as_strided((WIDTH, WIDTH), (WIDTH, 1)), new.clone())[
+        number % 4
+    ]
+
+
+def _transpose(side: Side, number: int) -> Any:
+    weight = side.weights()[number % 2]
+    weight.data = weight.data.t()
+
+
+def _tie(side: Side, number: int) -> Any:
+    weights = side.weights()
+    weights[number % 2].data = weights[1 - number % 2].data
+
+
+def _untie(side: Side, number: int) -> Any:
+    weight = side.weights()[number % 2]
+    weight.data = weight.data.clone()
+
+
+def _replace(side: Side, number: int) -> Any:
+    place = 3 * (number % 2)
+    key = f"parameter {place}"
+    own, other = side.model[place].weight, side.kept.pop(key, None)
+    if other is None:
+        side.kept[key] = own
+        other = nn.Parameter(values(number))
+    side.model[place].weight = other  # type: ignore[assignment]
+
+
+def _swap(side: Side, number: int) -> Any:
+    side.model[0], side.model[3] = side.model[3], side.model[0]
+
+
+def _freeze(side: Side, number: int) -> Any:
+    weight = side.weights()[number % 2]
+    weight.requires_grad_(not weight.requires_grad)
+    weight.grad = None
+
+
+def _group(side: Side, number: int) -> Any:
+    side.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number % 5)
+    side.optimizer.param_groups[0]["maximize"] = number % 3 == 0
+
+
+def _clear_gradients(side: Side, number: int) -> Any:
+    side.optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def _take_gradients(side: Side, number: int) -> Any:
+    side.kept["gradients"] = [p.grad for p in side.model.parameters() if p.grad is not None]
+    side.model.zero_grad()
+
+
+def _hold_gradients(side: Side, number: int) -> Any:
+    side.kept["held"] = [p.grad for p in side.model.parameters() if p.grad is not None]
+
+
+def _edit_gradient(side: Side, number: int) -> Any:
+    weight = side.weights()[number % 2]
+    if number % 3 == 0 and weight.requires_grad:
+        weight.grad = values(number)
+    elif weight.grad is not None:
+        weight.grad.mul_(0.5)
+
+
+def _edit_state(side: Side, number: int) -> Any:
+    state = side.optimizer.state.get(side.weights()[number % 2])
+    if state and number % 2:
+        state["exp_avg"].mul_(0.5)
+    elif state:
+        side.kept["state"], state["exp_avg"] = state["exp_avg"], values(number)
+
+
+def _lose_state(side: Side, number: int) -> Any:
+    if number % 2:
+        side.optimizer.state.clear()
+    else:
+        side.optimizer.state.pop(side.weights()[0], None)
+
+
+def _remember(side: Side, number: int) -> Any:
+    side.kept["dicts"] = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
+
+
+def _recall(side: Side, number: int) -> Any:
+    if "dicts" in side.kept:
+        model, optimizer = copy.deepcopy(side.kept["dicts"])
+        side.model.load_state_dict(model, assign=number % 3 == 0)
+        if number % 3 != 0:
+            side.optimizer.load_state_dict(optimizer)
+
+
+def _copy_model(side: Side, number: int) -> Any:
+    side.kept["copy"] = [p.detach() for p in copy.deepcopy(side.model).parameters()]
+
+
+def _save(side: Side, number: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        outofcore.save(Path(folder), side.model, side.optimizer)
+        with torch.no_grad():
+            for parameter in side.model.parameters():
+                parameter.zero_()
+        outofcore.load(Path(folder), side.model, side.optimizer)
+
+
+def _cast(side: Side, number: int) -> Any:
+    side.model.double()
+    side.model.float()
+
+
+def _fail(side: Side, number: int) -> Any:
+    with pytest.raises(RuntimeError):
+        side.train(torch.zeros(8, WIDTH + 1))
+    side.model.zero_grad()
+
+
+ACTIONS: list[Callable[[Side, int], Any]] = [
+    *[_train, _renew, _evaluate, _gather] * 4,
+    *(_look, _plain_step, _initialise, _put, _transpose, _tie, _untie, _replace, _swap, _freeze, _group),
+    *(
+        _clear_gradients,
+        _take_gradients,
+        _hold_gradients,
+        _edit_gradient,
+        _edit_state,
+        _lose_state,
+        _remember,
+        _recall,
+        _copy_model,
+    ),
+    *(_save, _cast, _fail),
+]
+
+
+def live(side: Side) -> dict[str, Any]:
+    """What the user has put aside and no step may touch."""
+    return {name: side.kept[name] for name in ("gradients", "held", "state", "copy") if name in side.kept}
+
+
+def wander(seed: int, length: int = 16) -> None:
+    """A random walk through what users do; everything is compared after each of it."""
+    draw = random.Random(seed)
+    home = draw.choice(["disk", "host", "tiers"])
+    ours = compiled(
+        seed,
+        budget=draw.choice(["smallest", "smallest", "half", "all"]),
+        home="disk" if home == "tiers" else home,
+        host_budget="400KiB" if home == "tiers" else None,
+        shared=draw.random() < 0.5,
+    )
+    theirs = plain(seed)
+    done: list[str] = [home]
+    try:
+        for _ in range(length):
+            act, number = draw.choice(ACTIONS), draw.randrange(1000)
+            done.append(f"{act.__name__}({number})")
+            results = []
+            for side in (ours, theirs):
+                torch.manual_seed(number)
+                results.append(act(side, number))
+            assert alike(*results), done
+            assert alike(everything(ours), everything(theirs)), done
+            assert alike(list(live(ours).values()), list(live(theirs).values())), done
+        for step in draw.sample(ours.steps, len(ours.steps)):
+            step.close()
+            assert alike(everything(ours), everything(theirs)), [*done, "close"]
+    except Exception as error:
+        error.add_note(f"seed {seed}: {' '.join(done)}")
+        raise
+    finally:
+        for step in ours.steps:
+            step.close()
+
+
+@pytest.mark.parametrize("seed", [*range(8), 9, 116, 155, 162])
+def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
+    wander(seed)
