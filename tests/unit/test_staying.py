@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from test_planning_properties import LIMITS, tasks
 
 from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.planning import in_core_budget, plan_in_core, plan_step
+from outofcore.planning import POLICIES, in_core_budget, plan_in_core, plan_step
 from outofcore.planning.placing import worth
 from outofcore.planning.staying import candidates, let_stay
 from outofcore.program import CopyOut
@@ -20,7 +21,7 @@ K64 = 64 * 1024
 LAYERS = 6
 
 
-def step() -> StepGraph:
+def step(layers: int = LAYERS) -> StepGraph:
     """Each layer's op makes one activation; backward gives one gradient after the other, and updates at once."""
     storages: list[Storage] = []
 
@@ -28,14 +29,14 @@ def step() -> StepGraph:
         storages.append(Storage(len(storages), count * K64, kind, name))
         return len(storages) - 1
 
-    weights = [storage(StorageKind.PARAMETER, 4, f"w{i}") for i in range(LAYERS)]
+    weights = [storage(StorageKind.PARAMETER, 4, f"w{i}") for i in range(layers)]
     flow = [storage(StorageKind.INPUT, 2, "x")]
-    flow += [storage(StorageKind.ACTIVATION, 2, f"a{i}") for i in range(LAYERS)]
-    gradients = [storage(StorageKind.GRADIENT, 4, f"w{i}.grad") for i in range(LAYERS)]
+    flow += [storage(StorageKind.ACTIVATION, 2, f"a{i}") for i in range(layers)]
+    gradients = [storage(StorageKind.GRADIENT, 4, f"w{i}.grad") for i in range(layers)]
     ops: list[Op] = []
-    for i in range(LAYERS):
+    for i in range(layers):
         ops.append(Op(len(ops), "forward", (flow[i], weights[i]), (), (flow[i + 1],)))
-    for i in reversed(range(LAYERS)):
+    for i in reversed(range(layers)):
         ops.append(Op(len(ops), "backward", (flow[i], flow[i + 1], weights[i]), (), (gradients[i],)))
         ops.append(Op(len(ops), "update", (weights[i], gradients[i]), (weights[i],), (), rerunnable=False))
     return StepGraph(tuple(storages), tuple(ops), tuple(gradients))
@@ -74,6 +75,20 @@ def test_a_plan_is_never_slower_for_it(part: float) -> None:
     without = replace(GRAPH, outputs=())
     assert planned.timeline.step_seconds >= plan_step(without, COSTS, budget).timeline.step_seconds * 0.999
     assert planned.plan.staying
+
+
+def test_what_stays_may_make_another_plan_the_best() -> None:
+    milliseconds = [2, 2, 10, 20, 20, 10, 5, 5, 10, 20, 2, 5, 20, 2, 2]
+    graph = step(len(milliseconds) // 3)
+    costs = Costs(tuple(OpCost(ms / 1000) for ms in milliseconds), (Home("disk", None, 2e07, 1e08),))
+    budget = int(in_core_budget(graph, costs) * 0.7)
+    best = worth(costs, plan_step(graph, costs, budget, effort=0))
+    for policy in POLICIES:
+        try:
+            planned = plan_step(graph, costs, budget, policy)
+        except BudgetError:
+            continue
+        assert best <= worth(costs, planned), policy
 
 
 @settings(LIMITS, max_examples=100)

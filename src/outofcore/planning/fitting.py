@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
@@ -39,6 +39,8 @@ _STREAMED = 250
 _GOOD = 1.0005
 # Plans for the farthest home alone that are slower than those for all of them by more than this lead nowhere.
 _HOPELESS = 1.25
+# Plans that are slower than the best by no more than this may be the best where gradients stay on the device.
+_NEARLY = 1.1
 # How many storages an error message names.
 _NAMED = 8
 
@@ -173,7 +175,22 @@ def plan_step(
             "or take policy='auto', which falls back to others",
             smallest_budget(graph, costs),
         )
-    return let_stay(graph, costs, budget, min(found, key=lambda p: worth(costs, p)))
+    stayed = [let_stay(graph, costs, budget, planned) for planned in _near_best(graph, costs, found)]
+    return min(stayed, key=lambda planned: worth(costs, planned))
+
+
+def _near_best(graph: StepGraph, costs: Costs, found: Sequence[Planned]) -> list[Planned]:
+    """The best plan, and where gradients may stay on the device the best of each policy that is nearly as good.
+
+    A plan that leaves room for those gradients may then be the quickest of them.
+    """
+    ranked = sorted(found, key=lambda planned: worth(costs, planned))
+    if not graph.gradients_left:
+        return ranked[:1]
+    of_policy: dict[str, Planned] = {}
+    for planned in ranked:
+        of_policy.setdefault(planned.plan.policy, planned)
+    return [p for p in of_policy.values() if worth(costs, p) <= worth(costs, ranked[0]) * _NEARLY]
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
