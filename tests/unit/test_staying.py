@@ -83,7 +83,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
     costs = Costs(tuple(OpCost(ms / 1000) for ms in milliseconds), (Home("disk", None, 2e07, 1e08),))
     budget = int(in_core_budget(graph, costs) * 0.7)
     best = worth(costs, plan_step(graph, costs, budget, effort=0))
-    for policy in POLICIES:
+    for policy in set(POLICIES) - {"auto"}:
         try:
             planned = plan_step(graph, costs, budget, policy)
         except BudgetError:
