@@ -18,7 +18,7 @@ from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution.memory import Region, address_of, map_anonymous, map_file
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
-# One system call moves at most this much, so that a copy can be stopped; fewer calls take less of the processor from ops.
+# One system call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
 _CHUNK_BYTES = 64 * MIB
 _BOUNCE_BYTES = MIB
 
