@@ -28,8 +28,10 @@ import outofcore
 from outofcore import _torch_internals as internals
 from outofcore.cli.plan import survey
 from outofcore.errors import OutOfCoreError
+from outofcore.execution.arena import Arena
 from outofcore.report import step_report, write_picture
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
+from outofcore.units import KIB
 from outofcore.zoo import Workload
 
 Answer = dict[str, Any]
@@ -77,6 +79,8 @@ class _Training:
             told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
             moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
             answer["plan"] = {**asdict(told), "moved": moved}
+            if isinstance(self._step._arena, Arena):
+                answer["arena_rss"] = _resident_bytes(self._step._arena.address, self._step._arena.bytes)
         return answer
 
     def forget_peak(self) -> Answer:
@@ -97,6 +101,19 @@ class _Training:
     def close(self) -> None:
         if self._step is not None:
             self._step.close()
+
+
+def _resident_bytes(address: int, count: int) -> int:
+    """Physical memory behind a range of addresses, as the kernel counts it."""
+    resident, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, _, end = first.partition("-")
+            inside = int(start, 16) < address + count and int(end, 16) > address
+        elif inside and first == "Rss:":
+            resident += int(rest.split()[0]) * KIB
+    return resident
 
 
 def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:

@@ -63,6 +63,9 @@ def _row(worker: Worker, report: dict[str, Any], base: int, eager: list[float], 
         for key in ("predicted_seconds", "compute_seconds", "bytes_out", "bytes_in"):
             row[key] = worker.median(key, _WARM_UP)
         row["predicted_to_measured"] = row["predicted_seconds"] / seconds
+        # What the kernel counts of the arena: whatever else the process holds is no matter of the plan.
+        row["arena_rss"] = report["arena_rss"]
+        row["predicted_to_arena_rss"] = report["plan"]["peak_bytes"] / report["arena_rss"]
     return row
 
 
@@ -148,6 +151,8 @@ def main(
         console().print(_table(f"{which}, {options}, policy {policy}, home {home}", found["rows"]))
         off = [abs(row["predicted_to_measured"] - 1) for row in found["rows"] if "predicted_seconds" in row]
         print(f"predicted step times are off by {statistics.median(off):.1%} (median of {len(off)})")
+        peaks = [abs(row["predicted_to_arena_rss"] - 1) for row in found["rows"] if "arena_rss" in row]
+        print(f"predicted peaks are off by {max(peaks):.2%} at most of the arena's resident memory")
         facts = {"options": options, "policy": policy, "home": home, "rounds": rounds, "tiny_rss": base}
         print(f"written to {write_model(name, which, {**facts, **found}, date)}")
 
