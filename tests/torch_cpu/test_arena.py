@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from placed import FLOATS, floats, is_mapped, place
 from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.analysis.requests import EventKind, Result, Scratch, workspace_layout
@@ -17,21 +18,11 @@ from outofcore.units import KIB, MIB, PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
-FLOATS = MIB // 4  # in one MiB
-
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     with Arena(64 * MIB, reserve=4 * MIB) as opened:
         yield opened
-
-
-def floats(arena: Arena, offset: int, count: int) -> torch.Tensor:
-    return arena.view(offset, count).view(torch.float32)
-
-
-def place(tensor: torch.Tensor, arena: Arena) -> int:
-    return tensor.untyped_storage().data_ptr() - arena.address
 
 
 def test_a_planned_request_is_served_at_the_planned_address_and_another_thread_is_not(arena: Arena) -> None:
@@ -295,12 +286,3 @@ def test_without_the_native_allocator_the_memory_is_the_same_and_results_lie_els
     assert is_mapped(address)
     del view
     assert not is_mapped(address)
-
-
-def is_mapped(address: int, count: int = 8 * MIB) -> bool:
-    """Whether the whole arena is: a part of its addresses may be in use again at once."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(number, 16) for number in line.split()[0].split("-"))
-        if first <= address and address + count <= last:
-            return True
-    return False

@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from placed import FLOATS, floats, is_mapped, place
 
 from outofcore.errors import ArenaError
 from outofcore.execution.arena import Arena, Recorder, ScopeTable
@@ -18,21 +18,11 @@ from outofcore.units import MIB, PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
-FLOATS = MIB // 4  # in one MiB
-
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     with Arena(64 * MIB, reserve=4 * MIB) as opened:
         yield opened
-
-
-def floats(arena: Arena, offset: int, count: int) -> torch.Tensor:
-    return arena.view(offset, count).view(torch.float32)
-
-
-def place(tensor: torch.Tensor, arena: Arena) -> int:
-    return tensor.untyped_storage().data_ptr() - arena.address
 
 
 def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
@@ -145,15 +135,3 @@ def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# Without the native allocator.
-
-
-def is_mapped(address: int, count: int = 8 * MIB) -> bool:
-    """Whether the whole arena is: a part of its addresses may be in use again at once."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(number, 16) for number in line.split()[0].split("-"))
-        if first <= address and address + count <= last:
-            return True
-    return False

@@ -9,6 +9,7 @@ import torch
 from homely import MALLOC, buffered, noise, resident
 
 from outofcore.errors import StateError, TransferError
+from outofcore.execution import spill
 from outofcore.execution.arena import Arena
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome, slot_layout
 from outofcore.execution.memory import Region, map_anonymous
@@ -41,7 +42,10 @@ def arena() -> Iterator[Arena]:
         (192, 3 * MIB + 5),
     ],
 )
-def test_bytes_come_back_the_same(home: HomeStore, arena: Arena, place: int, count: int) -> None:
+def test_bytes_come_back_the_same(
+    home: HomeStore, arena: Arena, place: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "_CHUNK_BYTES", 8 * MIB)
     offset = 3 * PAGE_BYTES
     home.ensure(offset + count)
     outgoing, incoming = arena.memory(place, count), arena.memory(32 * MIB + place, count)
