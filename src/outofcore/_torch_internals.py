@@ -63,6 +63,7 @@ __all__ = [
     "below_autograd",
     "current_autograd_node",
     "global_optimizer_hooks",
+    "is_compiled",
     "keystr",
     "let_device_idle",
     "mark_optimizer_called",
@@ -180,6 +181,11 @@ def precision_of(backend: Any, op: str) -> str | None:
     The older ``allow_tf32`` and ``torch.get_float32_matmul_precision`` raise where somebody has set this one.
     """
     return getattr(getattr(backend, op, None), "fp32_precision", None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of this module runs code of torch.compile, be it wrapped or compiled in place."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def set_activation_memory_budget(share: float) -> None:

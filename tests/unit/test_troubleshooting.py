@@ -56,7 +56,18 @@ def messages() -> Iterator[str]:
                     yield text
 
 
-MESSAGES = sorted(set(messages()))
+def warnings() -> Iterator[str]:
+    """What the log warns of, anywhere in the library."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warning":
+                text = text_of(node.args[0])
+                assert text, f"{path}:{node.lineno}: a warning begins with its text"
+                yield re.sub(r"%[a-z]|%\.\d[a-z]", "§", text)
+
+
+WARNINGS = sorted(set(warnings()))
+MESSAGES = sorted({*messages(), *WARNINGS})
 ENTRIES = sorted(
     {entry.strip() for entry in re.findall(r"`([^`\n]+)`", PAGE) if re.match(r"…|[A-Za-z]", entry) and " " in entry}
 )
@@ -73,6 +84,7 @@ def matching(message: str) -> list[str]:
 
 def test_there_are_messages() -> None:
     assert len(MESSAGES) > 90
+    assert len(WARNINGS) > 8
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -25,6 +25,7 @@ from outofcore.capture.refusals import translated
 from outofcore.capture.stepping import StepRecorder
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables
+from outofcore.capture.uncompiled import uncompiled
 from outofcore.errors import CaptureError
 
 
@@ -56,11 +57,6 @@ def capture_step(
             graph cannot say. The message names the user's line where there is one.
         Exception: what the user's own code raises, unchanged.
     """
-    for model in models:
-        if "_orig_mod" in model._modules:
-            raise CaptureError(
-                "a model is wrapped by torch.compile: its compiled code cannot be captured; give the model itself"
-            )
     guard = Guard(step, models, optimizers)
     if device is None:
         device = _device_of(models, optimizers, args, kwargs)
@@ -82,6 +78,7 @@ def capture_step(
             recorded_generators(recorder),
             steps.standing_in(),
             provenance.following(),
+            uncompiled(models),
         ):
             result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
 
