@@ -73,12 +73,12 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) -> bool:
     parameter, gradient = whole.parameter, whole.gradient
     if (
-        type(optimizer) not in _ELEMENTWISE
+        parameter.numel() < 2 * PIECE_ELEMENTS
+        or type(optimizer) not in _ELEMENTWISE
         or any(settings.get(name) for name in _AT_ONCE)
         or parameter.device.type != "cpu"
         or parameter.dtype not in _DTYPES
         or parameter.ndim == 0
-        or parameter.numel() < 2 * PIECE_ELEMENTS
         or gradient is None
         or any(isinstance(value, torch.Tensor) for value in whole.own.values())
     ):

@@ -125,6 +125,42 @@ class _Copier(threading.Thread):
                 progress.done[queue] = copy.number
 
 
+class _Inline:
+    """Runs the copies between the arena and the caller's memory in the thread of the ops, when one waits for them.
+
+    Where nothing else is copied, waking other threads would take longer than to copy a batch.
+    """
+
+    def __init__(
+        self, progress: _Progress, queues: Sequence[tuple[Sequence[BoundCopy], Callable[[BoundCopy], None]]]
+    ) -> None:
+        self._done = progress.done
+        self._queues = queues
+
+    def wait(self, waits: Sequence[tuple[int, int]], starts: list[float], ends: list[float]) -> None:
+        """Bring queues as far as that; what a copy waits for itself comes before it.
+
+        Raises:
+            StateError: a copy waits for an op that comes later.
+        """
+        done = self._done
+        for queue, count in waits:
+            if queue == COMPUTE and done[queue] < count:
+                raise StateError("a copy that an op waits for waits for a later op; please report it")
+            while done[queue] < count:
+                work, run = self._queues[queue - 1]
+                copy = work[done[queue]]
+                self.wait(copy.waits, starts, ends)
+                starts[copy.index] = perf_counter()
+                run(copy)
+                ends[copy.index] = perf_counter()
+                done[queue] = copy.number
+
+    def finish(self, starts: list[float], ends: list[float]) -> None:
+        """Run what is left."""
+        self.wait([(number, len(work)) for number, (work, _) in enumerate(self._queues, 1)], starts, ends)
+
+
 class CpuEngine:
     """The copy threads, two for each home, and the loop that runs ops; one at a time per process is sensible.
 
@@ -226,13 +262,18 @@ class CpuEngine:
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        copiers = [(copier, work) for copier, work in zip(self._started(), bound.copies, strict=True) if work]
+        inline = None if slots else self._inline(bound)
+        copiers: list[tuple[_Copier, Sequence[BoundCopy]]] = []
+        if inline is None:
+            copiers = [(copier, work) for copier, work in zip(self._started(), bound.copies, strict=True) if work]
         begin = perf_counter()
         for copier, work in copiers:
             copier.begin(work, starts, ends)
         try:
             with internals.below_autograd():
-                self._compute(bound, table, starts, ends)
+                self._compute(bound, table, starts, ends, inline)
+            if inline is not None:
+                inline.finish(starts, ends)
         except BaseException as error:
             progress.fail(error)
             raise
@@ -260,13 +301,21 @@ class CpuEngine:
         if interrupted is not None:
             raise interrupted
 
-    def _compute(self, bound: Bound, table: ScopeTable, starts: list[float], ends: list[float]) -> None:
+    def _inline(self, bound: Bound) -> _Inline:
+        turns = (self._copy_out, self._copy_in)
+        return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
+
+    def _compute(
+        self, bound: Bound, table: ScopeTable, starts: list[float], ends: list[float], inline: _Inline | None
+    ) -> None:
         progress = self._progress
         done = progress.done
         enter = table.begin
         generators = GeneratorStates((torch.default_generator,))
         for scope, run in enumerate(bound.runs):
-            if run.waits:
+            if run.waits and inline is not None:
+                inline.wait(run.waits, starts, ends)
+            elif run.waits:
                 try:
                     progress.wait(run.waits)
                 except StateError as error:

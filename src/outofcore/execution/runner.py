@@ -12,7 +12,7 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large
 from outofcore.analysis.requests import Requests
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
-from outofcore.capture.optimizers import OptimizerUpdate, StateOwner, mark_stepped
+from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
@@ -21,6 +21,7 @@ from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.gradients import assign_gradient, references_to
+from outofcore.execution.owned import Owned
 from outofcore.execution.slots import Layout, Piece, lay_out
 from outofcore.execution.state import StateKeeper
 from outofcore.execution.surprises import requests_seen
@@ -28,8 +29,6 @@ from outofcore.execution.undo import Undo
 from outofcore.execution.windows import Place, State
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
-
-_NOTHING: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Runner:
             if binding.kind is StorageKind.GRADIENT
             for state in (self._states[captured.values[binding.value].storage],)
         ]
-        self._owned = [(b, b.owner) for b in captured.states if isinstance(b.owner, StateOwner)]
+        self._owned = Owned(captured)
 
     def replanned(self, program: Program, costs: Costs, requests: Sequence[Requests]) -> Runner:
         """A runner of another program for the same capture, whose states are those of now."""
@@ -321,17 +320,12 @@ class Runner:
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""
-        for binding, owner in self._owned:
-            entries = owner.optimizer.state[owner.parameter]
-            tensor = self._keeper.tensor(binding)
-            if entries.get(owner.name) is not tensor:
-                entries[owner.name] = tensor
+        for binding, owner, _ in self._owned.replaced(self._keeper):
+            owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
         """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
-        return self._begun and any(
-            owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name) is None for _, owner in self._owned
-        )
+        return self._begun and self._owned.any_gone()
 
     def _take_over(self) -> None:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
@@ -344,11 +338,10 @@ class Runner:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
             state.lay(binding.key, self.captured.values[binding.value])
         cleared = False
-        for binding, owner in self._owned:
-            live = owner.optimizer.state.get(owner.parameter, _NOTHING).get(owner.name)
+        for binding, _, live in self._owned.replaced(self._keeper):
             if live is None:
                 cleared = True
-            elif live is not self._keeper.tensor(binding):
+            else:
                 self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, live)
         if cleared:
             for update in self._updates:

@@ -19,7 +19,7 @@ from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Val
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.arenas import Memory
 from outofcore.execution.faces import Faces
-from outofcore.execution.windows import Place, State, Window, displaced, let_go, shared_otherwise
+from outofcore.execution.windows import Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
 
@@ -267,12 +267,13 @@ class StateKeeper:
         Raises:
             StateError: the new data has another shape or dtype, or lies in memory that processes share.
         """
-        known = [state for state in self._states.values() if state.place is not Place.UNBORN]
+        unborn = Place.UNBORN  # to look up a member of an enumeration takes longer than to compare with it
+        known = [state for state in self._states.values() if state.place is not unborn]
+        if unmoved(known):
+            return []
         for state in known:
             state.check_in_place()
         moved = [state for state in known if any(window.moved() for window in state.windows)]
-        if not moved:
-            return []
         for window in [window for state in moved for window in state.windows]:
             window.check_alike()
         if shared_otherwise(known):
