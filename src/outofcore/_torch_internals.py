@@ -68,6 +68,7 @@ __all__ = [
     "let_device_idle",
     "mark_optimizer_called",
     "memory_of",
+    "negative_view",
     "node_sequence_number",
     "plain_optimizer_step",
     "precision_of",
@@ -202,6 +203,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous uint8 tensor in host memory, writable."""
     array: Any = tensor.numpy()
     return memoryview(array)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same bytes that reads as their negative."""
+    return torch._neg_view(tensor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:

@@ -51,7 +51,9 @@ class Replay:
     def tensor(self, value: int | Value) -> torch.Tensor:
         window = self.captured.values[value] if isinstance(value, int) else value
         empty = torch.empty(0, dtype=window.dtype)
-        return empty.set_(self.bytes[window.storage], window.offset, window.shape, window.stride)
+        empty.set_(self.bytes[window.storage], window.offset, window.shape, window.stride)
+        seen = empty.conj() if window.conjugate else empty
+        return torch._neg_view(seen) if window.negated else seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured = self.captured
@@ -97,8 +99,8 @@ class Replay:
                 continue
             value = captured.values[index]
             self._compare(op, "aliases an argument", False, aliases)
-            facts = (real.dtype, tuple(real.shape), real.stride(), real.storage_offset())
-            expected = (value.dtype, value.shape, value.stride, value.offset)
+            facts = (real.dtype, tuple(real.shape), real.stride(), real.storage_offset(), real.is_conj(), real.is_neg())
+            expected = (value.dtype, value.shape, value.stride, value.offset, value.conjugate, value.negated)
             self._compare(op, "window", expected, facts)
             count = real.untyped_storage().nbytes()
             self._compare(op, "bytes", graph.storages[value.storage].bytes, count)

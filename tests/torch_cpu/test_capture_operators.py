@@ -41,7 +41,25 @@ class Attention(nn.Module):
         return self.inner(x, x, x)[0]
 
 
+class Experts(nn.Module):
+    """Each word goes through the expert that the router prefers, all experts in one ragged product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 3)
+        self.weight = nn.Parameter(torch.randn(3, 16, 8) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.flatten(0, 1)
+        scores, expert = self.router(words).float().softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = (expert[:, None] == torch.arange(3)).sum(0).cumsum(0).to(torch.int32)
+        found = torch._grouped_mm(words[order], self.weight, offs=ends)
+        return torch.empty_like(found).index_copy(0, order, found).mul(scores[:, None])
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
+    "experts": (Experts, WORDS),
     "conv": (lambda: nn.Conv2d(8, 6, 3), IMAGE),
     "conv_depthwise": (lambda: nn.Conv2d(8, 8, 3, groups=8, padding=1), IMAGE),
     "conv_dilated": (lambda: nn.Conv2d(8, 8, 3, dilation=2, stride=2, bias=False), IMAGE),
@@ -108,6 +126,21 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
     "grid_sample": lambda x: F.grid_sample(x[None, None], x.detach()[None, :, :2, None].expand(1, 4, 2, 2)),
     "out": lambda x: torch.mul(x.detach(), 2, out=torch.empty(4, 5)) * x,
+    "lazy_conjugate": lambda x: (torch.complex(x, 2 * x).conj().mT @ torch.complex(x, x * x)).abs(),
+    "lazy_negative": lambda x: 3 * torch.complex(x, x * x).conj().imag + torch.complex(x, x).conj().imag.cos(),
+    "written_conjugate": lambda x: torch.view_as_real(
+        torch.complex(x, x).conj().clone().mul_(2j).conj().resolve_conj()
+    ),
+    "fourier": lambda x: torch.fft.irfft(torch.fft.rfft(x) * torch.complex(x[:, :3], x[:, 2:]).conj(), n=5),
+    "grouped_products": lambda x: torch._grouped_mm(
+        x[:, :4].expand(2, 4, 4).contiguous(), x[:, :4].mT.reshape(1, 4, 4) * torch.ones(2, 1, 1)
+    ),
+    "complex_numbers": lambda x: ((torch.complex(x, x * x) * 2j) / (1 + 1j) - 3j).abs() + (1j * x).imag,
+    "complex_functions": lambda x: (torch.complex(x, x).exp() ** 2).angle() + torch.complex(x, x).sqrt().real,
+    "complex_products": lambda x: torch.view_as_real(
+        torch.einsum("ij,kj->ik", torch.polar(x, x), torch.complex(x, 1 - x)).mH @ torch.complex(x, x).cos()
+    ),
+    "complex_in_place": lambda x: torch.complex(x, x * 2).mul_(2j).add_(torch.polar(x, x).conj()).div_(1 - 2j).abs(),
     "foreach": lambda x: sum(torch._foreach_add(list(x.unbind()), [1.0, 2.0, 3.0, 4.0])),
 }
 

@@ -23,6 +23,14 @@ from outofcore.errors import StateError
 from outofcore.execution.interrupts import Deferred
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """As in a terminal: what was started in the background ignores it, and so do its children."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.fixture(scope="module")
 def smallest() -> int:
     return smallest_budget()

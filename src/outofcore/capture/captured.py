@@ -26,6 +26,8 @@ class Value:
     stride: tuple[int, ...]  # in elements
     offset: int = 0  # in elements, from the start of the storage
     foreign: bool = False  # on the CPU, in a step that runs on another device
+    conjugate: bool = False  # the bytes are those of the complex conjugate: a lazy ``conj()``
+    negated: bool = False  # the bytes are those of the negative: such as the ``imag`` of a lazy conjugate
 
 
 @dataclass(frozen=True, slots=True)

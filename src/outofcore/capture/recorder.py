@@ -18,7 +18,7 @@ from outofcore.capture import schema
 from outofcore.capture.captured import Call, Ref
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import refusal, translated, undeclared
-from outofcore.capture.repairs import faithful, repaired
+from outofcore.capture.repairs import faithful, made_up, repaired
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
@@ -98,7 +98,10 @@ class Recorder(TorchDispatchMode):
         before = [(place, tables.value_of(tensor)) for place, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
         names = schema.traits(func).names
-        result = repaired(func, {names[place]: item for place, item in bound}, self._run(func, args, kwargs))
+        by_name = {names[place]: item for place, item in bound}
+        result = made_up(func, by_name)
+        if result is None:
+            result = repaired(func, by_name, self._run(func, args, kwargs))
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
@@ -172,12 +175,11 @@ class Recorder(TorchDispatchMode):
     def _check(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, FakeTensor):
             raise undeclared(tensor)
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            kind = "conjugate" if tensor.is_conj() else "negated" if tensor.is_neg() else str(tensor.layout)
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             raise refusal(
-                f"the step makes a {kind} tensor",
+                f"the step makes a {tensor.layout if tensor.layout is not torch.strided else 'quantised'} tensor",
                 "its bytes alone do not say what it holds",
-                "use dense tensors, and resolve_conj() on complex ones",
+                "use dense tensors",
             )
 
     def _check_sizes(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:

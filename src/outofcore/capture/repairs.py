@@ -37,6 +37,47 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     return type(result)(repair(given, list(result)))
 
 
+def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:
+    """The result of an operator whose fake refuses what its kernel takes; None: its own fake will do.
+
+    Raises:
+        RuntimeError: the kernel would refuse this, too.
+    """
+    if func._schema.name == "aten::_conj" and not isinstance(given["self"], torch.Tensor):
+        # A number: the kernel makes a tensor of it, and a lazy conjugate of that; the fake forgets that it is one.
+        return torch.empty((), dtype=torch.complex128).conj()
+    if func._schema.name == "aten::_grouped_mm" and given["self"].dtype != torch.bfloat16:
+        return _grouped_product(given)
+    return None
+
+
+def _grouped_product(given: Given) -> torch.Tensor:
+    """What the products of a ragged group of matrices (mixtures of experts) look like.
+
+    As in ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h, whose fake takes bfloat16 alone.
+    """
+    one, other, offsets = given["self"], given["mat2"], given.get("offs")
+    if one.dtype != other.dtype or one.shape[-1] != other.shape[-2]:
+        raise RuntimeError(
+            f"_grouped_mm cannot multiply {one.dtype} of shape {tuple(one.shape)} with {other.dtype} of shape "
+            f"{tuple(other.shape)}"
+        )
+    if (offsets is None) != (one.ndim == other.ndim == 3):
+        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions")
+    groups = [*([] if offsets is None else offsets.shape), *one.shape[:-2], *other.shape[:-2]]
+    if len(set(groups)) > 1:
+        raise RuntimeError(f"_grouped_mm was given {' and '.join(map(str, groups))} groups")
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.ndim == other.ndim:
+        shape.insert(0, groups[0])
+    dtype = given.get("out_dtype") or one.dtype
+    # Built with CUDA, PyTorch begins each row at a multiple of 16 bytes.
+    alignment = 16 // dtype.itemsize if torch.version.cuda else 1
+    row = -(-shape[-1] // alignment) * alignment
+    stride = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=one.device)
+
+
 def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
     """The operator as it has to be called below autograd and autocast to do what it does above them.
 

@@ -126,7 +126,7 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
 
 
 def _laid_out(value: Value) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride, value.offset
+    return value.dtype, value.shape, value.stride, value.offset, value.conjugate, value.negated
 
 
 def _merged(captured: Captured, ops: list[Op], calls: list[Call], into: dict[int, int]) -> Captured:

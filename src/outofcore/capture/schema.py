@@ -153,7 +153,7 @@ def _argument_text(item: Any, values: list[Value]) -> str:
 
 
 def value_text(value: Value) -> str:
-    """A value's dtype, shape and strides, such as ``float32[2,3]{3,1}``."""
+    """A value's dtype, shape and strides, such as ``float32[2,3]{3,1}``; with ``*`` if conjugate, ``-`` if negated."""
     dtype = str(value.dtype).removeprefix("torch.")
     shape, stride = ",".join(map(str, value.shape)), ",".join(map(str, value.stride))
-    return f"{dtype}[{shape}]{{{stride}}}"
+    return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"

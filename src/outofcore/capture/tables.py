@@ -125,7 +125,8 @@ class Tables:
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
     """A tensor as a window onto a storage, in a step that runs on ``device``."""
     offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type
-    return Value(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, foreign)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return Value(storage, tensor.dtype, shape, stride, offset, foreign, tensor.is_conj(), tensor.is_neg())
 
 
 def covers(value: Value, count: int) -> bool:

@@ -87,7 +87,10 @@ def queue_number(queue: Queue, home: int) -> int:
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
     """A tensor with the metadata of ``value`` on the storage of ``base`` (uint8, from its first byte on)."""
     tensor = torch.empty(0, dtype=value.dtype, device=base.device)
-    return tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
+    tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
+    if value.conjugate:
+        tensor = tensor.conj()
+    return internals.negative_view(tensor) if value.negated else tensor
 
 
 class _Binder:

@@ -30,6 +30,7 @@ from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.graph import Op
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.kept import KeptProfiles, OpProfile
+from outofcore.profiling.ragged import spread
 from outofcore.program import Block, Program, Run
 from outofcore.units import MIB
 
@@ -198,6 +199,8 @@ class _Bench:
         for block in program.blocks if fill else ():
             if block.storage is not None and block.storage not in op.creates:
                 self._fill(block.storage, arena, block)
+        if fill:
+            spread(bound.runs[0])
         return bound.runs[0], arena, scopes(self._captured, program, _Everywhere(requests)), arguments_end
 
     def _fill(self, storage: int, arena: Memory, block: Block) -> None:
