@@ -141,6 +141,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         torch.einsum("ij,kj->ik", torch.polar(x, x), torch.complex(x, 1 - x)).mH @ torch.complex(x, x).cos()
     ),
     "complex_in_place": lambda x: torch.complex(x, x * 2).mul_(2j).add_(torch.polar(x, x).conj()).div_(1 - 2j).abs(),
+    "product": lambda x: torch.cumprod(x - 0.5, 1).select(1, -1) + x[:, :1].prod(1) + x.detach().prod(),
     "foreach": lambda x: sum(torch._foreach_add(list(x.unbind()), [1.0, 2.0, 3.0, 4.0])),
 }
 

@@ -152,6 +152,33 @@ def closure(w: World) -> Any:
     return step
 
 
+def product(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        loss = w.model(x).prod(1).sum()
+        loss.backward()  # product
+        return loss
+
+    return step
+
+
+def zero(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        loss = w.model(x).sgn().sum()
+        loss.backward()  # zero
+        return loss
+
+    return step
+
+
+def parted(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        ends = torch.ones(2, dtype=torch.int64).cumsum(0)
+        first, *_ = torch.tensor_split(x, ends)  # parted
+        return first
+
+    return step
+
+
 def scaler(w: World) -> Any:
     scale = torch.amp.GradScaler("cpu")
 
@@ -218,6 +245,9 @@ WITH_LINE = [
     (tensor_of_array, "NumPy array", "pass it as an argument"),
     (long_list, "100 elements from Python data", "register it as a buffer"),
     (closure, "with a closure", "loss.backward()"),
+    (product, "whether there are zeros", "torch.cumprod"),
+    (zero, "zero throughout", "torch.sign"),
+    (parted, "tensor_split reads the value", "in tensors"),
     (scaler, "GradScaler", "bfloat16"),
     (sparse, "sparse", "dense"),
     (swallowed, ".item()", "return the tensor"),

@@ -13,11 +13,12 @@ from outofcore._torch_internals import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
+    current_autograd_node,
 )
 from outofcore.capture import schema
 from outofcore.capture.captured import Call, Ref
 from outofcore.capture.provenance import Provenance, join
-from outofcore.capture.refusals import refusal, translated, undeclared
+from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
 from outofcore.capture.repairs import faithful, made_up, repaired
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
@@ -31,6 +32,9 @@ MAX_FOREIGN_BYTES = 64 * KIB
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
+# Nodes of autograd that take another formula for tensors without contents than they may take for the user's, and an
+# operator that only the former has.
+_BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod"}
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -72,6 +76,12 @@ class Recorder(TorchDispatchMode):
                 "it names many tensors at once and cannot be taken apart",
                 "leave it to optimizer.step()",
             )
+        if name == "aten::_efficientzerotensor":
+            raise refusal(
+                "the step takes a gradient that is zero throughout",
+                "PyTorch keeps no bytes for it, and what it computes with it needs none",
+                "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
+            )
         if name.startswith("aten::_foreach_"):
             return self._split(func, args, kwargs)
         return self.record(func, args, kwargs)
@@ -88,6 +98,9 @@ class Recorder(TorchDispatchMode):
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on fake tensors and write it down, unless it only makes views."""
+        node = current_autograd_node()
+        if node is not None and _BY_VALUES.get(node.name()) == func._schema.name:
+            raise gradient_by_values(node.name().partition("Backward")[0].lower())
         tables = self._tables
         bound = schema.bind(func, args, kwargs)
         written = schema.written_places(func, bound)

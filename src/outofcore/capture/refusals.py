@@ -64,6 +64,16 @@ def value_read(function: str) -> CaptureError:
     )
 
 
+def gradient_by_values(function: str) -> CaptureError:
+    """Refuse a gradient whose formula is chosen by the values of what it is taken of."""
+    return refusal(
+        f"the gradient of {function} is computed in one way or another, depending on whether there are zeros",
+        NO_VALUES,
+        "write torch.cumprod(x, dim).select(dim, -1), whose gradient is computed in one way, or detach() x if no "
+        "gradient is wanted",
+    )
+
+
 def grad_scaler() -> CaptureError:
     """Refuse a gradient scaler."""
     return refusal(
@@ -93,6 +103,8 @@ def translated(error: Exception, function: str) -> CaptureError | None:
     match error:
         case DataDependentOutputException():
             return value_read(function)
+        case RuntimeError() if "its data is not allocated yet" in str(error):
+            return value_read(function or "an operator")  # below the operators that a capture sees
         case DynamicOutputShapeException():
             return refusal(
                 f"the size of the result of {error.func} depends on the values of its input",
