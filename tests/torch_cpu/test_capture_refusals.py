@@ -247,7 +247,7 @@ WITH_LINE = [
     (closure, "with a closure", "loss.backward()"),
     (product, "whether there are zeros", "torch.cumprod"),
     (zero, "zero throughout", "torch.sign"),
-    (parted, "tensor_split reads the value", "in tensors"),
+    (parted, "tensor_split reads the memory", "in tensors"),
     (scaler, "GradScaler", "bfloat16"),
     (sparse, "sparse", "dense"),
     (swallowed, ".item()", "return the tensor"),

@@ -104,7 +104,11 @@ def translated(error: Exception, function: str) -> CaptureError | None:
         case DataDependentOutputException():
             return value_read(function)
         case RuntimeError() if "its data is not allocated yet" in str(error):
-            return value_read(function or "an operator")  # below the operators that a capture sees
+            return refusal(
+                f"{function or 'code below the operators of PyTorch'} reads the memory of a tensor",
+                NO_VALUES,
+                "keep the arithmetic in tensors; register a kernel of your own as an operator, with torch.library",
+            )
         case DynamicOutputShapeException():
             return refusal(
                 f"the size of the result of {error.func} depends on the values of its input",

@@ -38,7 +38,7 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
 
 
 def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:
-    """The result of an operator whose fake refuses what its kernel takes; None: its own fake will do.
+    """The result of an operator whose fake cannot take these arguments, as its kernel can; None: its fake will do.
 
     Raises:
         RuntimeError: the kernel would refuse this, too.
