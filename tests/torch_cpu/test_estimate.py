@@ -26,7 +26,7 @@ from helper import WIDTH
 
 def build(device="cpu"):
     with torch.device(device):
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
         x = torch.zeros(64, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -162,7 +162,7 @@ def test_a_step_of_ones_own_is_planned_for(script: Path) -> None:
     told = run.invoke(app, ["plan", f"{script}:build", "--json"])
     assert told.exit_code == 0, told.output
     here = json.loads(told.stdout)
-    assert "263,168 parameters, inputs 64×256" in here["workload"]
+    assert "526,336 parameters, inputs 64×256" in here["workload"]
     assert here["smallest_budget"] <= here["lossless_budget"] <= here["in_core_budget"]
     assert len(here["points"]) >= 2
     empty = run.invoke(app, ["plan", f"{script}:on_meta", "--json", "--no-curve"])

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from strategies import costs_for, graphs
 from test_pooch import MIB, costs, network
 
-from outofcore.costs import Costs
+from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graphfile import read_graph
 from outofcore.planning import POLICIES, in_core_budget, plan_step, smallest_budget
 from outofcore.planning.polishing import Polish
-from outofcore.planning.thorough import thorough
+from outofcore.planning.thorough import EFFORT, effort_worth, thorough
 from outofcore.validator import validate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -110,3 +110,12 @@ def test_auto_is_never_slower_than_another_policy(data: st.DataObject) -> None:
         except BudgetError:
             continue
         assert auto.timeline.step_seconds <= other.timeline.step_seconds * (1 + 1e-9), policy
+
+
+@pytest.mark.parametrize(
+    ("seconds", "effort"),
+    [(0.0, 0), (0.0015, 200), (0.003, 400), (10.0, EFFORT)],
+)
+def test_a_short_step_is_worth_a_short_search(seconds: float, effort: int) -> None:
+    costs = Costs((OpCost(seconds / 2, 0), OpCost(seconds / 2, 0)), ())
+    assert effort_worth(costs) == effort

@@ -19,11 +19,13 @@ from outofcore.planning.pooch import pooch
 from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
 from outofcore.planning.superneurons import superneurons
 from outofcore.planning.tflms import tflms
+from outofcore.planning.thorough import effort_worth
 from outofcore.planning.window import window
 
 __all__ = [
     "POLICIES",
     "Planned",
+    "effort_worth",
     "explain_too_small",
     "fit",
     "fit_once",

@@ -23,12 +23,19 @@ EFFORT = 4000
 # The most ops of a step that is searched; the most of its storages that may be elsewhere when it begins, and the most
 # gaps that begin at one op: the search goes through all that these could be.
 _OPS, _BEGUN, _AT_ONE = 30, 10, 6
+# What a step that is about to run is worth: a search as long as this many of them, of which one unit takes so long.
+_STEPS_WORTH, _UNIT_SECONDS = 200, 0.0015
 # A plan that takes no longer than this, in multiples of a lower bound, need not be made better.
 _GOOD = 1.0005
 # Of the effort: how many changes are tried each time that something is polished.
 _CHANGES = 5
 # How often the best plan that was there before is polished, with other draws.
 _ROUNDS = 3
+
+
+def effort_worth(costs: Costs) -> int:
+    """The effort to spend on a step that waits to run: no more than some hundred runs of it could win back."""
+    return min(EFFORT, int(_STEPS_WORTH * costs.compute_seconds / _UNIT_SECONDS))
 
 
 def thorough(
