@@ -133,7 +133,7 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     step: Any = train_step
     if plan is not None:
 
-        def planned(graph: StepGraph, costs: Costs, budget: int, *_: Any) -> Planned:
+        def planned(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Planned:
             found = planning.fit_once(graph, costs, budget, plan(graph))
             assert found is not None
             validate(graph, found.program, budget, costs)
