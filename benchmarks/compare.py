@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 from _common import RESULTS, console, write_result
+from outofcore.planning.bounds import lower_bound_seconds
 
 from outofcore import planning
 from outofcore.cli.compare import COMPARED
@@ -25,7 +26,6 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, read_graph, write_graph
-from outofcore.planning.bounds import lower_bound_seconds
 from outofcore.presets import device
 from outofcore.units import format_bytes
 from outofcore.validator import validate

@@ -29,6 +29,7 @@ import numpy as np
 import typer
 from _common import write_result
 from compare import MODELS
+from outofcore.planning.priced import priced
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,6 @@ from outofcore.plan import Plan
 from outofcore.planning import in_core_budget, keep_all, plan_step, smallest_budget, window
 from outofcore.planning.first_fit import first_fit
 from outofcore.planning.packing import EFFORT, Rectangle, pack, peak
-from outofcore.planning.priced import priced
 from outofcore.planning.rectangles import Rectangles
 from outofcore.planning.skyline import best_fit
 from outofcore.planning.sweep import sweep

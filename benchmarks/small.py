@@ -18,6 +18,7 @@ from statistics import mean
 from typing import Annotated
 
 import typer
+from outofcore.planning.exact import optimum
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +27,6 @@ from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 from outofcore.planning import fit_once, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
-from outofcore.planning.exact import optimum
 
 INSTANCES = Path(__file__).with_name("instances") / "small"
 OPTIMA = INSTANCES / "optimum.json"

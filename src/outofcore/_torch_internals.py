@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,7 @@ __all__ = [
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_unflatten",
+    "without_compiled_code",
     "without_hooks",
 ]
 
@@ -187,6 +189,17 @@ def precision_of(backend: Any, op: str) -> str | None:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a call of this module runs code of torch.compile, be it wrapped or compiled in place."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Run functions and modules that torch.compile has wrapped as they were written."""
+    # Nothing can have been compiled where this is not loaded, and to load it takes seconds.
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def set_activation_memory_budget(share: float) -> None:

@@ -46,7 +46,8 @@ class Op:
     """One operation: which storages it reads, writes in place and brings into being.
 
     A storage written in place stands in ``mutates``, and in ``reads`` as well only if its former
-    contents matter; a storage first written here stands in ``creates`` alone.
+    contents matter; a storage first written here stands in ``creates`` alone. So an op that mutates a storage
+    without reading it overwrites it as a whole, and needs no bytes that were there before.
 
     ``discards`` names those of ``mutates`` whose former contents influence nothing but their own new
     ones, as with the running statistics of batch norm in training: where the op runs again, it may be
@@ -109,6 +110,11 @@ class StepGraph:
             for storage in op.touched:
                 found[storage].append(op.id)
         return tuple(tuple(ops) for ops in found)
+
+    @cached_property
+    def overwrites(self) -> frozenset[tuple[int, int]]:
+        """Pairs of an op and a storage that it overwrites as a whole: nothing of the former contents is used."""
+        return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
 
     def check(self) -> None:
         """Refuse a graph that contradicts itself.

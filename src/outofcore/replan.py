@@ -83,8 +83,7 @@ class Planner:
         Raises:
             BudgetError: the budget cannot hold it.
         """
-        effort = planning.effort_worth(costs)
-        planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, describe, effort=effort)
+        planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, describe)
         return self._entry(captured, costs, profiles, planned)
 
     def plan_in_core(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...]) -> Entry | None:
@@ -134,7 +133,7 @@ class Planner:
         graph = entry.captured.graph
         costs = refined(entry.costs, entry.planned.program, measured, entry.runner.spilled)
         try:
-            planned = planning.plan_step(graph, costs, self.budget, self.policy, effort=planning.effort_worth(costs))
+            planned = planning.plan_step(graph, costs, self.budget, self.policy)
         except BudgetError as error:
             _log.warning("the plan stays as it is, although its prediction was off: %s", error)
             return None
@@ -172,7 +171,7 @@ class Planner:
             )
         costs = replace(entry.costs, ops=tuple(ops))
         try:
-            planned = planning.plan_step(graph, costs, self.budget, self.policy, effort=planning.effort_worth(costs))
+            planned = planning.plan_step(graph, costs, self.budget, self.policy)
         except BudgetError as error:
             _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
             return None

@@ -28,13 +28,6 @@ def test_there_are_blocks_to_run() -> None:
     assert len(WITH_BLOCKS) >= 8
 
 
-@pytest.fixture(autouse=True)
-def _search_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the pages show does not depend on how good plans are, and searching takes most of the time.
-    monkeypatch.setattr("outofcore.planning.auto._MOST_REHEARSALS", 20)
-    monkeypatch.setattr("outofcore.planning.mixed._RETUNED", 200)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "transformers" in page.read_text(encoding="utf-8"):

@@ -57,12 +57,6 @@ number = 3
 Made = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]
 
 
-@pytest.fixture(autouse=True)
-def _search_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.planning.auto._MOST_REHEARSALS", 20)
-    monkeypatch.setattr("outofcore.planning.mixed._RETUNED", 200)
-
-
 def make(device: str = "cpu") -> Made:
     torch.manual_seed(0)
     with torch.device(device):

@@ -115,11 +115,11 @@ def is_racy(graph: StepGraph, program: Program, pairs: list[tuple[int, int]] | N
 
 
 def plain_values(graph: StepGraph) -> tuple[list[dict[int, Value]], list[Value]]:
-    """What each op finds in the storages that it needs, and what the step leaves, in plain execution."""
+    """What each op finds in the storages that it reads, and what the step leaves, in plain execution."""
     values: list[Value] = [("before", s.id) for s in graph.storages]
     found: list[dict[int, Value]] = []
     for op in graph.ops:
-        needs = {s: values[s] for s in op.reads + op.mutates}
+        needs = {s: values[s] for s in op.reads}
         found.append(needs)
         for storage in op.mutates + op.creates:
             values[storage] = (op.id, storage, hash(tuple(needs.items())))
@@ -184,7 +184,7 @@ class Machine:
             op = self.graph.ops[instruction.op]
             needs = self.needs[op.id]
             again = self.first_runs[op.id] != index
-            checked = set(op.reads) - set(op.discards) if again else set(needs)
+            checked = set(op.reads) - set(op.discards) if again else set(op.reads)
             for storage, number, value in zip(op.touched, instruction.blocks, seen, strict=True):
                 steady = storage in op.mutates or self.device[number] == value
                 if storage in checked and not (steady and value == needs[storage]):

@@ -66,7 +66,8 @@ class _Layer:
 def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     """Valid step graphs that look like training steps: forward, loss, backward, update.
 
-    With parameters that may be used twice, activations reused in backward, in-place ops, buffers, random
+    With parameters that may be used twice, activations reused in backward, in-place ops, storages that are
+    overwritten as a whole, buffers, random
     and non-rerunnable ops, ops without storages, gradients that are created, accumulated or left, constants,
     unused storages, inputs that are mutated, and several kinds of outputs.
     """
@@ -78,6 +79,10 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
         draft.storage(StorageKind.PARAMETER, "unused")
     if draft.chance():
         draft.op("guard", [], rerunnable=draft.chance())
+    if draft.chance():  # gradients are cleared when the step begins
+        for layer in layers:
+            if layer.kept_grad is not None:
+                draft.op("zero_", [], (layer.kept_grad,), rerunnable=draft.chance())
 
     activations = _forward(draft, layers, inputs, constants)
     loss = draft.storage(StorageKind.OUTPUT, "loss", 4)
@@ -112,6 +117,8 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
     flow = [inputs[0]]
     if draft.chance():
         draft.op("normalize_", [inputs[0]], mutates=(inputs[0],), rerunnable=False)
+    # What is overwritten as a whole: a buffer of the model, which is seen between steps, or scratch memory.
+    memory = draft.storage(StorageKind.BUFFER, "memory") if draft.chance() else None
     for index, layer in enumerate(layers):
         module = f"layer{index}"
         reads = [flow[-1], layer.param, *(constants if draft.chance() else [])]
@@ -120,7 +127,7 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
         out = draft.storage(StorageKind.ACTIVATION, f"{module}.out")
         draft.op("linear", reads, creates=(out,), module=module, family="linear")
         layer.saved = [flow[-1], layer.param]
-        extra = draft.draw(st.sampled_from(["none", "dropout", "inplace", "norm"]))
+        extra = draft.draw(st.sampled_from(["none", "dropout", "inplace", "norm", "copy", "overwritten"]))
         if extra == "dropout":
             mask = draft.like(out, StorageKind.ACTIVATION, f"{module}.mask")
             dropped = draft.like(out, StorageKind.ACTIVATION, f"{module}.dropped")
@@ -129,6 +136,16 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
             out = dropped
         elif extra == "inplace":
             draft.op("relu_", [out], mutates=(out,), rerunnable=draft.chance(), module=module)
+        elif extra == "copy" and memory is not None:
+            draft.op("copy_", [out], mutates=(memory,), rerunnable=draft.chance(), module=module)
+            out, copied = draft.like(memory, StorageKind.ACTIVATION, f"{module}.shifted"), out
+            draft.op("add", [memory, copied], creates=(out,), module=module)
+        elif extra == "overwritten":
+            scratch = draft.like(out, StorageKind.ACTIVATION, f"{module}.scratch")
+            draft.op("neg", [out], creates=(scratch,), module=module)
+            draft.op("sum", [scratch], mutates=(), module=module)
+            draft.op("exp_out", [out], mutates=(scratch,), rerunnable=draft.chance(), module=module)
+            layer.saved.append(scratch)
         elif extra == "norm":
             running = draft.storage(StorageKind.BUFFER, f"{module}.running_mean")
             normed = draft.like(out, StorageKind.ACTIVATION, f"{module}.normed")

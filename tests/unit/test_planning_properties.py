@@ -15,12 +15,10 @@ from strategies import costs_for, graphs
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, ValidationError
 from outofcore.graph import StepGraph
-from outofcore.planning import POLICIES, Planned, in_core_budget, plan_step, smallest_budget
+from outofcore.planning import POLICIES, QUICK, Planned, in_core_budget, plan_step, smallest_budget
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
-# So little search for the optimum of a small step that a thousand of them take no longer for it.
-EFFORT = 40
 LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
@@ -45,7 +43,7 @@ def plans(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     found: list[Planned] = []
     for policy in POLICIES:
         try:
-            found.append(plan_step(graph, costs, budget, policy, effort=EFFORT))
+            found.append(plan_step(graph, costs, budget, policy, params=QUICK))
         except BudgetError:
             # Only ``auto`` has to find a plan wherever one could be.
             assert policy != "auto"

@@ -5,10 +5,12 @@ from outofcore.analysis.gaps import (
     SMALL_ALIGNMENT,
     constant_bytes,
     gaps_of,
+    is_fetched,
     is_large,
     large_needs,
     live_bytes,
     placed_bytes,
+    renewals_of,
     touched_bytes,
 )
 
@@ -17,9 +19,11 @@ __all__ = [
     "SMALL_ALIGNMENT",
     "constant_bytes",
     "gaps_of",
+    "is_fetched",
     "is_large",
     "large_needs",
     "live_bytes",
     "placed_bytes",
+    "renewals_of",
     "touched_bytes",
 ]

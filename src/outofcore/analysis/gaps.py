@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from outofcore.costs import Costs
@@ -27,17 +26,40 @@ def is_large(count: int) -> bool:
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """The gaps of one storage in order of their starts; the cyclic one last. Constants have none."""
+    """The gaps of one storage (its use intervals) in order of their starts; the cyclic one last. Constants have none.
+
+    Between a use and an op that overwrites a large storage as a whole lies no gap: nothing is held there, and there is
+    nothing to decide. A gap over the end of the step there is all the same, since the user sees the contents then.
+    """
     kind = graph.storages[storage].kind
     uses = graph.uses[storage]
     if not uses or kind is StorageKind.CONSTANT:
         return ()
-    found = [Gap(storage, a, b) for a, b in pairwise(uses)]
-    if kind is StorageKind.INPUT:
+    renewed = renewals_of(graph, storage)
+    found = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
+    if kind is StorageKind.INPUT and uses[0] not in renewed:
         found.insert(0, Gap(storage, -1, uses[0]))
     if storage in graph.persistent:
         found.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))
     return tuple(found)
+
+
+def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
+    """The ops that overwrite a large storage as a whole, in order, and so may find it in another place.
+
+    One that comes right after another use is not among them: no op lies between to which the bytes could be given. For a
+    storage below 64 KiB there is none: it stays where it is.
+    """
+    if not is_large(graph.storages[storage].bytes) or graph.storages[storage].kind is StorageKind.CONSTANT:
+        return ()
+    uses = graph.uses[storage]
+    return tuple(b for a, b in pairwise((-2, *uses)) if (b, storage) in graph.overwrites and b > a + 1)
+
+
+def is_fetched(graph: StepGraph, gap: Gap) -> bool:
+    """Whether the use at the end of a gap needs the bytes; otherwise nothing has to come back."""
+    use = gap.end % len(graph.ops)
+    return (use, gap.storage) not in graph.overwrites or not is_large(graph.storages[gap.storage].bytes)
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
@@ -48,11 +70,6 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
         for s in op.touched
         if is_large(storages[s].bytes) and storages[s].kind is not StorageKind.CONSTANT
     )
-
-
-def workspace_blocks(costs: Costs) -> Sequence[int]:
-    """Arena bytes of each op's workspace."""
-    return [placed_bytes(cost.workspace_bytes) for cost in costs.ops]
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
@@ -73,15 +90,19 @@ def live_bytes(graph: StepGraph) -> int:
 
     Workspaces are not counted.
     """
-    change = [0] * (len(graph.ops) + 1)
-    always = 0
+    n = len(graph.ops)
+    change = [0] * (n + 1)
     for storage in graph.storages:
         uses = graph.uses[storage.id]
         if not uses:
             continue
-        if storage.id in graph.persistent or storage.kind is StorageKind.CONSTANT:
-            always += storage.bytes
-        else:
-            change[uses[0]] += storage.bytes
-            change[uses[-1] + 1] -= storage.bytes
-    return always + max(accumulate(change))
+        lasts = storage.id in graph.persistent or storage.kind is StorageKind.CONSTANT
+        first, last = (0, n - 1) if lasts else (uses[0], uses[-1])
+        change[first] += storage.bytes
+        change[last + 1] -= storage.bytes
+        renewed = renewals_of(graph, storage.id)
+        for before, use in pairwise(uses):
+            if use in renewed:
+                change[before + 1] -= storage.bytes
+                change[use] += storage.bytes
+    return max(accumulate(change))

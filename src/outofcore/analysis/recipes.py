@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from outofcore.analysis.gaps import renewals_of
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, StorageKind
 
@@ -69,8 +70,21 @@ class History:
         again = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
             return again
+        return max(self.last_op_with(content, _EVER), again)
+
+    def last_op_with(self, content: Content, end: int) -> int:
+        """The last op before which a storage has a content, as long as nothing leaves; ``end`` if it is never written over.
+
+        That is the op which writes it next, or where that one overwrites it as a whole, the last use before.
+        """
+        storage, version = content
         writes = self.writes[storage]
-        return max(writes[version] if version < len(writes) else _EVER, again)
+        if version >= len(writes):
+            return end
+        if writes[version] not in renewals_of(self.graph, storage):
+            return writes[version]
+        uses = self.graph.uses[storage]
+        return max((use for use in uses if use < writes[version]), default=-1)
 
     def version_at(self, storage: int, op: int) -> int:
         """The version of a storage right before an op."""
@@ -97,7 +111,7 @@ class History:
             storage, version = content
             if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
                 return False
-            return version == self.version_at(storage, op)
+            return version == self.version_at(storage, op) and op <= self.last_op_with(content, _EVER)
 
         return held
 
@@ -129,7 +143,10 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Whether a storage can be computed again right before an op, whatever else leaves the device."""
+    """Whether a storage can be computed again right before an op, whatever else leaves the device.
+
+    What exists before the step cannot: after a step that fails, its home is what the user has.
+    """
     if storage in history.graph.persistent or history.graph.storages[storage].kind is StorageKind.INPUT:
         return False
     return history.chances.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at

@@ -29,6 +29,10 @@ class Value:
     conjugate: bool = False  # the bytes are those of the complex conjugate: a lazy ``conj()``
     negated: bool = False  # the bytes are those of the negative: such as the ``imag`` of a lazy conjugate
 
+    def layout(self) -> tuple[object, ...]:
+        """How it lies in its storage, whichever that is."""
+        return self.shape, self.stride, self.offset, self.conjugate, self.negated
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:

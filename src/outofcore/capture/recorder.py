@@ -110,8 +110,7 @@ class Recorder(TorchDispatchMode):
         # Taken before the call: in-place views such as t_() change what their argument is.
         before = [(place, tables.value_of(tensor)) for place, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
-        names = schema.traits(func).names
-        by_name = {names[place]: item for place, item in bound}
+        by_name = schema.by_name(func, args, kwargs)
         result = made_up(func, by_name)
         if result is None:
             result = repaired(func, by_name, self._run(func, args, kwargs))

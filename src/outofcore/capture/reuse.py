@@ -15,7 +15,7 @@ import torch
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
 from outofcore.analysis import LARGE_BYTES
-from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.graph import Op, StepGraph, StorageKind
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
@@ -91,7 +91,7 @@ def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | No
         value = values[item.value]
         kept = value.storage
         if (
-            _laid_out(value) == _laid_out(result)
+            (value.dtype, value.layout()) == (result.dtype, result.layout())
             and graph.storages[kept].bytes == graph.storages[gone].bytes
             and graph.storages[kept].kind in _PASSING
             and kept in graph.creator
@@ -123,10 +123,6 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
         # Those generated from the plain overload compute elsewhere and then copy.
         if same and torch.Tag.generated not in other.tags:
             yield other, [a.name for a in arguments if a.is_out]
-
-
-def _laid_out(value: Value) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride, value.offset, value.conjugate, value.negated
 
 
 def _merged(captured: Captured, ops: list[Op], calls: list[Call], into: dict[int, int]) -> Captured:

@@ -98,6 +98,12 @@ def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return [*enumerate(args), *((names.index(key), value) for key, value in kwargs.items())]
 
 
+def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments given, by their names in the schema."""
+    names = traits(func).names
+    return {names[place]: item for place, item in bind(func, args, kwargs)}
+
+
 def written_places(func: OpOverload, bound: list[tuple[int, Any]]) -> frozenset[int]:
     """The places of the arguments that this very call may write in place."""
     facts = traits(func)

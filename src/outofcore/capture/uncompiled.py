@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
-from outofcore._torch_internals import is_compiled
+from outofcore._torch_internals import is_compiled, without_compiled_code
 
 _log = logging.getLogger(__name__)
-# Nothing can have been compiled where this is not loaded, and to load it takes seconds.
-_COMPILER = "torch._dynamo.eval_frame"
 
 
 @contextlib.contextmanager
@@ -36,8 +32,5 @@ def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
             names[0],
             more,
         )
-    if _COMPILER not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    with without_compiled_code():
         yield

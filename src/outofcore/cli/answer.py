@@ -16,7 +16,6 @@ from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, write_graph
 from outofcore.planfile import PlanFile, write_plan
 from outofcore.planning import Planned
-from outofcore.planning.exact import Optimum, optimum
 from outofcore.progress import following, silent
 from outofcore.report import StepReport, moved_text, step_report, step_text, write_picture
 from outofcore.units import format_bytes, format_seconds
@@ -67,7 +66,6 @@ class Wish:
         picture: an HTML file to draw the memory of the step in.
         save_graph: a file to write the graph to.
         save_plan: a file to write the plan to.
-        exact: search for the best plan as well, which small graphs alone allow.
         curve: plan for other budgets as well, and tell from which on nothing is lost.
     """
 
@@ -76,7 +74,6 @@ class Wish:
     picture: Path | None = None
     save_graph: Path | None = None
     save_plan: Path | None = None
-    exact: bool = False
     curve: bool = False
 
 
@@ -138,12 +135,11 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
                 wish.picture, subject.graph, planned.program, timelines, budget=found.budget, title=subject.title
             )
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
-    best = None if budget is None or not wish.exact else optimum(subject.graph, subject.costs, budget)
     forecast = _forecast(subject, budget, wish) if wish.curve else None
     if wish.as_json:
-        print(json_text(content_of(subject, found, bound) | _best_content(best) | _forecast_content(forecast)))
+        print(json_text(content_of(subject, found, bound) | _forecast_content(forecast)))
     else:
-        print(_text(subject, found, bound, best, forecast))
+        print(_text(subject, found, bound, forecast))
     return found is None or found.planned is not None
 
 
@@ -200,17 +196,10 @@ def content_of(subject: Subject, found: Answer | None, bound: float | None) -> d
     return content
 
 
-def _best_content(best: Optimum | None) -> dict[str, object]:
-    if best is None:
-        return {}
-    return {"optimum_seconds": best.lower_seconds, "optimum_proved": best.proved}
-
-
 def _text(
     subject: Subject,
     found: Answer | None,
     bound: float | None,
-    best: Optimum | None,
     forecast: Estimate | None,
 ) -> str:
     report = None if found is None else found.report
@@ -228,11 +217,6 @@ def _text(
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)}: the plan is within {max(over, 0.0):.1%} of the best"))
-    if best is not None:
-        what = "proved" if best.proved else "at least: the search ended early"
-        over = report.seconds / best.lower_seconds - 1 if report is not None and best.lower_seconds else 0.0
-        gap = "" if report is None else f"; the plan is within {max(over, 0.0):.1%}"
-        rows.append(("optimum", f"{format_seconds(best.lower_seconds)} ({what}){gap}"))
     parts = [subject.title]
     if subject.simulated:
         parts.append(f"SIMULATED: {subject.simulated}")

@@ -138,9 +138,6 @@ def plan(
     ] = None,
     save_graph: Annotated[Path | None, typer.Option(help="Write the step as a graph file (.json or .json.gz).")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan as a file that validate reads.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Search for the best plan as well; for graphs of some 30 ops.")
-    ] = False,
     curve: Annotated[
         bool | None,
         typer.Option(
@@ -197,7 +194,7 @@ def plan(
         )
     else:
         own = model is not None and ".py:" in model
-        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, exact, own if curve is None else curve)
+        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, own if curve is None else curve)
         fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)

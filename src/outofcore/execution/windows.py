@@ -66,8 +66,7 @@ class Window:
 
     def lies_as(self, value: Value) -> bool:
         """Whether it lies in its storage as a value does."""
-        mine = self.value
-        return replace(mine, storage=value.storage, foreign=value.foreign) == value
+        return self.value.layout() == value.layout()
 
     def renew(self, value: Value) -> bool:
         """Take note that a step has left a gradient, and how it lies; whether it lay so before."""

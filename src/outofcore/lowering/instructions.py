@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field
 
-from outofcore.analysis.gaps import gaps_of, placed_bytes
+from outofcore.analysis.gaps import gaps_of, is_fetched, placed_bytes, renewals_of
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
@@ -52,8 +52,19 @@ class _Lowering:
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
-        last_fetch: dict[int, Decision] = {}  # the last stay of a storage starts with this one
+        last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
         cyclic: set[int] = set()  # at home when the step ends
+        renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
+        vacated: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
+        for storage in graph.storages:
+            uses = graph.uses[storage.id]
+            for op in renewals_of(graph, storage.id):
+                if op != uses[0]:
+                    renewed[op].append(storage.id)
+                    vacated[uses[uses.index(op) - 1]].append(storage.id)
+                    last_stay[storage.id] = op
+                elif storage.kind is StorageKind.INPUT:
+                    renewed[op].append(storage.id)
         for decision in self._decisions():
             gap = decision.gap
             if decision.residency is Residency.RECOMPUTE:
@@ -63,12 +74,15 @@ class _Lowering:
             if gap.start >= 0:
                 releases[decision.release_by].append(decision)
                 leaving[gap.start].append(decision)
-            fetches[decision.fetch_at - n if gap.end >= n else decision.fetch_at].append(decision)
+            if is_fetched(graph, gap):
+                fetches[decision.fetch_at - n if gap.end >= n else decision.fetch_at].append(decision)
+            else:
+                renewed[gap.end % n].append(gap.storage)
             if gap.end >= n:
                 cyclic.add(gap.storage)
                 self.lodgings[gap.storage] = decision.home
-            elif gap.storage not in last_fetch or gap > last_fetch[gap.storage].gap:
-                last_fetch[gap.storage] = decision
+            else:
+                last_stay[gap.storage] = max(gap.end, last_stay.get(gap.storage, -1))
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
@@ -87,18 +101,15 @@ class _Lowering:
             # What is used first comes first; what left in the step before counts like the rest.
             for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage)):
                 storage = decision.gap.storage
-                if storage in self.wrapping and decision is last_fetch.get(storage):
-                    block = self.wrapping[storage]
-                    self.stays[block].born = len(self.instructions)
-                else:
-                    block = self._new_stay(storage)
-                self.block_of[storage] = block
+                self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
                 held = homes[storage].get(decision.home)
                 if held is None:
                     raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
-                self.instructions.append(CopyIn(block, held, home=decision.home))
+                self.instructions.append(CopyIn(self.block_of[storage], held, home=decision.home))
             if op.id in replays:
                 self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
+            for storage in renewed.pop(op.id, ()):
+                self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
             self._run_op(op)
             for storage in op.mutates + op.creates:
                 version[storage] += 1
@@ -111,6 +122,8 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
+                self._end(self.block_of.pop(storage))
+            for storage in vacated.pop(op.id, ()):
                 self._end(self.block_of.pop(storage))
             for decision in leaving.pop(op.id, ()):
                 storage = decision.gap.storage
@@ -159,6 +172,8 @@ class _Lowering:
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
             if storage.kind is StorageKind.INPUT and storage.id not in arriving and uses:
+                if uses[0] in renewals_of(self.graph, storage.id):
+                    continue
                 found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
         return found
 
@@ -175,6 +190,14 @@ class _Lowering:
             count = self.placed[storage]
         self.stays.append(_Stay(storage, count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
+
+    def _begin_stay(self, storage: int, *, is_last: bool) -> None:
+        """Give a storage a block from here on; the last stay of what wraps is in the block that the step began with."""
+        if is_last and storage in self.wrapping:
+            self.block_of[storage] = block = self.wrapping[storage]
+            self.stays[block].born = len(self.instructions)
+        else:
+            self.block_of[storage] = self._new_stay(storage)
 
     def _end(self, block: int) -> None:
         self.stays[block].dies = len(self.instructions)

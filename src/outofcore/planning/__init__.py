@@ -1,45 +1,33 @@
-"""Policies that turn a graph, its costs and a budget into a plan."""
+"""Planning."""
 
-from outofcore.planning.addresses import place
-from outofcore.planning.bounds import lower_bound_seconds
-from outofcore.planning.fitting import (
+from outofcore.planning.parameters import QUICK, SearchParams
+from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place
+from outofcore.planning.planner import (
     POLICIES,
-    Planned,
     explain_too_small,
-    fit,
-    fit_once,
     in_core_budget,
-    keep_all,
     plan_in_core,
     plan_step,
+    plans_of_step,
     smallest_budget,
 )
-from outofcore.planning.offload_all import offload_all
-from outofcore.planning.pooch import pooch
-from outofcore.planning.sqrt_checkpoint import sqrt_checkpoint
-from outofcore.planning.superneurons import superneurons
-from outofcore.planning.tflms import tflms
-from outofcore.planning.thorough import effort_worth
-from outofcore.planning.window import window
+from outofcore.planning.relaxation import lower_bound_seconds
 
 __all__ = [
     "POLICIES",
+    "QUICK",
+    "Outcome",
     "Planned",
-    "effort_worth",
+    "SearchParams",
     "explain_too_small",
     "fit",
     "fit_once",
     "in_core_budget",
     "keep_all",
     "lower_bound_seconds",
-    "offload_all",
     "place",
     "plan_in_core",
     "plan_step",
-    "pooch",
+    "plans_of_step",
     "smallest_budget",
-    "sqrt_checkpoint",
-    "superneurons",
-    "tflms",
-    "window",
 ]

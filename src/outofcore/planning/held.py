@@ -15,7 +15,7 @@ from outofcore.analysis.gaps import gaps_of, is_large, large_needs, placed_bytes
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Decision, Gap
-from outofcore.planning.model import Ints
+from outofcore.planning.problem import Ints
 
 
 @dataclass(frozen=True)

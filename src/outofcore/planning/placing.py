@@ -1,47 +1,115 @@
-"""From a plan to a placed program within the budget, and what programs are compared by."""
+"""From a plan to a placed program: lowered, given addresses, wired, simulated; and what programs are compared by.
+
+A block is a rectangle: its bytes by the instructions over which it is held (see ``placement``). Small blocks (below 64 KiB)
+lie below all large ones, so that large ones stay aligned to pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from outofcore.analysis.gaps import constant_bytes
+from outofcore.analysis.gaps import constant_bytes, is_large
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower, room_at_homes, wire
-from outofcore.plan import Plan, Residency
-from outofcore.planning.addresses import place, place_small
-from outofcore.planning.offload_all import offload_all
-from outofcore.program import CopyOut, Program, Run, Timeline
-from outofcore.simulator import busiest_seconds, simulate
-from outofcore.units import PAGE_BYTES
+from outofcore.plan import Plan
+from outofcore.planning.packing import Packing, Rectangle, pack
+from outofcore.program import Block, CopyOut, Program, Run, Timeline
+from outofcore.simulator import simulate
+from outofcore.units import PAGE_BYTES, round_up
 
+# How much to search for a placement, in neighbours looked at (see ``placement``): plans are placed many times, so a fifth
+# of a second at most.
+EFFORT = 1_000_000
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 ATTEMPTS = 16
-# How much larger an arena is in which plans are placed only to see what they would take.
-_EASY = 1.1
-# What a second of copying counts beside a second of the step: of plans as quick as each other, the one that moves less.
-_INTERFERENCE = 0.002
+# What a second of copying counts for beside a second of the step: of equally quick plans, the one that moves less wins.
+_COPY_WEIGHT = 0.002
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a candidate plan.
+
+    Attributes:
+        how: how it was found.
+        plan: its decisions.
+        arena_bytes: how high its blocks reach; infinity where the homes cannot hold what leaves.
+        seconds: of a step, simulated; None where it could not be placed within the budget.
+        verdict: in words, why it was chosen or lost.
+    """
+
+    how: str
+    plan: Plan
+    arena_bytes: float
+    seconds: float | None
+    verdict: str
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its program, wired and placed, and the simulated timeline."""
+    """A plan with its program, wired and placed, and the simulated timeline.
+
+    Attributes:
+        plan: the decisions.
+        program: that carries them out.
+        timeline: of the program under the costs that it was planned for.
+        candidates: every plan that was placed, this one among them, in the order in which they were tried.
+    """
 
     plan: Plan
     program: Program
     timeline: Timeline
+    candidates: tuple[Outcome, ...] = ()
 
 
-def keep_all(budget: int) -> Plan:
-    """The plan in which nothing ever leaves: in-core training."""
-    return Plan("keep-all", budget, ())
+# Addresses
+
+
+def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
+    """Give each block an offset.
+
+    Args:
+        program: as lowered.
+        capacity: bytes that would do; the search stops at the first placement that stays within them.
+        effort: see ``placement.pack``; 0: the quick rules only.
+
+    Returns:
+        The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is for
+        the caller to compare.
+    """
+    end = len(program.instructions)
+    small, low = _small(program, effort)
+    large = [b for b in program.blocks if is_large(b.bytes)]
+    base = round_up(low.height, PAGE_BYTES)
+    high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
+    offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
+    offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
+    blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
+    return replace(program, blocks=blocks, arena_bytes=base + high.height)
+
+
+def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
+    small = [b for b in program.blocks if not is_large(b.bytes)]
+    return small, _pack(small, len(program.instructions), None, effort)
+
+
+def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
+    return pack([_rectangle(block, end) for block in blocks], capacity=capacity, effort=effort)
+
+
+def _rectangle(block: Block, end: int) -> Rectangle:
+    if not block.wraps:
+        return Rectangle(block.id, block.born, block.dies, block.bytes)
+    gap = None if block.born == block.dies == 0 else (block.dies, block.born)
+    return Rectangle(block.id, 0, end, block.bytes, gap=gap)
 
 
 def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
-    """Arena bytes below the large blocks: small blocks, which never leave whatever the plan."""
-    return place_small(lower(graph, costs, offload_all(graph, 0)))
+    """Arena bytes below the large blocks: for small blocks, which never leave."""
+    return round_up(_small(lower(graph, costs, keep_all(0)), EFFORT)[1].height, PAGE_BYTES)
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
@@ -49,77 +117,21 @@ def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
     return budget - small_region_bytes(graph, costs) - constant_bytes(graph)
 
 
-def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> Planned | None:
+# Programs
+
+
+def keep_all(budget: int) -> Plan:
+    """The plan in which nothing ever leaves: in-core training."""
+    return Plan("keep-all", budget, ())
+
+
+def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: int = EFFORT) -> Planned | None:
     """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
-    return fit_or_height(graph, costs, budget, plan)[1]
-
-
-def fit_or_height(graph: StepGraph, costs: Costs, budget: int, plan: Plan) -> tuple[float, Planned | None]:
-    """Lower, place and simulate one plan.
-
-    Returns:
-        How high its blocks reach in the arena, in bytes (infinity: the homes cannot hold what leaves), and what
-        came of it if that is within the budget.
-    """
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
-        return float("inf"), None
-    program = place(lowered, budget)
-    if program.arena_bytes > budget:
-        return program.arena_bytes, None
-    return program.arena_bytes, finish(graph, costs, plan, program)
-
-
-def outlook(graph: StepGraph, costs: Costs, budget: int, plan: Plan, seconds: float) -> Planned | None:
-    """What a plan would take if the arena were somewhat larger than the budget, so that placing it is easy.
-
-    Returns:
-        None where that is ``seconds`` or more. Where its ops alone take that, or the copies of one queue, nothing is
-        placed to find that out.
-
-    Raises:
-        BudgetError: the homes cannot hold what leaves.
-    """
-    if least_seconds(graph, costs, plan) >= seconds:
         return None
-    lowered = lower(graph, costs, plan)
-    if room_at_homes(graph, costs, lowered) is None:
-        raise BudgetError("the homes cannot hold what this plan sends there", budget)
-    if busiest_seconds(graph, costs, lowered) >= seconds:
-        return None
-    planned = finish(graph, costs, plan, place(lowered, int(budget * _EASY), effort=0))
-    return planned if planned.timeline.step_seconds < seconds else None
-
-
-def least_seconds(graph: StepGraph, costs: Costs, plan: Plan) -> float:
-    """Seconds that the step of a plan takes at least, found without lowering it.
-
-    Its ops run one after the other, and so does, for each gap that is computed again, the op that last wrote its bytes;
-    and what has left comes back over its link.
-    """
-    arrivals = [0.0] * len(costs.homes)
-    again: set[tuple[int, int]] = set()  # before which op, and which op
-    for decision in plan.decisions:
-        storage = decision.gap.storage
-        if decision.residency is Residency.OFFLOAD and decision.home < len(arrivals):
-            arrivals[decision.home] += costs.homes[decision.home].in_seconds(graph.storages[storage].bytes)
-        elif decision.residency is Residency.RECOMPUTE:
-            writer = next(
-                (
-                    op
-                    for op in reversed(graph.uses[storage])
-                    if op <= decision.gap.start and _writes(graph, op, storage)
-                ),
-                None,
-            )
-            if writer is not None:
-                again.add((decision.fetch_at, writer))
-    running = costs.compute_seconds + sum(costs.ops[op].seconds for _, op in sorted(again))
-    return max(running, *arrivals) if arrivals else running
-
-
-def _writes(graph: StepGraph, op: int, storage: int) -> bool:
-    return storage in graph.ops[op].mutates or storage in graph.ops[op].creates
+    program = place(lowered, budget, effort)
+    return finish(graph, costs, plan, program) if program.arena_bytes <= budget else None
 
 
 def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
@@ -129,7 +141,7 @@ def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Plan
 
 
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans, with less and less room, until its blocks can be placed within the budget.
+    """Ask a policy for plans with less and less room, until its blocks can be placed within the budget.
 
     Args:
         graph: the step.
@@ -159,20 +171,10 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
     return None
 
 
-def op_times(planned: Planned) -> tuple[float, ...]:
-    """When each op first starts in a simulated step, and when the step ends."""
-    starts = [
-        start
-        for instruction, start in zip(planned.program.instructions, planned.timeline.starts, strict=True)
-        if isinstance(instruction, Run) and not instruction.again
-    ]
-    return (*starts, planned.timeline.step_seconds)
-
-
 def worth(costs: Costs, planned: Planned) -> float:
-    """What plans are compared by: step time, and a little for every second of copying.
+    """Seconds by which programs are compared: of the step, and a little for copies.
 
-    What copies take from the ops beside them, the simulated time has already, where the home says how much that is.
+    What copies take from the ops beside them is in the simulated time already where a home says how much that is.
     """
     if costs.homes and costs.homes[0].compute_slowdown:
         return planned.timeline.step_seconds
@@ -182,4 +184,4 @@ def worth(costs: Costs, planned: Planned) -> float:
             home = costs.homes[instruction.home]
             count = planned.program.blocks[instruction.block].bytes
             copying += home.out_seconds(count) if isinstance(instruction, CopyOut) else home.in_seconds(count)
-    return planned.timeline.step_seconds + _INTERFERENCE * copying
+    return planned.timeline.step_seconds + _COPY_WEIGHT * copying

@@ -22,7 +22,7 @@ from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Residency
 from outofcore.planning.held import Held
-from outofcore.planning.model import Ints
+from outofcore.planning.problem import Ints
 from outofcore.planning.waiting import waiting_gaps
 
 

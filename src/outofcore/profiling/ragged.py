@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outofcore._torch_internals import OpOverload
+from outofcore.capture import schema
 from outofcore.execution.binding import BoundRun
 
 
@@ -16,8 +17,7 @@ def spread(run: BoundRun) -> None:
     """
     if not isinstance(run.func, OpOverload) or run.func._schema.name != "aten::_grouped_mm":
         return
-    names = [argument.name for argument in run.func._schema.arguments]
-    given = dict(zip(names, run.args, strict=False)) | run.kwargs
+    given = schema.by_name(run.func, run.args, run.kwargs)
     one, other, offsets = given["self"], given["mat2"], given.get("offs")
     if offsets is None:
         return

@@ -29,9 +29,8 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     """Prove that a program computes one step of a graph, over and over, within a budget.
 
     That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; each run finds
-    its storages resident at the versions that plain execution would have (one that runs again only what it reads,
-    less what it discards: of that it leaves garbage); blocks in use at the same time
-    do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; no home is
+    what it reads at the versions that plain execution would have (one that runs again needs nothing that it discards, and
+    leaves garbage there); blocks in use at the same time do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; no home is
     ever given more than it holds; and at the end of the step every result is at home and every block that wraps
     holds what the next step starts from.
 
@@ -42,9 +41,8 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
         budget: bytes of device memory.
         costs: where given, workspaces and homes are checked against them.
 
-    Limits: a block that an op mutates in its first run must hold the former version even where the op does not read
-    it. That an op which runs again gives the same bytes is taken from ``Op.rerunnable``. The
-    alignment of offsets is not checked.
+    Limits: that an op which runs again gives the same bytes is taken from ``Op.rerunnable``, and that an op overwrites a
+    storage as a whole from ``Op.reads``. The alignment of offsets is not checked.
 
     Raises:
         ValidationError: a promise is broken; names the instruction, op, module and storage.
@@ -301,7 +299,7 @@ class _Replay:
         op = self.graph.ops[run.op]
         cells = {s: self._cell(b, index) for s, b in zip(op.touched, run.blocks, strict=True)}
         for storage, version in self.before[op.id].items():
-            if not run.again or (storage in op.reads and storage not in op.discards):
+            if storage in op.reads and not (run.again and storage in op.discards):
                 self._read(index, cells[storage], version)
         for storage, version in self.after[op.id].items():
             self._write(index, cells[storage], None if run.again and storage in op.discards else version)

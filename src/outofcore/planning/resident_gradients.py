@@ -1,7 +1,7 @@
-"""Gradients that a step leaves in ``.grad``: as many as there is room for stay on the device until the next step.
+"""Gradients that a step leaves in ``.grad``: as many as there is room for stay on the device until the next step begins.
 
-The others go home after their last use, where the user sees them as well; but nothing needs those copies, for the next
-step makes all of these gradients anew. Those that are used last stay first: they hold their room for the shortest time.
+The others go home after their last use, where the user sees them as well. Nothing needs those copies: the next step makes all
+of these gradients anew. Those used last stay first, since they hold their room for the shortest time.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from dataclasses import replace
 
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
-from outofcore.lowering import lower
 from outofcore.plan import Plan
-from outofcore.planning.addresses import place
-from outofcore.planning.placing import Planned, finish, worth
+from outofcore.planning.placing import Planned, fit_once, worth
 
-# How often it is tried with another number of gradients; each time halves what is not known.
+# How often another number of gradients is tried; each time halves what is not known.
 _TRIES = 6
 
 
 def candidates(graph: StepGraph, plan: Plan) -> list[int]:
-    """The gradients that could stay, those that are used last first."""
+    """The gradients that could stay, those used last first."""
     decided = {decision.gap.storage for decision in plan.decisions}
     return sorted(graph.gradients_left - decided, key=lambda storage: (-graph.uses[storage][-1], storage))
 
@@ -31,7 +29,7 @@ def all_staying(graph: StepGraph, plan: Plan) -> Plan:
 
 
 def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
-    """The plan with as many gradients staying as are found room for; never a slower one.
+    """The plan with as many gradients staying as there is room for; never a slower one.
 
     Args:
         graph: the step.
@@ -46,10 +44,9 @@ def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
         if not fits < count < too_many:
             break
         plan = replace(planned.plan, staying=tuple(sorted(order[:count])))
-        program = place(lower(graph, costs, plan), budget, effort=0)
-        found = finish(graph, costs, plan, program) if program.arena_bytes <= budget else None
+        found = fit_once(graph, costs, budget, plan, effort=0)
         if found is not None and worth(costs, found) <= most:
-            best, most, fits = found, worth(costs, found), count
+            best, most, fits = replace(found, candidates=planned.candidates), worth(costs, found), count
         else:
             too_many = count
         count = (fits + too_many) // 2

@@ -1,7 +1,7 @@
-"""The contents of a step as numbers, for searches that ask what making one again takes, many times.
+"""The contents of a step, numbered, for searches that ask many times what making one again takes.
 
-A content is a storage at a version (see ``analysis.recipes``). Here every content has a number, and what the
-search needs to know of it stands in a list at that number.
+A content is a storage at a version (see ``analysis.recipes``). Each has a number, and what a search needs to know of it is in
+a list at that index.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from outofcore.analysis.recipes import History
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 
-# What ``Contents.lasting`` says of a content.
+# Values of ``Contents.lasting``.
 FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All contents of a step, and all ops, by number.
+    """All contents of a step, and its ops, by number.
 
     Attributes:
-        first: of each storage the number of its version 0.
-        storage: of each content its storage.
-        size: of each content the bytes that it takes among large blocks; 0 if it is small.
-        maker: of each content the op that writes it; -1 if no op may do so again.
-        born: of each content the op after which the storage is at that version; -1: it is when the step begins.
-        gone: of each content the last op that finds it on the device.
-        lasting: whether a content stays when its last use is over: never (FLEETING), at home (AT_HOME: an
-            input that is not written), or on the device (ALWAYS: constants).
-        needs: of each op the contents that it has to find when it runs again.
-        makes: of each op the contents that it leaves when it runs again.
-        fresh: of each op the bytes of large blocks that running it again takes beside what it needs.
-        scratch: of each op those of them that are thrown away after the run.
-        workspace: of each op the large bytes of its workspace.
-        before: of each op the large bytes that it finds on the device and needs.
-        seconds: of each op.
+        first: by storage, the number of its version 0.
+        storage: by content, its storage.
+        size: by content, the bytes that it takes among large blocks; 0 if it is small.
+        maker: by content, the op that writes it; -1 if no op may do so again.
+        born: by content, the op after which the storage is at that version; -1: when the step begins.
+        gone: by content, the last op that finds it on the device.
+        lasting: by content, whether it is there when its last use is over: no (FLEETING), at home (AT_HOME: an input
+            that is not written), or on the device (ALWAYS: a constant).
+        needs: by op, the contents that it must find when it runs again.
+        makes: by op, the contents that it leaves when it runs again.
+        fresh: by op, bytes of large blocks that running it again takes beside what it needs.
+        scratch: by op, those of them that are thrown away after the run.
+        workspace: by op, bytes of its workspace, if that is large.
+        before: by op, bytes of large blocks that it finds on the device and needs.
+        seconds: by op.
     """
 
     first: list[int]
@@ -75,7 +75,7 @@ class Contents:
                 again = op is not None and op.rerunnable and storage.id not in op.discards
                 found.maker.append(op.id if op is not None and again else -1)
                 found.born.append(op.id if op is not None else -1)
-                found.gone.append(min(end, writes[version]) if version < len(writes) else end)
+                found.gone.append(min(end, history.last_op_with((storage.id, version), end)))
                 is_input = storage.kind is StorageKind.INPUT and not writes
                 found.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
         for op in graph.ops:

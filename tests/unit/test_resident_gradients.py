@@ -13,7 +13,7 @@ from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.planning import POLICIES, in_core_budget, plan_in_core, plan_step
 from outofcore.planning.placing import worth
-from outofcore.planning.staying import candidates, let_stay
+from outofcore.planning.resident_gradients import candidates, let_stay
 from outofcore.program import CopyOut
 from outofcore.validator import validate
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from outofcore.planning.bounds import Prices
+from outofcore.planning.fluid import Fluid
+from outofcore.planning.moment import Event, Moment, Place
 
 from outofcore.analysis.gaps import gaps_of
 from outofcore.graph import StorageKind
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.bounds import Prices
-from outofcore.planning.fluid import Fluid
 from outofcore.planning.held import Held
-from outofcore.planning.moment import Event, Moment, Place
 
 
 def starts(fluid: Fluid, prices: Prices) -> Iterator[Moment]:

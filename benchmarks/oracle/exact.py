@@ -36,12 +36,13 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from outofcore.costs import Costs
-from outofcore.graph import StepGraph
-from outofcore.plan import Plan
 from outofcore.planning.bounds import Prices, prices
 from outofcore.planning.fluid import Fluid, Moment
 from outofcore.planning.reach import decisions_of, spread, starts
+
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.plan import Plan
 
 # Two step times that differ by less than this share are the same.
 _TOLERANCE = 1e-9

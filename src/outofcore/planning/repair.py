@@ -1,7 +1,7 @@
-"""Plans with less and less room, but only over the ops at which blocks stick out of the budget.
+"""Plans that leave more bytes free, but only at the ops where blocks stick out of the budget.
 
-A plan says what fits by its bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the
-other and keeps book of how many bytes the next had better leave free, and where.
+A plan says what fits by counting bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the other
+and records how many bytes the next plan should leave free at each op.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes
 from outofcore.plan import Decision, Plan, Residency
-from outofcore.planning.addresses import place
-from outofcore.planning.model import Ints
-from outofcore.planning.placing import ATTEMPTS, Planned, finish
+from outofcore.planning.placing import ATTEMPTS, Planned, finish, place
+from outofcore.planning.problem import Ints
 from outofcore.program import Program, Run
 from outofcore.units import PAGE_BYTES
 
-# After how many attempts what stays between two ops in a row has to leave as well, where blocks stick out.
+# After how many attempts storages also leave between two ops in a row, where blocks stick out.
 _PATIENCE = 5
 # By how many ops the stretch in which blocks stick out is widened each time.
 _WIDER = 4
-# Over how many ops a block that sticks out may be held for its neighbours to leave between any two ops.
+# Over how many ops a block that sticks out may be held for its neighbours to leave between ops in a row.
 _BRIEF = 12
 
 _Stuck = list[tuple[int, int, int]]
@@ -34,16 +33,17 @@ _Stuck = list[tuple[int, int, int]]
 
 @dataclass
 class Attempts:
-    """Attempts to place plans that come from the same idea.
+    """Attempts to place plans that come from the same candidate.
 
     Attributes:
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena.
-        spared: for each op the bytes that the next plan had better leave free.
+        spared: shape (ops,), bytes that the next plan should leave free.
         made: how many plans were tried.
-        ended: no plan will do: the homes cannot hold what leaves.
+        ended: whether no plan will do, because the homes cannot hold what leaves.
         generous: spare the more bytes the more blocks stick out together.
+        height: how high the blocks of the last plan reached, in bytes.
     """
 
     graph: StepGraph
@@ -53,6 +53,7 @@ class Attempts:
     made: int = 0
     ended: bool = False
     generous: bool = False
+    height: float = 0.0
 
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
@@ -60,19 +61,20 @@ class Attempts:
         self._last: tuple[Plan, _Stuck] | None = None
 
     def place(self, plan: Plan) -> Planned | None:
-        """What comes of a plan; None, and ``spared`` is more, if its blocks cannot be placed within the budget."""
+        """The plan, placed; None, with ``spared`` raised, if its blocks cannot be placed within the budget."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         if self._apart and costs.homes:
             decisions = (*plan.decisions, *_parted(graph, plan, self._apart))
             plan = replace(plan, decisions=tuple(sorted(decisions, key=lambda d: d.gap)))
         if self._last is not None and self._last[0] == plan:
-            stuck = self._last[1]  # as before
+            stuck = self._last[1]
         else:
             lowered = lower(graph, costs, plan)
             if room_at_homes(graph, costs, lowered) is None:
-                self.ended = True
+                self.ended, self.height = True, float("inf")
                 return None
             program = place(lowered, self.budget)
+            self.height = program.arena_bytes
             if program.arena_bytes <= self.budget:
                 return finish(graph, costs, plan, program)
             stuck = _stuck(program, self.budget, n)
@@ -82,7 +84,7 @@ class Attempts:
             # Ever more ops around them: what is in the way of a block need not be so over all of its life.
             wider = _WIDER * self.made
             around = more[max(first - wider, 0) : last + wider]
-            # What sticks out together, one above the other, is too much by what the highest is.
+            # Of blocks that stick out one above the other, the highest says by how much.
             if self.generous:
                 around += max(over // 2, PAGE_BYTES)
             else:
@@ -97,21 +99,23 @@ class Attempts:
 
 
 def fit_locally(
-    graph: StepGraph, costs: Costs, budget: int, policy: Callable[[Ints], Plan | None], attempts: int = ATTEMPTS
+    graph: StepGraph, costs: Costs, budget: int, ask: Callable[[Ints], Plan | None], attempts: int = ATTEMPTS
 ) -> Planned | None:
-    """Ask for plans with less and less room, but only over the ops at which blocks stick out of the budget.
+    """Ask for plans that leave more and more bytes free at the ops where blocks stick out of the budget.
 
     Args:
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena.
-        policy: makes a plan; is given for each op the bytes that it is to leave free there, as far as it can;
-            None if it finds none.
+        ask: makes a plan that leaves the given bytes free at each op, of shape (ops,), as far as it can; None: no plan.
         attempts: how often to ask.
+
+    Returns:
+        None if none could be placed.
     """
     tried = Attempts(graph, costs, budget, generous=True)
     while tried.made < attempts and not tried.ended:
-        plan = policy(tried.spared)
+        plan = ask(tried.spared)
         planned = None if plan is None else tried.place(plan)
         if plan is None or planned is not None:
             return planned
@@ -120,7 +124,7 @@ def fit_locally(
 
 def _stuck(program: Program, budget: int, n: int) -> _Stuck:
     """The ranges of ops over which blocks stick out of the budget, and by how many bytes."""
-    op_at: list[int] = []  # of each instruction the op that runs first at it or after it
+    op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = n
     for instruction in reversed(program.instructions):
         if isinstance(instruction, Run) and not instruction.again:
@@ -142,7 +146,7 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
 
 
 def _parted(graph: StepGraph, plan: Plan, apart: set[int]) -> list[Decision]:
-    """What stays between two ops in a row leaves between them, where a block is in the way of others."""
+    """Evictions between two ops in a row, where a block is in the way of others."""
     decided = {decision.gap for decision in plan.decisions}
     found: list[Decision] = []
     for storage in graph.storages:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from outofcore.planning.bounds import Prices
+from outofcore.planning.moment import Event, Moment, Place, advanced, free_at
+
 from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Gap, Residency
-from outofcore.planning.bounds import Prices
-from outofcore.planning.moment import Event, Moment, Place, advanced, free_at
 from outofcore.planning.placing import small_region_bytes
 
 

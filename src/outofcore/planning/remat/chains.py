@@ -1,9 +1,9 @@
-"""Which gaps are computed again, and what that takes: a state that a search may change gap by gap.
+"""Which gaps are computed again (rematerialized) and what that takes: a state that a search changes gap by gap.
 
-Of each gap the state says: kept, offloaded, or computed again right before the op ``fetch``, from where on
-it is held until its next use. All that is fetched before one op is made by one *chain* of runs, as the lowering
-does it. A chain depends on what else is there at its time; so the state remembers which contents each chain
-looked at, and changing a gap changes the chains that looked at its content, and no others.
+The state says of each gap: kept, offloaded, or computed again right before the op ``fetch`` and held from there to its
+next use. Everything fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on
+what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap changes
+the chains that looked at its content and no others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outofcore.planning.contents import AT_HOME, Contents
-from outofcore.planning.model import Ints, Model
+from outofcore.planning.problem import Ints, Problem
+from outofcore.planning.remat.contents import AT_HOME, Contents
 
 KEPT, AWAY, AGAIN = 0, 1, 2
 
@@ -28,8 +28,9 @@ class Chain:
         bytes: the most that it holds beside what is there already.
         held: bytes of what it was run for, which stay.
         ops: that run.
-        seen: the contents that it makes, or found and needs, and whose presence it depends on.
-        copied: bytes that it reads from home.
+        made: contents that it makes.
+        seen: contents that it makes, or found and needs: what it depends on.
+        copied: bytes of each content that it reads from home.
     """
 
     seconds: float
@@ -43,19 +44,21 @@ class Chain:
 
 @dataclass
 class Choices:
-    """Residencies of all gaps of a model, and the chains that follow.
+    """Residencies of all gaps of a problem, and the chains that follow from them.
 
     Attributes:
-        kind: of each gap KEPT, AWAY or AGAIN.
-        limit: bytes of large blocks that may be held; by default those of the model.
-        fetch: of each gap the op before which it comes back, if it is computed again.
+        problem: the step under its limit.
+        contents: of the step.
+        limit: bytes of large blocks that may be held; by default those of the problem.
+        kind: by gap, KEPT, AWAY or AGAIN.
+        fetch: by gap, the op before which it comes back if it is computed again.
         chains: by the op before which they run.
         seconds: of all chains.
-        work: ops in all chains that were looked at so far; effort is counted in them.
-        like: of the same model and contents; what is the same of all such choices is taken over from it.
+        work: ops in all chains looked at so far; effort is counted in these.
+        like: other choices for the same problem, with which what never changes is shared.
     """
 
-    model: Model
+    problem: Problem
     contents: Contents
     limit: int = -1
     kind: list[int] = field(default_factory=list[int])
@@ -66,8 +69,8 @@ class Choices:
     like: Choices | None = None
 
     def __post_init__(self) -> None:
-        model, contents, like = self.model, self.contents, self.like
-        gaps = model.gaps
+        problem, contents, like = self.problem, self.contents, self.like
+        gaps = problem.gaps
         self.start = [info.gap.start for info in gaps]
         self.end = [info.gap.end for info in gaps]
         self.bytes = [info.bytes for info in gaps]
@@ -82,24 +85,20 @@ class Choices:
                 self.gaps_of.setdefault(contents.first[info.gap.storage], []).append(g)
         self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
         self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
-        n = len(model.graph.ops)
-        self.limit = model.limit if self.limit < 0 else self.limit
+        n = len(problem.graph.ops)
+        self.limit = problem.limit if self.limit < 0 else self.limit
         # What each op takes by itself, or its chain if that takes more.
-        self.alone: Ints = model.limit - model.free
+        self.alone: Ints = problem.limit - problem.free
         self.need: Ints = self.alone.copy()
-        self.held: Ints = np.zeros(n, dtype=np.int64)
-        for info in gaps:
-            if not info.arriving:
-                for first, last in model.inside(info):
-                    self.held[first:last] += info.bytes
-        # Chains for single gaps while all else is kept: by gap, and the op before which they run.
+        self.held: Ints = problem.held(problem.nothing_leaves() == -1)
+        # Chains for single gaps while everything else is kept: by gap and the op before which they run.
         self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
-        self.sent = False  # whether any of them has ever been offloaded here
+        self.sent = False  # whether any gap has been offloaded
         self.can: list[bool] = (
             like.can
             if like is not None
             else [
-                not info.cyclic
+                info.gap.storage not in problem.graph.persistent
                 and not info.arriving
                 and info.segment > 0
                 and contents.maker[self.content[g]] >= 0
@@ -111,13 +110,13 @@ class Choices:
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
     def snapshot(self) -> tuple[tuple[int, int, int], ...]:
-        """The gaps that are computed again, each with its kind and where it comes back."""
+        """The gaps that are computed again, each with its kind and the op before which it comes back."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
     def restore(self, snapshot: tuple[tuple[int, int, int], ...]) -> None:
         """Go back to a snapshot of this state."""
         wanted = {g: (kind, fetch) for g, kind, fetch in snapshot}
-        # What is kept makes every chain possible that was so before; so first all is kept that will change.
+        # Whatever is kept makes more chains possible, so everything that will change is kept first.
         for g in self.free:
             if self.kind[g] == AGAIN and wanted.get(g) != (AGAIN, self.fetch[g]):
                 self.set(g, KEPT, self.end[g])
@@ -126,7 +125,7 @@ class Choices:
                 self.set(g, kind, fetch)
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """What runs before op ``at`` to make the contents of these gaps; None if that cannot be, or takes too long."""
+        """The chain before op ``at`` that makes the contents of these gaps; None if there is none within ``limit`` seconds."""
         c = self.contents
         maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
         kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
@@ -213,8 +212,8 @@ class Choices:
             return alone
         return max(alone, self.contents.before[at] - chain.held + chain.bytes)
 
-    def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Undo | None:
-        """Change one gap. None, and nothing changed, if that cannot be or all chains then take more than ``most``."""
+    def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Change | None:
+        """Change one gap; None, with nothing changed, if it cannot be done or all chains then take more than ``most``."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
         changed = self._changed(g, kind, fetch, most)
         if changed is None:
@@ -222,7 +221,7 @@ class Choices:
         again, made, total = changed
         self.sent |= kind == AWAY
         self.kind[g], self.fetch[g] = kind, fetch
-        undo = Undo(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
+        undo = Change(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
         # Members that change at the ops that are fetched at.
         for at in (old_fetch if old_kind == AGAIN else None, fetch if kind == AGAIN else None):
             if at is not None and at not in undo.targets:
@@ -233,14 +232,17 @@ class Choices:
         return undo
 
     def would(self, g: int, kind: int, fetch: int, over: Ints, most: float = float("inf")) -> tuple[float, int] | None:
-        """What changing one gap would come to, as ``set`` does it: seconds of all chains, and bytes of overload added.
+        """What changing one gap by ``set`` would give: seconds of all chains, and bytes of overload added.
 
         Args:
             g: one of ``free``.
             kind: KEPT, AWAY or AGAIN.
             fetch: where it comes back.
-            over: what ``over()`` says now.
-            most: None where all chains then take more seconds.
+            over: the present ``over()``.
+            most: seconds of all chains.
+
+        Returns:
+            None if it cannot be done, or not within ``most`` seconds.
         """
         changed = self._changed(g, kind, fetch, most)
         if changed is None:
@@ -253,8 +255,8 @@ class Choices:
         if first < last:
             found = held[first:last] + need[first:last]
             found += more - self.limit
-            if self.limit > self.model.limit:
-                np.maximum(found, need[first:last] - self.model.limit, out=found)
+            if self.limit > self.problem.limit:
+                np.maximum(found, need[first:last] - self.problem.limit, out=found)
             added = int(np.maximum(found, 0, out=found).sum()) - int(over[first:last].sum())
         for at, chain in made.items():
             needed, there = int(need[at]), int(held[at]) + (more if first <= at < last else 0)
@@ -266,7 +268,7 @@ class Choices:
     def _over_at(self, held: int, need: int) -> int:
         """Bytes above the limit at one op."""
         found = max(held + need - self.limit, 0)
-        return max(found, need - self.model.limit) if self.limit > self.model.limit else found
+        return max(found, need - self.problem.limit) if self.limit > self.problem.limit else found
 
     def _held_from(self, g: int, kind: int, fetch: int) -> int:
         """The op from which on a gap that is not cyclic is held up to its end."""
@@ -275,7 +277,7 @@ class Choices:
     def _changed(
         self, g: int, kind: int, fetch: int, most: float
     ) -> tuple[dict[int, set[int]], dict[int, Chain | None], float] | None:
-        """If a gap changed: what is fetched where chains change, these chains, and the seconds of all."""
+        """Of a change to a gap: what is fetched where chains change, those chains, and the seconds of all chains."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
         content, start = self.content[g], self.start[g]
         again: dict[int, set[int]] = {}
@@ -283,7 +285,7 @@ class Choices:
             again[old_fetch] = self.targets[old_fetch] - {g}
         if kind == AGAIN:
             again[fetch] = again.get(fetch, self.targets.get(fetch, set())) | {g}
-        # Chains to which its presence makes a difference.
+        # Chains that depend on whether its content is there.
         was = old_fetch if old_kind == AGAIN else start
         now = fetch if kind == AGAIN else start
         lo, hi = min(was, now), max(was, now)
@@ -314,7 +316,7 @@ class Choices:
             self.kind[g], self.fetch[g] = old_kind, old_fetch
         return again, made, total
 
-    def undo(self, undo: Undo) -> None:
+    def undo(self, undo: Change) -> None:
         """Take the last change back."""
         g = undo.gap
         self._hold(g, self.kind[g], self.fetch[g], undo.kind, undo.fetch)
@@ -342,21 +344,21 @@ class Choices:
             self.need[at] = self._after(at, chain)
 
     def _hold(self, g: int, old_kind: int, old_fetch: int, kind: int, fetch: int) -> None:
-        """Count the bytes of a gap where it is held now, and no more where it was."""
+        """Count the bytes of a gap where it is held now, and no longer where it was."""
         for k, f, sign in ((old_kind, old_fetch, -1), (kind, fetch, 1)):
             count = sign * self.bytes[g]
             if k == KEPT:
-                for first, last in self.model.inside(self.model.gaps[g]):
+                for first, last in self.problem.inside(self.problem.gaps[g]):
                     self.held[first:last] += count
             elif k == AGAIN:
                 self.held[f : self.end[g]] += count
 
     def over(self) -> Ints:
-        """For each op the bytes above the limit; what an op and its chain need must keep to that of the model."""
+        """Bytes above the limit at each op, of shape (ops,); what an op and its chain need must keep to that of the problem."""
         found = self.held + self.need
         found -= self.limit
-        if self.limit > self.model.limit:
-            np.maximum(found, self.need - self.model.limit, out=found)
+        if self.limit > self.problem.limit:
+            np.maximum(found, self.need - self.problem.limit, out=found)
         return np.maximum(found, 0, out=found)
 
     def meetings(self, g: int) -> list[int]:
@@ -366,8 +368,8 @@ class Choices:
 
 
 @dataclass(slots=True)
-class Undo:
-    """How things were before a change."""
+class Change:
+    """The state before a change."""
 
     gap: int
     kind: int

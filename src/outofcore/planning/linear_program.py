@@ -1,0 +1,180 @@
+"""Linear programs, put together variable by variable and row by row, and solved by HiGHS.
+
+Memory rows are where a planning program grows: one for each op, each naming all that is held there. ``binding_ops`` leaves
+out the ops whose row follows from a neighbour's, and ``levels`` writes what is held as a running sum, so that the program
+grows with the number of gaps and not with its square.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+INFINITY = float("inf")
+# Bytes are counted in these, so that the solver meets numbers near one: counted singly, its answers are off by more than
+# its tolerance says.
+UNIT = float(1 << 30)
+# In ``binding_ops`` an op speaks for others no further away, so the work for each op is bounded.
+_FAR = 64
+
+Terms = Mapping[int, float]
+# What may be held: its bytes, and the ranges of ops, half-open, over which it is.
+Stay = tuple[int, Iterable[tuple[int, int]]]
+
+
+class LinearProgram:
+    """A linear program to be minimised."""
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._row_lower: list[float] = []
+        self._row_upper: list[float] = []
+        self._starts: list[int] = [0]
+        self._columns: list[int] = []
+        self._values: list[float] = []
+        self._solver: highspy.Highs | None = None
+
+    def variable(self, low: float = 0.0, high: float = INFINITY, cost: float = 0.0) -> int:
+        """Add a variable; returns its number."""
+        self._lower.append(low)
+        self._upper.append(high)
+        self._costs.append(cost)
+        return len(self._costs) - 1
+
+    def charge(self, column: int, cost: float) -> None:
+        """Add to what a variable costs."""
+        self._costs[column] += cost
+
+    def row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
+        """Demand that the sum of variables times factors lies between ``low`` and ``high``; returns the row's number."""
+        self._columns += terms.keys()
+        self._values += terms.values()
+        self._starts.append(len(self._columns))
+        self._row_lower.append(low)
+        self._row_upper.append(high)
+        return len(self._row_upper) - 1
+
+    def minimise(self) -> NDArray[np.float64] | None:
+        """The values, of shape (variables,), at which the cost is least; None if no values satisfy all rows.
+
+        The same program gives the same values. Solved again with other bounds, it starts from the last solution; variables
+        and rows added since are not seen.
+        """
+        solver = self._solver = self._solver or self._loaded()
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return np.array(solver.getSolution().col_value)
+
+    def least(self) -> float:
+        """The cost at the values that ``minimise`` found."""
+        return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
+
+    def duals(self) -> tuple[list[float], list[float]]:
+        """What the bounds of each variable and of each row cost at those values."""
+        if self._solver is None:
+            return [], []
+        solution = self._solver.getSolution()
+        return list(solution.col_dual), list(solution.row_dual)
+
+    def bound_row(self, row: int, low: float = -INFINITY, high: float = INFINITY) -> None:
+        """Change the bounds of a row."""
+        self._row_lower[row], self._row_upper[row] = low, high
+        if self._solver is not None:
+            self._solver.changeRowBounds(row, low, high)
+
+    def _loaded(self) -> highspy.Highs:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self._costs), len(self._row_lower)
+        lp.col_cost_ = np.array(self._costs)
+        lp.col_lower_, lp.col_upper_ = np.array(self._lower), np.array(self._upper)
+        lp.row_lower_, lp.row_upper_ = np.array(self._row_lower), np.array(self._row_upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(self._starts)
+        lp.a_matrix_.index_ = np.array(self._columns, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self._values)
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.setOptionValue("random_seed", 0)
+        solver.setOptionValue("solver", "simplex")
+        solver.passModel(lp)
+        return solver
+
+
+def levels(
+    program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
+) -> list[int | None]:
+    """Variables for how much is held at each of some moments, each the one before and what changes.
+
+    Args:
+        program: gets the variables and rows.
+        moments: in order.
+        stays: variables, each with its factor and the ranges of moments, half-open, over which it is held.
+
+    Returns:
+        One for each moment; the same where nothing changes in between, and None while nothing is held.
+    """
+    changes: list[dict[int, float]] = [{} for _ in range(len(moments) + 1)]
+    for column, factor, ranges in stays:
+        for begin, end in ranges:
+            first, last = bisect_left(moments, begin), bisect_left(moments, end)
+            if first < last:
+                changes[first][column] = changes[first].get(column, 0.0) - factor
+                changes[last][column] = changes[last].get(column, 0.0) + factor
+    found: list[int | None] = []
+    level: int | None = None
+    for change in changes[:-1]:
+        terms = {column: factor for column, factor in change.items() if factor}
+        if terms:
+            if level is not None:
+                terms[level] = -1.0
+            level = program.variable(-INFINITY)
+            program.row({level: 1.0} | terms, 0.0, 0.0)
+        found.append(level)
+    return found
+
+
+def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
+    """The ops whose memory rows imply those of all others, in order.
+
+    What is held over op p is held over op i as well, or lies in stays that are around p and not around i. Where op p has
+    at least the bytes of those more room than op i, whatever fits at i fits at p.
+
+    Args:
+        free: bytes left at each op for what may be held.
+        stays: what may be held.
+        spans: for each op a number, rising; an op speaks only for those with the same. None: all have the same.
+    """
+    count = len(free)
+    begins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # where a range ends, and its bytes
+    ends: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # where a range began, and its bytes
+    for size, ranges in stays:
+        for first, last in ranges:
+            if first < last:
+                begins[first].append((last, size))
+                ends[last].append((first, size))
+    found: list[int] = []
+    for i in range(count):
+        while found and i - found[-1] <= _FAR and (spans is None or spans[found[-1]] == spans[i]):
+            p = found[-1]
+            more = free[p] - free[i]
+            if more >= 0:
+                implied = sum(size for at in range(p + 1, i + 1) for first, size in ends[at] if first <= p) <= more
+            else:
+                implied = False
+                if sum(size for at in range(p + 1, i + 1) for last, size in begins[at] if last > i) <= -more:
+                    break
+            if not implied:
+                found.append(i)
+                break
+            found.pop()
+        else:
+            found.append(i)
+    return found

@@ -1,0 +1,64 @@
+"""What the search for a plan does, and how much of it: one documented switch for each technique.
+
+Each has earned its default: ``benchmarks/ablate.py`` prints what every one gives in step time and costs in planning time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchParams:
+    """Switches and efforts of ``auto``.
+
+    Efforts are counted in work (ops looked at, changes tried), never in seconds, so that the same step gives the same plan
+    on every machine.
+
+    Attributes:
+        relaxations: how often the linear program is asked what to compute again, each time with the seconds that the
+            chains of the last answer really take. 0: never.
+        shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
+            candidates. Empty: no candidates by share.
+        zooms: how often a share between the best ones is tried; halved for steps of more than ``long_ops`` ops.
+        long_ops: ops of a step above which less is tried.
+        margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
+            whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
+        slack: how much earlier than just in time copies in may start, in multiples of their own seconds.
+        copy_weight: seconds of a step that a second of copying counts for where the home's ``compute_slowdown`` is
+            smaller: of plans that are equally quick, the one that moves less wins.
+        tuned: how many of the best candidates are tuned by random changes that the schedule judges.
+        tuning_ops: ops that the schedules of one tuning may run through.
+        tunings: schedules of one tuning at most.
+        recompute_changes: share of the changes of a tuning that are about what is computed again.
+        placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
+        polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
+            search.
+        polish_tries: changes that it tries at most.
+        polish_starts: how many of the best plans it starts from, before the one in which everything leaves.
+        polish_rounds: how often it starts, from these in turn, each time with other draws.
+        annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
+        spans: spans of time that the linear program of a long step is cut into.
+    """
+
+    relaxations: int = 2
+    shares: tuple[float, ...] = (0.25, 0.5)
+    zooms: int = 2
+    long_ops: int = 3000
+    margins: tuple[float, ...] = (0.0, 0.03, 0.1)
+    slack: float = 1.5
+    copy_weight: float = 0.002
+    tuned: int = 4
+    tuning_ops: int = 60_000
+    tunings: int = 600
+    recompute_changes: float = 0.5
+    placed: int = 16
+    polish_ops: int = 24_000
+    polish_tries: int = 800
+    polish_starts: int = 2
+    polish_rounds: int = 3
+    annealing: int = 600
+    spans: int = 500
+
+
+QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, placed=4, polish_ops=0, annealing=20)

@@ -1,0 +1,222 @@
+"""From a graph, its costs and a budget to a placed plan: the front door of planning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.lowering import lower
+from outofcore.lowering.slots import slot_bytes
+from outofcore.plan import Plan
+from outofcore.planning.offload_all import offload_all
+from outofcore.planning.parameters import SearchParams
+from outofcore.planning.placing import (
+    Planned,
+    fit,
+    fit_once,
+    keep_all,
+    place,
+    small_region_bytes,
+    worth,
+)
+from outofcore.planning.published import PUBLISHED, plans_of
+from outofcore.planning.resident_gradients import all_staying, let_stay
+from outofcore.planning.search import search
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore.planning")
+
+# Plans that are slower than the best by no more than this may be the best once gradients stay on the device.
+_NEARLY = 1.1
+# How many storages an error message names.
+_NAMED = 8
+
+POLICIES = ("auto", "keep-all", "offload-all", *PUBLISHED)
+
+
+def smallest_budget(graph: StepGraph, costs: Costs) -> int:
+    """The least budget in bytes that can hold the step: the need of the op that needs the most."""
+    return small_region_bytes(graph, costs) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
+
+
+def in_core_budget(graph: StepGraph, costs: Costs) -> int:
+    """The least budget in bytes at which nothing needs to leave, as placed."""
+    return place(lower(graph, costs, keep_all(0))).arena_bytes
+
+
+def explain_too_small(
+    graph: StepGraph, costs: Costs, budget: int, describe: Callable[[int], str] | None = None
+) -> BudgetError:
+    """The error for a budget that cannot hold the step: which op needs the most, and what would do.
+
+    Args:
+        graph: the step.
+        costs: of which only the workspaces matter here.
+        budget: bytes.
+        describe: text for a storage, such as its name with shape; by default its name.
+    """
+    needs = large_needs(graph, costs)
+    smallest = smallest_budget(graph, costs)
+    worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
+    lines = [f"the budget of {format_bytes(budget)} ({budget} bytes) cannot hold this step."]
+    if worst is not None:
+        op = graph.ops[worst]
+        where = f" in module {op.module}" if op.module else ""
+        source = f" ({op.source})" if op.source else ""
+        lines.append(f"The op that needs the most is {op.name}{where}{source}; while it runs it needs")
+        largest = sorted(op.touched, key=lambda s: -graph.storages[s].bytes)
+        for storage in largest[:_NAMED]:
+            data = graph.storages[storage]
+            text = describe(storage) if describe else data.name or f"storage {storage}"
+            lines.append(f"  {format_bytes(data.bytes):>10}  {text} ({data.kind.value})")
+        if len(largest) > _NAMED:
+            rest = sum(graph.storages[s].bytes for s in largest[_NAMED:])
+            lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
+        if costs.ops[worst].workspace_bytes:
+            lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
+        fixed = smallest - needs[worst]
+        lines.append(f"  {format_bytes(fixed):>10}  constants and storages below 64 KiB, which always stay")
+    lines.append(
+        f"The smallest budget that would do is {smallest} bytes ({format_bytes(smallest)}): "
+        "raise the budget to at least that, or make the batch or the model smaller."
+    )
+    return BudgetError("\n".join(lines), smallest)
+
+
+def plan_step(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    policy: str = "auto",
+    describe: Callable[[int], str] | None = None,
+    *,
+    params: SearchParams | None = None,
+) -> Planned:
+    """Plan, place and simulate a step.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
+        policy: how to plan. Where everything fits, every policy but ``offload-all`` keeps it all.
+        describe: text for a storage in the error message.
+        params: what ``auto`` tries, and how hard; by default ``SearchParams()``.
+
+    Returns:
+        The best plan found, with all candidates.
+
+    Raises:
+        BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
+        ValueError: the policy is not known.
+    """
+    return next(plans_of_step(graph, costs, budget, policy, describe, params=params))
+
+
+def plans_of_step(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    policy: str = "auto",
+    describe: Callable[[int], str] | None = None,
+    *,
+    params: SearchParams | None = None,
+) -> Iterator[Planned]:
+    """Plans for a step as ``plan_step`` makes them, the best first; the others are placed only when asked for.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        policy: how to plan.
+        describe: text for a storage in the error message.
+        params: what ``auto`` tries, and how hard.
+
+    Raises:
+        BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
+        ValueError: the policy is not known.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    if budget < smallest_budget(graph, costs):
+        raise explain_too_small(graph, costs, budget, describe)
+    if policy != "offload-all":
+        in_core = plan_in_core(graph, costs, budget)
+        if in_core is not None:
+            yield in_core
+            return
+    _check_first_home(graph, costs)
+    found = _plans(graph, costs, budget, policy, params or SearchParams())
+    if not found:
+        bounded = any(home.bytes is not None for home in costs.homes)
+        advice = "" if policy == "auto" else ", or take policy='auto', which tries more"
+        raise BudgetError(
+            f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
+            f"enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a little{advice}",
+            smallest_budget(graph, costs),
+        )
+    near = (
+        [p for p in found if worth(costs, p) <= worth(costs, found[0]) * _NEARLY] if graph.gradients_left else found[:1]
+    )
+    best = min((let_stay(graph, costs, budget, p) for p in near), key=lambda planned: worth(costs, planned))
+    _log.info(
+        "%s: %.6f s a step predicted, %d candidates", policy, best.timeline.step_seconds, len(found[0].candidates)
+    )
+    yield best
+    yield from (planned for planned in found if planned.plan is not best.plan)
+    if costs.homes:
+        yield from _everything_leaves(graph, costs, budget)
+
+
+def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+    """The plan in which nothing leaves, but for gradients that no room is left for; None if the budget cannot hold it.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+    """
+    if not graph.gradients_left:
+        return fit_once(graph, costs, budget, keep_all(budget))
+    planned = fit_once(graph, costs, budget, all_staying(graph, keep_all(budget)))
+    if planned is None:
+        planned = fit_once(graph, costs, budget, keep_all(budget))
+        planned = None if planned is None else let_stay(graph, costs, budget, planned)
+    return planned
+
+
+def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, params: SearchParams) -> list[Planned]:
+    """Plans within the budget, the best first."""
+    if policy == "auto":
+        return search(graph, costs, budget, params)
+    if policy in PUBLISHED:
+        return plans_of(graph, costs, budget, policy)
+    return list(_everything_leaves(graph, costs, budget)) if policy == "offload-all" and costs.homes else []
+
+
+def _everything_leaves(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+    for strict in (False, True):
+
+        def policy(room: int, strict: bool = strict) -> Plan:
+            return offload_all(graph, room, strict=strict)
+
+        planned = fit(graph, costs, budget, policy)
+        if planned is not None:
+            yield planned
+            return
+
+
+def _check_first_home(graph: StepGraph, costs: Costs) -> None:
+    if len(costs.homes) < 2:
+        return
+    home = costs.homes[0]
+    lasting = set(graph.outputs) | {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
+    needed = sum(slot_bytes(graph.storages[s].bytes) for s in lasting)
+    if home.bytes is not None and home.bytes < needed:
+        raise BudgetError(
+            f"the inputs and outputs of the step take {format_bytes(needed)}, and the home {home.name!r}, where they "
+            f"are kept, holds {format_bytes(home.bytes)}; give it at least {needed} bytes, or leave it out"
+        )

@@ -1,0 +1,187 @@
+"""A local search over placed plans: change a plan a little, place and simulate it, and keep what is no slower.
+
+The address of a block decides what it has to wait for, and only the simulator knows that. So this finds what is lost between a
+plan on paper and its placed program. It is slow, and made for small steps; effort is counted in ops lowered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from outofcore.analysis.recipes import History, can_recompute
+from outofcore.lowering import lower, room_at_homes
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.parameters import SearchParams
+from outofcore.planning.placing import Planned, finish, place, worth
+from outofcore.planning.problem import Problem
+from outofcore.planning.relaxation import lower_bound_seconds
+from outofcore.program import CopyIn, CopyOut
+from outofcore.simulator import busiest_seconds, stalls
+
+# By how many ops times are moved.
+_SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
+# How many changes are made at once.
+_AT_ONCE = (1, 1, 2, 3)
+# How often a gap is changed that is decided already, rather than another one drawn.
+_DECIDED = 0.7
+# How often a gap is changed whose copies ops waited for.
+_SUSPECTED = 0.0
+# Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes to
+# another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or comes back
+# at another time; otherwise it is offloaded.
+_OFFLOADED = (0.25, 0.6, 0.85, 0.9)
+_COMPUTED = (0.3, 0.7)
+# How often a gap that could be either is offloaded rather than computed again.
+_OFFLOADS = 0.7
+# A plan that is no further above the lower bound is good enough.
+_GOOD = 1.0005
+# How much slower a plan counts for each budget's worth of bytes by which its blocks stick out.
+_OVER = 10.0
+
+_Decisions = dict[Gap, Decision]
+
+
+def polished(
+    problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
+) -> Planned | None:
+    """The best plan found near given ones; None where no better one than the best so far is found.
+
+    Args:
+        problem: the step.
+        budget: bytes of the arena.
+        best: the best plan so far.
+        starts: plans to start from in turn; they need not fit.
+        params: how hard to search.
+    """
+    tries = min(params.polish_ops // max(len(problem.graph.ops), 1), params.polish_tries)
+    goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
+    if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
+        return None
+    search = _Polish(problem, budget, goal)
+    found = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(params.polish_rounds)]
+    found = [one for one in found if one is not None and one.program.arena_bytes <= budget]
+    better = min(found, key=search.value, default=None)
+    return better if better is not None and (best is None or search.value(better) < search.value(best)) else None
+
+
+@dataclass
+class _Polish:
+    problem: Problem
+    budget: int
+    goal: float  # seconds of a step that are good enough
+    seen: dict[tuple[Decision, ...], Planned | None] = field(
+        default_factory=dict[tuple[Decision, ...], Planned | None], repr=False
+    )
+
+    def __post_init__(self) -> None:
+        graph = self.problem.graph
+        self.graph, self.costs, self.n = graph, self.problem.costs, len(graph.ops)
+        history = History.of(graph)
+        infos = self.problem.gaps
+        self.homes = {info.gap: info.homes for info in infos}
+        self.again = frozenset(
+            info.gap
+            for info in infos
+            if not info.arriving and not info.cyclic and can_recompute(history, info.gap.storage, info.gap.end)
+        )
+        # An input has to come.
+        self.gaps = [i.gap for i in infos if not i.arriving and (i.homes or i.gap in self.again)]
+
+    def value(self, planned: Planned) -> float:
+        """What is minimised: seconds, and more where blocks stick out of the budget."""
+        over = max(planned.program.arena_bytes - self.budget, 0) / self.budget
+        return worth(self.costs, planned) * (1 + _OVER * over)
+
+    def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
+        """The best plan after so many changes; it may not fit."""
+        draw = random.Random(seed)
+        best = self._try({d.gap: d for d in start.decisions}, inf)
+        if best is None:
+            return None
+        value, suspects = self.value(best), self._suspects(best)
+        for _ in range(tries):
+            if value <= self.goal:
+                break
+            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, suspects, draw), value)
+            if found is not None and (made := self.value(found)) <= value:
+                best, value, suspects = found, made, self._suspects(found)
+        return best
+
+    def _suspects(self, planned: Planned) -> dict[Gap, float]:
+        """Gaps whose copies ops waited for, and for how many seconds."""
+        program, found = planned.program, dict[Gap, float]()
+        decided: dict[int, list[Gap]] = {}
+        for decision in planned.plan.decisions:
+            decided.setdefault(decision.gap.storage, []).append(decision.gap)
+        for stall in stalls(program, planned.timeline):
+            cause = None if stall.waits_for is None else program.instructions[stall.waits_for]
+            if isinstance(cause, CopyIn | CopyOut):
+                for gap in decided.get(program.blocks[cause.block].storage or 0, ()):
+                    found[gap] = found.get(gap, 0.0) + stall.seconds
+        return found
+
+    def _try(self, decisions: _Decisions, most: float) -> Planned | None:
+        """The plan, placed; None if the homes cannot hold what leaves, or it surely takes more than ``most`` seconds."""
+        key = tuple(decisions[gap] for gap in sorted(decisions))
+        if key not in self.seen:
+            plan = Plan("auto", self.budget, key)
+            lowered = lower(self.graph, self.costs, plan)
+            if busiest_seconds(self.graph, self.costs, lowered) > most:
+                return None  # not remembered: it may do where more time is allowed
+            fits = room_at_homes(self.graph, self.costs, lowered) is not None
+            placed = place(lowered, self.budget, effort=0) if fits else None
+            self.seen[key] = None if placed is None else finish(self.graph, self.costs, plan, placed)
+        return self.seen[key]
+
+    def _changed(self, decisions: _Decisions, suspects: dict[Gap, float], draw: random.Random) -> _Decisions:
+        for _ in range(draw.choice(_AT_ONCE)):
+            waited = [gap for gap in suspects if gap in decisions]
+            if waited and draw.random() < _SUSPECTED:
+                gap = draw.choices(waited, [suspects[gap] for gap in waited])[0]
+                self._change(decisions, decisions[gap], draw)
+            elif decisions and draw.random() < _DECIDED:
+                self._change(decisions, decisions[draw.choice(sorted(decisions))], draw)
+            elif self.gaps:
+                gap = draw.choice(self.gaps)
+                if gap not in decisions:
+                    decisions[gap] = self._new(gap, draw)
+        return decisions
+
+    def _change(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
+        gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
+        homes = self.homes.get(gap, tuple(range(len(self.costs.homes))))
+        if decision.residency is Residency.RECOMPUTE:
+            if kind < _COMPUTED[0]:
+                del decisions[gap]
+            elif kind < _COMPUTED[1]:
+                back = min(max(decision.fetch_at + shift, gap.start + 1), gap.end)
+                decisions[gap] = replace(decision, fetch_at=back)
+            elif homes:
+                decisions[gap] = Decision(gap, Residency.OFFLOAD, min(gap.start + 2, gap.end), gap.end, homes[0])
+            return
+        first = max(gap.start, -1) + 1 if gap.end < self.n else self.n  # the earliest op before which it can come back
+        if gap.start < 0:
+            decisions[gap] = replace(decision, fetch_at=min(max(decision.fetch_at + shift, 0), gap.end))
+        elif kind < _OFFLOADED[0]:
+            del decisions[gap]
+        elif kind < _OFFLOADED[1]:
+            back = min(max(decision.fetch_at + shift, first), gap.end)
+            decisions[gap] = replace(decision, fetch_at=back, release_by=min(decision.release_by, back))
+        elif kind < _OFFLOADED[2]:
+            most = decision.fetch_at if gap.end < self.n else self.n
+            release = min(max(decision.release_by + shift, gap.start + 1), most)
+            decisions[gap] = replace(decision, release_by=release)
+        elif kind < _OFFLOADED[3] and len(homes) > 1:
+            decisions[gap] = replace(decision, home=draw.choice(homes))
+        elif gap in self.again:
+            decisions[gap] = Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
+
+    def _new(self, gap: Gap, draw: random.Random) -> Decision:
+        homes = self.homes[gap]
+        if gap in self.again and (not homes or draw.random() >= _OFFLOADS):
+            return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
+        left = draw.randint(gap.start + 1, min(gap.end, self.n))
+        return Decision(gap, Residency.OFFLOAD, left, gap.end, draw.choice(homes) if len(homes) > 1 else homes[0])

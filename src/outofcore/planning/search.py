@@ -1,0 +1,280 @@
+"""The best plan that is found: ``policy="auto"``.
+
+Candidates differ in what is computed again: nothing; what the linear program says (``relaxation``), asked again with the
+seconds that chains then really take; and what the greedy search (``remat.selection``) finds if only a share of the bytes above
+the limit is to be computed again, on a grid of shares and then between the best of them. For each it is decided what to offload
+(``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out (``repair``) and simulated;
+in small steps the best plan of all is then polished (``polish``). Without homes everything that does not stay is computed
+again, and annealing follows the greedy search.
+
+To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.plan import Plan
+from outofcore.planning.candidates import (
+    Candidate,
+    copy_weight,
+    decisions_again,
+    tuning_tries,
+)
+from outofcore.planning.offload_all import offload_all
+from outofcore.planning.parameters import SearchParams
+from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
+from outofcore.planning.polish import polished
+from outofcore.planning.problem import Problem
+from outofcore.planning.relaxation import solve
+from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.selection import Greedy, drop, patience
+from outofcore.planning.repair import Attempts
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore.planning")
+
+# A step that takes no longer than this, in multiples of its ops, is not worth more search.
+_GOOD = 1.0005
+# Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
+_LENGTH, _LEAST_PLACED = 2000, 4
+# How many times as many candidates are placed where none fits.
+_STUBBORN = 2
+# How many candidates are repaired more generously where none fits.
+_FALLEN_BACK = 16
+# How often a plan without homes is made again with more bytes left free.
+_REPAIRS_WITHOUT_HOMES = 6
+
+
+def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) -> list[Planned]:
+    """Plans within the budget, the best first; the first has all candidates.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        params: what to try, and how hard.
+
+    Returns:
+        Empty if no plan was found.
+    """
+    found = _Search(graph, costs, budget, params)
+    if costs.homes:
+        found.mix()
+    else:
+        found.compute_again()
+    return found.ranked()
+
+
+@dataclass
+class _Search:
+    graph: StepGraph
+    costs: Costs
+    budget: int
+    params: SearchParams
+    planned: list[tuple[str, Planned]] = field(default_factory=list[tuple[str, Planned]])
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    candidates: list[Candidate] = field(default_factory=list[Candidate])
+    race: list[Candidate] = field(default_factory=list[Candidate])
+
+    def __post_init__(self) -> None:
+        self.problem = Problem.of(self.graph, self.costs, room_for_large(self.graph, self.costs, self.budget))
+        self.contents = Contents.of(self.graph, self.costs)
+
+    # Without homes
+
+    def compute_again(self) -> None:
+        """Everything that does not stay is computed again."""
+        problem = self.problem
+        if not problem.is_feasible:
+            return
+        tried = Attempts(self.graph, self.costs, self.budget, generous=True)
+        while tried.made < _REPAIRS_WITHOUT_HOMES:
+            free = np.where(problem.free > 0, np.maximum(problem.free - tried.spared, 0), problem.free)
+            choices = Choices(replace(problem, free=free), self.contents)
+            if not drop(choices, self.params.annealing):
+                return
+            plan = Plan("auto", problem.limit, decisions_again(choices))
+            if self._place(f"computed again, attempt {tried.made + 1}", plan, tried) is not None:
+                return
+
+    # With homes
+
+    def mix(self) -> None:
+        """What does not stay is offloaded or computed again."""
+        kept = Choices(self.problem, self.contents)
+        self.kept = kept
+        self._consider("nothing computed again", Choices(self.problem, self.contents, like=kept))
+        if not self._is_good():
+            self._ask_relaxation(kept)
+            self._try_shares(kept)
+        tries = tuning_tries(self.problem, self.params)
+        self.candidates.sort(key=lambda candidate: candidate.value)
+        count = self.params.tuned // (2 if self._is_long else 1)
+        tuned = [replace(c, how=f"{c.how}, tuned") for c in (c.tuned(tries) for c in self.candidates[:count])]
+        self.race = [*tuned, *self.candidates]
+        self._race(self.race)
+        if not self.planned:
+            self._fall_back([*tuned, *self.candidates])
+
+    @property
+    def _is_long(self) -> bool:
+        return len(self.graph.ops) > self.params.long_ops
+
+    def _is_good(self) -> bool:
+        return any(candidate.value <= self.costs.compute_seconds * _GOOD for candidate in self.candidates)
+
+    def _consider(self, how: str, choices: Choices) -> float:
+        """Add the candidate that computes this again; returns its value."""
+        candidate = Candidate.of(how, choices, self.params, self.kept)
+        if candidate is None:
+            _log.debug("%s: does not fit", how)
+            return inf
+        _log.debug("%s: %.6f s scheduled", how, candidate.schedule.seconds)
+        if not any(candidate.is_same(other) for other in self.candidates):
+            self.candidates.append(candidate)
+        return candidate.value
+
+    def _ask_relaxation(self, kept: Choices) -> None:
+        """Compute again what the linear program says, first as if all else were there, then with what it said before."""
+        seconds = _chain_seconds(kept)
+        weight = copy_weight(self.costs, self.params)
+        for turn in range(self.params.relaxations):
+            shares = next(solve(self.problem, seconds, weight=weight, spans=self.params.spans), None)
+            if shares is None:
+                return
+            choices = Choices(self.problem, self.contents, like=kept)
+            enough = choices.work + patience(len(choices.free))
+            for g in choices.free:
+                if shares.again[g] >= 0.5 and choices.work < enough:
+                    choices.set(g, AGAIN, choices.end[g])
+            Greedy(choices).settle(keep=False)
+            self._consider(f"relaxation {turn + 1}", choices)
+            seconds = _chain_seconds(choices)
+
+    def _try_shares(self, kept: Choices) -> None:
+        """Offload a share of the bytes that are too many, and compute the rest again."""
+        values = {0.0: inf, 1.0: inf} | {share: self._share(kept, share) for share in self.params.shares}
+        for _ in range(self.params.zooms // (2 if self._is_long else 1)):
+            shares = sorted(values)
+            at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
+            for near in (at - 1, at + 1):
+                if 0 <= near < len(shares):
+                    share = (shares[at] + shares[near]) / 2
+                    values[share] = self._share(kept, share)
+
+    def _share(self, kept: Choices, share: float) -> float:
+        excess = max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
+        limit = self.problem.limit + int(excess * share)
+        choices = Choices(self.problem, self.contents, limit, like=kept)
+        return self._consider(f"{share:.0%} of the excess offloaded", choices) if drop(choices) else inf
+
+    # Placing
+
+    def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
+        planned = tried.place(plan)
+        if planned is not None:
+            self._note(how, planned)
+            return planned
+        over = "the homes cannot hold what leaves"
+        if not tried.ended:
+            over = f"its blocks reach {format_bytes(int(tried.height))}, above the budget"
+        _log.debug("%s: %s", how, over)
+        self.outcomes.append(Outcome(how, plan, tried.height, None, over))
+        return None
+
+    def _note(self, how: str, planned: Planned) -> None:
+        seconds = planned.timeline.step_seconds
+        _log.debug("%s: %.6f s simulated", how, seconds)
+        self.planned.append((how, planned))
+        self.outcomes.append(Outcome(how, planned.plan, planned.program.arena_bytes, seconds, "slower than the best"))
+
+    def _race(self, candidates: list[Candidate]) -> None:
+        """Place what looks best, again and again; what does not fit leaves bytes free, and looks worse from then on."""
+        length = max(len(self.graph.ops), 1)
+        most = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), self.params.placed)
+        heap: list[tuple[float, int, Candidate, Attempts, Candidate]] = []
+
+        def enter(number: int, candidate: Candidate, tried: Attempts) -> None:
+            found = None if tried.ended or tried.made >= ATTEMPTS else candidate.sparing(tried.spared)
+            if found is not None:
+                heapq.heappush(heap, (found.value, number, found, tried, candidate))
+
+        for number, candidate in enumerate(candidates):
+            enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
+        best, made = inf, 0
+        while heap and heap[0][0] < best and made < (most if self.planned else self.params.placed * _STUBBORN):
+            _, number, found, tried, candidate = heapq.heappop(heap)
+            planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
+            made += 1
+            if planned is None:
+                enter(number, candidate, tried)
+            else:
+                best = min(best, worth(self.costs, planned))
+
+    def _fall_back(self, candidates: list[Candidate]) -> None:
+        """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""
+        for candidate in candidates[:_FALLEN_BACK]:
+            tried = Attempts(self.graph, self.costs, self.budget, generous=True)
+            while tried.made < ATTEMPTS and not tried.ended:
+                found = candidate.sparing(tried.spared)
+                if found is None:
+                    break
+                if self._place(f"{candidate.how}, generous attempt {tried.made + 1}", found.plan, tried) is not None:
+                    break
+        for strict in (False, True):
+
+            def everything_leaves(room: int, strict: bool = strict) -> Plan:
+                return replace(offload_all(self.graph, room, strict=strict), policy="auto")
+
+            planned = fit(self.graph, self.costs, self.budget, everything_leaves)
+            if planned is not None:
+                self._note("everything leaves between two uses", planned)
+                return
+
+    def _polish(self) -> None:
+        ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
+        best = ranked[0] if ranked else None
+        starts = [planned.plan for planned in ranked[: self.params.polish_starts]]
+        if self.costs.homes:
+            starts.append(offload_all(self.graph, self.budget))
+        better = polished(self.problem, self.budget, best, starts, self.params)
+        if better is not None:
+            self._note("polished", better)
+
+    def ranked(self) -> list[Planned]:
+        """The plans, the best first."""
+        if self.params.polish_ops:
+            self._polish()
+        ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
+        if ranked:
+            chosen = ranked[0]
+            outcomes = tuple(
+                replace(outcome, verdict="chosen") if outcome.plan is chosen.plan else outcome
+                for outcome in self.outcomes
+            )
+            ranked[0] = replace(chosen, candidates=outcomes)
+        return ranked
+
+
+def _chain_seconds(choices: Choices) -> Mapping[int, float]:
+    """For each gap that may be computed again, the seconds of that with everything else as it is."""
+    found: dict[int, float] = {}
+    for g in choices.free:
+        if choices.kind[g] == AGAIN:
+            at = choices.fetch[g]
+            found[g] = choices.chains[at].seconds / len(choices.targets[at])
+            continue
+        chain = choices.chain(choices.end[g], (g,))
+        if chain is not None:
+            found[g] = chain.seconds
+    return found
