@@ -126,7 +126,7 @@ def main(
             table.add_row(name, kind, *numbers, str(row["helps"]), str(row["hurts"]), plan_seconds)
     console().print(table)
     cells_of = {name: {cell: list(outcome) for cell, outcome in of.items()} for name, of in outcomes.items()}
-    print(f"written to {write_result('ablate', {'techniques': rows, 'cells': cells_of})}")
+    print(f"written to {write_result('ablate', {'techniques': rows, 'cells': cells_of}, None)}")
 
 
 if __name__ == "__main__":
