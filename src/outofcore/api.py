@@ -27,8 +27,7 @@ from outofcore.execution.opening import open_backend, open_device_homes, open_ho
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.step import Step
 from outofcore.units import parse_bytes

@@ -38,9 +38,8 @@ from outofcore.lasting import Lasting
 from outofcore.planning import Planned
 from outofcore.profiling.algorithms import choose_algorithms
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.links import links_to
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replan import Entry, Planner, check_spill, describer

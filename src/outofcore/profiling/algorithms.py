@@ -11,8 +11,7 @@ from outofcore.execution.algorithms import Algorithm, alternatives, is_convoluti
 from outofcore.execution.backend import Backend
 from outofcore.planning.algorithms import choose
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_some
+from outofcore.profiling.ops import OpProfile, profile_some
 from outofcore.units import format_bytes, format_seconds
 
 _log = logging.getLogger("outofcore.profiling")

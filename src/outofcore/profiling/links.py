@@ -9,6 +9,7 @@ host, or streams and the clock of the device.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from math import ceil
 
 import torch
 
@@ -30,8 +30,8 @@ from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import Node
-from outofcore.profiling.cache import Cache, Shelf
-from outofcore.profiling.kept import machine_facts
+from outofcore.profiling.cache import Cache, Shelf, number_in
+from outofcore.profiling.ops import machine_facts
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
@@ -43,6 +43,9 @@ _MATRIX, _PASS_BYTES = 512, 32 * MIB
 _DEVICE_MATRIX, _DEVICE_PASS_BYTES = 2048, 64 * MIB
 # Disks fill up and grow old: what was measured longer ago is measured again.
 _FRESH_SECONDS = 7 * 24 * 3600.0
+# Nothing that was measured lies beyond these.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e6
+_RATES = 1.0, 1e15  # bytes per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ def known_link(
     node = shelf.read().get(key)
     if node is not None:
         try:
-            if 0 <= time.time() - node.at("measured_at").number() < _FRESH_SECONDS:
+            if 0 <= time.time() - number_in(node.at("measured_at"), 0.0, 1e12) < _FRESH_SECONDS:
                 return _read(node, home)
         except GraphError as error:
             _log.warning("the link is measured anew: %s", error)
@@ -179,19 +182,22 @@ def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:
 
 
 def _read(node: Node, home: HomeStore) -> LinkReport:
-    def positive(field: str, of: Node = node) -> float:
-        found = of.at(field)
-        if found.number() <= 0:
-            found.refuse("must be above zero")
-        return found.number()
+    """A report as it was kept.
 
-    alone, computing, together = (
-        Rates(positive("out", node.at(field)), positive("into", node.at(field)))
-        for field in ("alone", "computing", "together")
-    )
-    times = [positive(f"compute_{which}_s") for which in ("alone", "single", "both")]
+    Raises:
+        GraphError: it is damaged.
+    """
+
+    def seconds(field: str) -> float:
+        return number_in(node.at(field), _LEAST_SECONDS, _MOST_SECONDS)
+
+    def rates(field: str) -> Rates:
+        return Rates(*(number_in(node.at(field).at(way), *_RATES) for way in ("out", "into")))
+
+    alone, computing, together = rates("alone"), rates("computing"), rates("together")
+    times = seconds("compute_alone_s"), seconds("compute_single_s"), seconds("compute_both_s")
     # How much room there is may have changed.
-    return LinkReport(home.name, home.capacity, positive("latency_s"), alone, computing, together, *times)
+    return LinkReport(home.name, home.capacity, seconds("latency_s"), alone, computing, together, *times)
 
 
 def measure_link(
@@ -470,7 +476,9 @@ class _DeviceTimes:
         for action in actions:
             if action not in self._alone:
                 self._alone[action] = statistics.median(*self._issue((action,), [2]))
-        counts = [min(max(ceil(seconds / max(self._alone[action], 1e-6)), least), _MOST_COPIES) for action in actions]
+        counts = [
+            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), least), _MOST_COPIES) for action in actions
+        ]
         if len(actions) > 1:
             # Together they are slower, so that twice as many of the others may be needed while one is at work.
             return self._issue(actions, [2 * count for count in counts])
