@@ -25,7 +25,6 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, SpillError, StateError, TransferError
-from outofcore.execution.algorithms import Algorithm
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
@@ -36,7 +35,7 @@ from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
 from outofcore.lasting import Lasting
 from outofcore.planning import Planned
-from outofcore.profiling.algorithms import choose_algorithms
+from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import OpProfile, profile_ops
