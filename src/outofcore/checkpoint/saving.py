@@ -133,5 +133,5 @@ def _check_devices(number: int, tensors: Named) -> None:
         if tensor.device.type != "cpu":
             raise InputError(
                 f"{name} of model {number} is on {tensor.device}, and a checkpoint is written from the CPU; move the "
-                "model there, or give a model that has been materialised"
+                "model there, or give a model that has been materialized"
             )
