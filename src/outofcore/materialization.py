@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
 from outofcore.analysis import is_large
-from outofcore.checkpoint.weights import Weights
+from outofcore.checkpoint.tensor_files import Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.faces import Faces
 from outofcore.execution.memory import trim_heap
