@@ -410,14 +410,13 @@ def _device_bench(
             squares = (floats(k * square, square).view(_DEVICE_MATRIX, _DEVICE_MATRIX) for k in range(2))
             passes = (floats(2 * square + k * _DEVICE_PASS_BYTES, _DEVICE_PASS_BYTES) for k in range(2))
             compute = _ops(*squares, *passes, products=1)
-        copies = _disk_copies if isinstance(home, DiskHome) else _memory_copies
         work = compute
         with driver.step(None):
-            yield _Bench(
-                _DeviceTimes(driver),
-                _Action(lambda: driver.launch(None, work)),
-                *copies(driver, home, arena, slots, size),
-            )
+            if isinstance(home, DiskHome):
+                copies = _disk_copies(driver, home, arena, slots, size)
+            else:
+                copies = _memory_copies(driver, home, arena, slots, size)
+            yield _Bench(_DeviceTimes(driver), _Action(lambda: driver.launch(None, work)), *copies)
     finally:
         # Copies that were issued end before their memory goes.
         driver.synchronize()
