@@ -6,8 +6,9 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Gap, Residency
-from outofcore.planning import POLICIES, in_core_budget, plan_step, pooch
-from outofcore.planning.trial import Class, Trials
+from outofcore.planning import POLICIES, in_core_budget, plan_step
+from outofcore.planning.baselines.pooch import pooch
+from outofcore.planning.baselines.trial import Class, Trials
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 

@@ -6,8 +6,11 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning import in_core_budget, plan_step, tflms
-from outofcore.planning.tflms import _Rewriting  # pyright: ignore[reportPrivateUsage]
+from outofcore.planning import in_core_budget, plan_step
+from outofcore.planning.baselines.tflms import (
+    _Rewriting,  # pyright: ignore[reportPrivateUsage]
+    tflms,
+)
 from outofcore.validator import validate
 
 K64 = 64 * 1024

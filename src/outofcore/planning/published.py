@@ -9,11 +9,11 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan, Residency
 from outofcore.planning.placing import Planned, fit, fit_once
-from outofcore.planning.pooch import pooch
-from outofcore.planning.sqrt_checkpoint import segment_counts, sqrt_checkpoint
-from outofcore.planning.superneurons import superneurons
-from outofcore.planning.tflms import tflms
-from outofcore.planning.window import window
+from outofcore.planning.baselines.pooch import pooch
+from outofcore.planning.baselines.sqrt_checkpoint import segment_counts, sqrt_checkpoint
+from outofcore.planning.baselines.superneurons import superneurons
+from outofcore.planning.baselines.tflms import tflms
+from outofcore.planning.baselines.window import window
 
 PUBLISHED = ("pooch", "sqrt-checkpoint", "superneurons", "tflms", "window")
 

@@ -32,7 +32,7 @@ from outofcore.analysis.recipes import Content, History, replay
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.waiting import waiting_gaps
+from outofcore.planning.baselines.waiting import waiting_gaps
 
 # How far from an equal cut a border may lie, as a share of a segment.
 _REACH = 1 / 3

@@ -40,7 +40,7 @@ from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.problem import Ints
-from outofcore.planning.waiting import waiting_gaps
+from outofcore.planning.baselines.waiting import waiting_gaps
 
 # An op is heavy if a byte takes it so many times as long as it takes the median op.
 _HEAVY = 2.0

@@ -35,7 +35,7 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.trial import Class, Trial, Trials
+from outofcore.planning.baselines.trial import Class, Trial, Trials
 
 # How many ops all simulations of step 2 together may run through.
 _EFFORT = 500_000

@@ -43,7 +43,7 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.held import Held
+from outofcore.planning.baselines.held import Held
 
 
 def tflms(graph: StepGraph, costs: Costs, budget: int, *, synchronous: bool = False) -> Plan:

@@ -21,9 +21,9 @@ from outofcore.costs import Costs, Home
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.held import Held
+from outofcore.planning.baselines.held import Held
 from outofcore.planning.problem import Ints
-from outofcore.planning.waiting import waiting_gaps
+from outofcore.planning.baselines.waiting import waiting_gaps
 
 
 class Class(Enum):

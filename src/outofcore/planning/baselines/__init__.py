@@ -1,0 +1,1 @@
+"""The published systems, as policies beside ``auto``, which does without them. Each module cites its paper."""
