@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outofcore.costs import Costs
-from outofcore.graph import StepGraph
+from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Plan, Residency
 from outofcore.planning.placing import Planned, fit, fit_once
 from outofcore.planning.baselines.pooch import pooch
@@ -28,7 +28,14 @@ def plans_of(graph: StepGraph, costs: Costs, budget: int, policy: str) -> list[P
     def everywhere(asked: Asked) -> Asked:
         def plan(room: int) -> Plan:
             made = asked(room)
-            moved = (replace(d, home=last) if d.residency is Residency.OFFLOAD else d for d in made.decisions)
+            moved = (
+                replace(d, home=last)
+                if d.residency is Residency.OFFLOAD
+                and d.gap.storage not in graph.outputs
+                and graph.storages[d.gap.storage].kind is not StorageKind.INPUT
+                else d
+                for d in made.decisions
+            )
             return replace(made, decisions=tuple(moved))
 
         return plan if last > 0 else asked

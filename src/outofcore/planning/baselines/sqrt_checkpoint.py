@@ -129,7 +129,7 @@ class _Checkpoints:
         def held(content: Content) -> bool:
             storage, version = content
             uses = graph.uses[storage]
-            is_alive = storage not in dropped and uses[0] < op <= uses[-1]
+            is_alive = storage not in dropped and uses[0] < op <= history.last_op_with(content, uses[-1])
             return always_held(content) or (is_alive and version == history.version_at(storage, op))
 
         return held

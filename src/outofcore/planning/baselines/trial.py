@@ -176,7 +176,7 @@ class Trials:
                 uses, m = graph.uses[storage], again.get(storage)
                 if m is not None and m not in back and self.maps[m].start < op <= self.maps[m].end:
                     return False
-                return always(content) or uses[0] < op <= uses[-1]
+                return always(content) or uses[0] < op <= history.last_op_with(content, uses[-1])
 
             contents = [(self.maps[m].storage, history.version_at(self.maps[m].storage, op)) for m in targets]
             try:

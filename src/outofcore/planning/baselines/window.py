@@ -1,25 +1,31 @@
 """The adaptive window schedule of Hayakawa & Narihira (arXiv 2010.14109).
 
-Two byte budgets rule it: what may be resident, and how far ahead copies-in may run, the *window*.
+Two byte budgets rule it (section 3): what may be resident, and how far ahead copies-in may run, the *window*.
 Before each op the window is extended over the coming uses until either is full, so that it reaches
 far over small ops and not far over large ones. After an op, what has no use within the window leaves;
 room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
-waited for yet is cancelled if its storage enters the window again. Where an op's own outputs do not
-fit, the head of the window is pulled back.
+waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes, the
+latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
 
-Different from the paper: a storage whose home copy is up to date leaves without a copy; residency
-persists over the end of a step, as far as the window reaches (``persist=False`` gives the paper's
-behaviour, where everything leaves); pulling back takes back the latest prefetch directly where the
-paper's implementation restarts with a stop mark, which comes to the same; and small storages
-(below 64 KiB) always stay. Left out: virtual addressing, since blocks have planned addresses.
+Different from the paper (of which the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
+
+- What is at home up to date leaves without a copy, and what the step ends with may stay over the end of it, as far as
+  the window reaches; with ``persist=False`` everything leaves there, as in the paper.
+- The workspace of an op takes room like what it makes.
+- The schedule is made again from shortly before the first prefetch that was cancelled, since what lies before it does not
+  change.
+- Storages below 64 KiB stay.
+
+Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing; and
+"preclear", since every program drops what has no further use.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from outofcore.analysis.gaps import is_large, placed_bytes
+from outofcore.analysis.gaps import is_large, placed_bytes, renewals_of
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
@@ -27,174 +33,262 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 
 # How often the step is replayed until residency at its end agrees with that at its start.
 _CYCLES = 3
+# In how many places the replay can be taken up again.
+_SNAPSHOTS = 256
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The uses of large storages over several steps.
+
+    What is used under one *name* is on the device or at home with the same contents: storages that do not persist have
+    another name in each step, and so has what an op overwrites as a whole where nothing is held before.
+
+    Attributes:
+        uses: when, and which name.
+        at: for each op of all steps the names that it touches.
+        fresh: for each the names of which it needs no bytes: what it creates or overwrites as a whole.
+        dying: for each the names that it uses last.
+        storage: of each name.
+        final: of each storage its name at the end of the last step.
+    """
+
+    uses: tuple[tuple[int, int], ...]
+    at: tuple[tuple[int, ...], ...]
+    fresh: tuple[frozenset[int], ...]
+    dying: tuple[frozenset[int], ...]
+    storage: tuple[int, ...]
+    final: dict[int, int]
+
+    @staticmethod
+    def of(graph: StepGraph, steps: int) -> _Order:
+        n = len(graph.ops)
+        moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
+        renewed = {
+            (op, s.id) for s in graph.storages for op in renewals_of(graph, s.id) if op != graph.uses[s.id][0]
+        }
+        storage: list[int] = []
+        name: dict[int, int] = {}
+        last: dict[int, int] = {}  # by name
+        at: list[tuple[int, ...]] = []
+        fresh: list[frozenset[int]] = []
+        dying: list[set[int]] = [set() for _ in range(steps * n)]
+        for now in range(steps * n):
+            op = graph.ops[now % n]
+            touched = [s for s in op.touched if moves[s]]
+            for s in touched:
+                is_other = (op.id, s) in renewed or (s not in graph.persistent and op.id == graph.uses[s][0])
+                if is_other and s in name:
+                    dying[last[name[s]]].add(name[s])
+                if is_other or s not in name:
+                    name[s] = len(storage)
+                    storage.append(s)
+                last[name[s]] = now
+            at.append(tuple(name[s] for s in touched))
+            needless = (s for s in touched if s in op.creates or (op.id, s) in graph.overwrites)
+            fresh.append(frozenset(name[s] for s in needless))
+        for s in set(name) - graph.persistent:
+            dying[last[name[s]]].add(name[s])
+        uses = tuple((now, s) for now, names in enumerate(at) for s in names)
+        return _Order(uses, tuple(at), tuple(fresh), tuple(map(frozenset, dying)), tuple(storage), name)
 
 
 @dataclass
-class _Window:
-    graph: StepGraph
-    costs: Costs
-    limit: int  # bytes of large blocks that may be resident
-    reach: int  # bytes of the window
-    cycles: int
-    used: int = 0
-    ahead: int = 0  # bytes of the storages in the window
-    tail: int = 0  # the first use that is not in the window yet
-    counts: dict[int, int] = field(default_factory=dict[int, int])  # uses of a storage in the window
+class _State:
+    """Where everything is when an op begins."""
+
+    used: int = 0  # bytes on the device, with what is still copied out
+    ahead: int = 0  # bytes of the window
+    head: int = 0  # the first use that is not in the window yet
+    counts: dict[int, int] = field(default_factory=dict[int, int])  # by name, its uses in the window
     resident: set[int] = field(default_factory=set[int])
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not waited for
+    leaving: int = 0  # bytes of these
     dirty: set[int] = field(default_factory=set[int])
-    last: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its last use so far
-    left: dict[int, int] = field(default_factory=dict[int, int])  # storage -> when its room was free
-    fetched: dict[int, int] = field(default_factory=dict[int, int])
-    first_fetch: dict[int, int] = field(default_factory=dict[int, int])  # in a step that starts with nothing
+    last: dict[int, int] = field(default_factory=dict[int, int])  # by name, its last use so far
+    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was free
+    taken: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
+    entered: list[int] = field(default_factory=list[int])  # for each use in the window or before, when it got there
     decided: dict[Gap, Decision] = field(default_factory=dict[Gap, Decision])
 
-    def __post_init__(self) -> None:
-        graph = self.graph
-        sizes = [
-            placed_bytes(s.bytes) if is_large(s.bytes) and s.kind is not StorageKind.CONSTANT else 0
-            for s in graph.storages
-        ]
-        # What does not persist is another thing in each step: it gets a name of its own in each.
-        count, n = len(sizes), len(graph.ops)
-        self.sizes = sizes * self.cycles
-        self.touched: list[tuple[int, ...]] = []
-        for cycle in range(self.cycles):
-            name = [s if s in graph.persistent else s + cycle * count for s in range(count)]
-            self.touched += [tuple(name[s] for s in op.touched if sizes[s]) for op in graph.ops]
-        self.order = [(now, s) for now, touched in enumerate(self.touched) for s in touched]
-        self.created = [frozenset(op.creates) for op in graph.ops]
-        self.last_in_step = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
-        self.real = count
-        self.steps = n
+    def copy(self) -> _State:
+        return _State(
+            self.used,
+            self.ahead,
+            self.head,
+            dict(self.counts),
+            set(self.resident),
+            OrderedDict(self.pending),
+            self.leaving,
+            set(self.dirty),
+            dict(self.last),
+            dict(self.left),
+            dict(self.taken),
+            list(self.entered),
+            dict(self.decided),
+        )
+
+
+class _Window:
+    """The replay of some steps, of which the last is the plan."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
+        self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
+        self.order = _Order.of(graph, steps)
+        self.sizes = [placed_bytes(graph.storages[s].bytes) for s in self.order.storage]
+        self.stops = [0] * len(self.order.uses)  # before this op a use may not enter the window
+        self.state = _State()
 
     def run(self) -> tuple[Decision, ...]:
-        n = self.steps
-        for now in range(self.cycles * n):
-            self._extend(now)
-            op = self.graph.ops[now % n]
-            scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
-            scratch = scratch if is_large(scratch) else 0
-            need = scratch + sum(self.sizes[s] for s in op.creates)
-            while self.used + need > self.limit:
-                if not self._wait_for_oldest(now) and not self._pull_back(now):
-                    raise BudgetError(
-                        f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window policy may use"
-                    )
-            self.used += need - scratch
-            self.resident.update(s for s in self.touched[now] if s % self.real in self.created[op.id])
-            self._leave(now)
-        return tuple(self.decided[gap] for gap in sorted(self.decided))
+        total = len(self.order.at)
+        stride = total // _SNAPSHOTS + 1
+        snapshots: dict[int, _State] = {}
+        now = 0
+        while now < total:
+            if now % stride == 0:
+                snapshots[now] = self.state.copy()
+            again = self._run_op(now)
+            if again is None:
+                now += 1
+            else:
+                now = again - again % stride
+                self.state = snapshots[now]
+        return tuple(map(self._settled, sorted(self.state.decided)))
+
+    def _settled(self, gap: Gap) -> Decision:
+        """A decision; what leaves at the end of the only step does so when its copy was waited for."""
+        decision, n = self.state.decided[gap], len(self.graph.ops)
+        if gap.end < n or self.steps > 1:
+            return decision
+        left = self.state.left.get(self.order.final[gap.storage], n)
+        return replace(decision, release_by=min(max(left, gap.start + 1), n))
+
+    def _run_op(self, now: int) -> int | None:
+        """Do what happens before, at and after an op; or else the op from which on all is to be done again."""
+        state = self.state
+        self._extend(now)
+        op = self.graph.ops[now % len(self.graph.ops)]
+        scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
+        scratch = scratch if is_large(scratch) else 0
+        made = [s for s in self.order.at[now] if s not in state.resident]
+        need = scratch + sum(self.sizes[s] for s in made)
+        while state.used + need > self.limit:
+            if not self._wait_for_oldest(now):
+                return self._cancel(now, state.used + need - self.limit)
+        for s in made:
+            self._take(s, now)
+        self._leave(now)
+        return None
 
     def _extend(self, now: int) -> None:
-        n = self.steps
-        while self.tail < len(self.order):
-            when, storage = self.order[self.tail]
-            size = self.sizes[storage]
-            enters = not self.counts.get(storage)
-            if when > now and enters and self.ahead + size > self.reach:
+        """Let uses into the window, and fetch what they need."""
+        state, uses = self.state, self.order.uses
+        while state.head < len(uses):
+            when, s = uses[state.head]
+            size, enters = self.sizes[s], not state.counts.get(s)
+            if when > now and (self.stops[state.head] > now or (enters and state.ahead + size > self.reach)):
                 return
-            if storage in self.pending:
-                del self.pending[storage]
-            elif enters and storage not in self.resident and storage % self.real not in self.created[when % n]:
-                while self.used + size > self.limit:
-                    if not self._wait_for_oldest(now) and (when > now or not self._pull_back(now)):
-                        break
-                if self.used + size > self.limit:
+            if s in state.pending:
+                del state.pending[s]
+                state.leaving -= size
+            elif enters and s not in state.resident and s not in self.order.fresh[when]:
+                if state.used - state.leaving + size > self.limit:
                     if when > now:
                         return
-                    raise BudgetError(f"op {when % n} does not fit the {self.limit} bytes of the window policy")
-                self.used += size
-                self.resident.add(storage)
-                self.fetched[storage] = now
+                    raise self._too_little(now)
+                while state.used + size > self.limit:
+                    self._wait_for_oldest(now)
+                self._take(s, now)
             if enters:
-                self.ahead += size
-            self.counts[storage] = self.counts.get(storage, 0) + 1
-            self.tail += 1
+                state.ahead += size
+            state.counts[s] = state.counts.get(s, 0) + 1
+            state.head += 1
+            state.entered.append(now)
 
     def _wait_for_oldest(self, now: int) -> bool:
-        if not self.pending:
+        state = self.state
+        if not state.pending:
             return False
-        storage, _ = self.pending.popitem(last=False)
-        self._free(storage, now)
-        self.dirty.discard(storage)
+        s, _ = state.pending.popitem(last=False)
+        state.leaving -= self.sizes[s]
+        self._free(s, now)
         return True
 
-    def _free(self, storage: int, when: int) -> None:
-        self.used -= self.sizes[storage]
-        self.resident.discard(storage)
-        self.left[storage] = when
+    def _take(self, s: int, when: int) -> None:
+        self.state.used += self.sizes[s]
+        self.state.resident.add(s)
+        self.state.taken[s] = when
 
-    def _pull_back(self, now: int) -> bool:
-        """Take the latest use out of the window; what was to be resident for it leaves."""
-        while self.tail and self.order[self.tail - 1][0] > now:
-            self.tail -= 1
-            _, storage = self.order[self.tail]
-            self.counts[storage] -= 1
-            if self.counts[storage]:
-                continue
-            self.ahead -= self.sizes[storage]
-            if storage not in self.resident:
-                continue
-            if self.fetched.get(storage, -2) > self.last.get(storage, -1):
-                # It was fetched for this very use: as if it had never been.
-                self.used -= self.sizes[storage]
-                self.resident.discard(storage)
-                del self.fetched[storage]
-            elif storage in self.dirty:
-                self.pending[storage] = None
-                self._wait_for_oldest(now)
-            else:
-                self._free(storage, now)
-            return True
-        return False
+    def _free(self, s: int, when: int) -> None:
+        self.state.used -= self.sizes[s]
+        self.state.resident.discard(s)
+        self.state.dirty.discard(s)
+        self.state.left[s] = when
+
+    def _cancel(self, now: int, missing: int) -> int:
+        """Bar the latest uses from the window until after this op; returns when the first of them came into it."""
+        state, counts = self.state, dict(self.state.counts)
+        first, at = now, state.head
+        while missing > 0:
+            at -= 1
+            when, s = self.order.uses[at]
+            if when <= now:
+                raise self._too_little(now)
+            if counts[s] == 1:
+                missing -= self.sizes[s] if s in state.resident else 0
+                self.stops[at] = now + 1
+                first = min(first, state.entered[at])
+            counts[s] -= 1
+        return first
+
+    def _too_little(self, now: int) -> BudgetError:
+        op = self.graph.ops[now % len(self.graph.ops)]
+        return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _leave(self, now: int) -> None:
         """After an op: note what was decided about the gaps that end here, and let go."""
-        index = now % self.steps
-        op = self.graph.ops[index]
-        for storage in self.touched[now]:
-            real = storage % self.real
-            self._decide(storage, now)
-            if real in op.mutates or real in op.creates:
-                self.dirty.add(storage)
-            self.last[storage] = now
-            self.counts[storage] -= 1
-            if index == self.last_in_step[real] and real not in self.graph.persistent:
-                self._free(storage, now + 1)
-                self.dirty.discard(storage)
-            elif not self.counts[storage]:
-                if storage in self.dirty:
-                    self.pending[storage] = None
-                else:
-                    self._free(storage, now + 1)
-            if not self.counts[storage]:
-                self.ahead -= self.sizes[storage]
-
-    def _decide(self, storage: int, now: int) -> None:
-        """Record the decision about the gap that ends with this use, in the last of the replayed steps."""
-        n, real = self.steps, storage % self.real
-        before, fetched = self.last.get(storage), self.fetched.get(storage)
-        base = now - now % n
-        if base != (self.cycles - 1) * n or fetched is None:
-            return
-        fetch = max(fetched - base, 0)
-        if before is None:
-            if self.graph.storages[real].kind is StorageKind.INPUT:
-                gap = Gap(real, -1, now - base)
-                self.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
+        state = self.state
+        op = self.graph.ops[now % len(self.graph.ops)]
+        for s in self.order.at[now]:
+            storage = self.order.storage[s]
+            self._decide(s, now)
+            if storage in op.mutates or storage in op.creates:
+                state.dirty.add(s)
+            state.last[s] = now
+            state.counts[s] -= 1
+            if state.counts[s]:
+                continue
+            state.ahead -= self.sizes[s]
+            if s in state.dirty and s not in self.order.dying[now]:
+                state.pending[s] = None
+                state.leaving += self.sizes[s]
             else:
-                self.first_fetch[real] = fetch
+                self._free(s, now + 1)
+
+    def _decide(self, s: int, now: int) -> None:
+        """Record the decision about the gap that ends with this use, if it is one of the last step."""
+        n, state = len(self.graph.ops), self.state
+        storage, before, taken = self.order.storage[s], state.last.get(s), state.taken[s]
+        base = (self.steps - 1) * n
+        if now < base:
             return
-        if fetched <= before:
-            return
-        release = max(self.left[storage], before + 1)
-        if before >= base:
-            gap = Gap(real, before - base, now - base)
-            self.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(fetched, release) - base)
-        else:
-            gap = Gap(real, before - base + n, now - base + n)
-            self.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)
+        fetch = max(taken - base, 0)
+        if before is None:
+            if self.graph.storages[storage].kind is StorageKind.INPUT and s not in self.order.fresh[now]:
+                gap = Gap(storage, -1, now - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
+            elif storage in self.graph.persistent and now == self.graph.uses[storage][0]:
+                # There is but one step: it begins with nothing on the device, and ends with nothing there.
+                gap = Gap(storage, self.graph.uses[storage][-1], n + now)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
+        elif taken > before:
+            release = max(state.left[s], before + 1)
+            if before >= base:
+                gap = Gap(storage, before - base, now - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken, release) - base)
+            else:
+                gap = Gap(storage, before - base + n, now - base + n)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)
 
 
 def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:
@@ -210,16 +304,5 @@ def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, p
     Raises:
         BudgetError: an op needs more than the budget by itself.
     """
-    cycles = _CYCLES if persist else 1
-    state = _Window(graph, costs, budget, int(budget * reach), cycles)
-    if persist:
-        return Plan("window", budget, state.run())
-    decisions = list(state.run())
-    n = len(graph.ops)
-    for storage in sorted(graph.persistent):
-        uses = graph.uses[storage]
-        if uses and state.sizes[storage]:
-            fetch = n + min(state.first_fetch.get(storage, uses[0]), uses[0])
-            gap = Gap(storage, uses[-1], n + uses[0])
-            decisions.append(Decision(gap, Residency.OFFLOAD, n, fetch))
-    return Plan("window", budget, tuple(decisions))
+    replay = _Window(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
+    return Plan("window", budget, replay.run())
