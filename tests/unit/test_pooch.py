@@ -74,7 +74,7 @@ def test_the_simulation_waits_for_copies() -> None:
     assert kept is not None and kept.seconds == 7.0 and kept.decisions == ()
     # Out from 2 to 3 s, in from 5 s (when it is due in time) to 6 s: hidden.
     one = trials.run([Class.SWAP, Class.KEEP, Class.KEEP])
-    assert one is not None and one.seconds == 7.0 and not one.stalling
+    assert one is not None and one.seconds == 7.0 and not one.stalling_out and not one.stalling_in
     # A copy takes ten times as long: out from 2 to 12 s, in to 22 s, and then the last op.
     slow = Trials.of(graph, costs(graph, copy=10.0), ROOMY).run([Class.SWAP, Class.KEEP, Class.KEEP])
     assert slow is not None and slow.seconds == 23.0

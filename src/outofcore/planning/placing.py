@@ -153,6 +153,7 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
         None if no plan of the policy could be placed.
     """
     room = room_for_large(graph, costs, budget)
+    before, over = None, 0
     for _ in range(ATTEMPTS):
         if room <= 0:
             return None
@@ -160,13 +161,15 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
             plan = policy(room)
         except BudgetError:
             return None
-        lowered = lower(graph, costs, plan)
-        if room_at_homes(graph, costs, lowered) is None:
-            return None
-        program = place(lowered, budget)
-        if program.arena_bytes <= budget:
-            return finish(graph, costs, plan, program)
-        over = program.arena_bytes - budget
+        if before is None or plan.decisions != before:
+            before = plan.decisions
+            lowered = lower(graph, costs, plan)
+            if room_at_homes(graph, costs, lowered) is None:
+                return None
+            program = place(lowered, budget)
+            if program.arena_bytes <= budget:
+                return finish(graph, costs, plan, program)
+            over = program.arena_bytes - budget
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
 

@@ -1,28 +1,9 @@
-"""The adaptive window schedule of Hayakawa & Narihira (arXiv 2010.14109).
-
-Two byte budgets rule it (section 3): what may be resident, and how far ahead copies-in may run, the *window*.
-Before each op the window is extended over the coming uses until either is full, so that it reaches
-far over small ops and not far over large ones. After an op, what has no use within the window leaves;
-room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
-waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes, the
-latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
-
-Different from the paper (of which the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
-
-- What is at home up to date leaves without a copy, and what the step ends with may stay over the end of it, as far as
-  the window reaches; with ``persist=False`` everything leaves there, as in the paper.
-- The workspace of an op takes room like what it makes.
-- The schedule is made again from shortly before the first prefetch that was cancelled, since what lies before it does not
-  change.
-- Storages below 64 KiB stay.
-
-Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing; and
-"preclear", since every program drops what has no further use.
-"""
+"""The adaptive window schedule of Hayakawa & Narihira (arXiv 2010.14109)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outofcore.analysis.gaps import is_large, placed_bytes, renewals_of
@@ -30,11 +11,65 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.baselines.one_home import for_one_home
+from outofcore.planning.policy import Asked, Checked
 
 # How often the step is replayed until residency at its end agrees with that at its start.
 _CYCLES = 3
 # In how many places the replay can be taken up again.
 _SNAPSHOTS = 256
+
+
+@dataclass(frozen=True)
+class Window(Checked):
+    """The adaptive window schedule: Hayakawa & Narihira, arXiv 2010.14109, section 3.
+
+    Two byte budgets rule it: what may be resident, and how far ahead copies-in may run, the *window*.
+    Before each op the window is extended over the coming uses until either is full, so that it reaches
+    far over small ops and not far over large ones. After an op, what has no use within the window leaves;
+    room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
+    waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes,
+    the latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
+
+    Different from the paper (the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
+
+    - What is up to date at home leaves without a copy, and what is resident when a step ends may stay, as far as
+      the window reaches; with ``persist=False`` everything leaves there, as in the paper.
+    - The workspace of an op takes room like what it makes.
+    - The schedule is made again from shortly before the first prefetch that was cancelled; what lies before does not
+    change.
+    - Parameters and storages are not told apart; storages below 64 KiB stay. Of several homes the farthest is used.
+
+    Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing;
+    and "preclear", since every program drops what has no further use.
+
+    Attributes:
+        reach: the window in multiples of the bytes that may be resident; the paper's implementation takes 1.5.
+        persist: whether what is resident when a step ends may stay for the next.
+
+    >>> Window(reach=2.0)
+    Window(reach=2.0, persist=True)
+    >>> Window(reach=0)
+    Traceback (most recent call last):
+    outofcore.errors.InputError: the policy 'window': reach must be above 0, not 0
+    """
+
+    name = "window"
+    reach: float = 1.5
+    persist: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        self.require("reach", self.reach > 0, "above 0")
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """The one plan for each number of bytes."""
+
+        def plan(one: Costs, room: int) -> Plan:
+            return window(graph, one, room, reach=self.reach, persist=self.persist)
+
+        return (for_one_home(graph, costs, plan),) if costs.homes else ()
 
 
 @dataclass(frozen=True)
@@ -64,9 +99,7 @@ class _Order:
     def of(graph: StepGraph, steps: int) -> _Order:
         n = len(graph.ops)
         moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
-        renewed = {
-            (op, s.id) for s in graph.storages for op in renewals_of(graph, s.id) if op != graph.uses[s.id][0]
-        }
+        renewed = {(op, s.id) for s in graph.storages for op in renewals_of(graph, s.id) if op != graph.uses[s.id][0]}
         storage: list[int] = []
         name: dict[int, int] = {}
         last: dict[int, int] = {}  # by name
