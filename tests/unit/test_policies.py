@@ -6,6 +6,7 @@ import doctest
 import importlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -254,3 +255,17 @@ def test_every_policy_is_public_and_documented() -> None:
         assert ">>>" in (kind.__doc__ or ""), kind
         for field in getattr(kind, "__dataclass_fields__", {}):
             assert f"\n        {field}: " in (kind.__doc__ or ""), (kind, field)
+
+
+@pytest.mark.parametrize("near", [0, 3, 100])
+def test_everything_leaves_for_the_nearest_home_that_has_room(near: int) -> None:
+    graph = network()
+    prices = costs(graph, 2)
+    limited = replace(prices.homes[0], bytes=near * MIB)
+    prices = replace(prices, homes=(limited, prices.homes[1]))
+    smallest = smallest_budget(graph, prices)
+    for policy in ("offload-all", "auto"):
+        planned = plan_step(graph, prices, smallest, policy)
+        validate(graph, planned.program, smallest, prices)
+    homes = {d.gap.storage: d.home for d in plan_step(graph, prices, smallest, "offload-all").plan.decisions}
+    assert sum(home == 0 for home in homes.values()) == min(near, len(homes))

@@ -183,7 +183,11 @@ class OffloadAll(Checked):
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
         """The lenient plan and the strict one, or the one that is asked for."""
         ways = (False, True) if self.strict is None else (self.strict,)
-        return [lambda room, strict=strict: offload_all(graph, room, strict=strict) for strict in ways if costs.homes]
+        return [
+            lambda room, strict=strict: offload_all(graph, room, strict=strict, costs=costs)
+            for strict in ways
+            if costs.homes
+        ]
 
 
 @dataclass(frozen=True)

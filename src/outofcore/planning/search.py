@@ -275,7 +275,7 @@ class _Search:
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
-                return replace(offload_all(self.graph, room, strict=strict), policy="auto")
+                return replace(offload_all(self.graph, room, strict=strict, costs=self.costs), policy="auto")
 
             planned = fit(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
@@ -287,7 +287,7 @@ class _Search:
         best = ranked[0] if ranked else None
         starts = [planned.plan for planned in ranked[: self.params.polish_starts]]
         if self.costs.homes:
-            starts.append(offload_all(self.graph, self.budget))
+            starts.append(offload_all(self.graph, self.budget, costs=self.costs))
         better = polished(self.problem, self.budget, best, starts, self.params)
         if better is not None:
             self._note("polished", better)
