@@ -269,3 +269,18 @@ def test_everything_leaves_for_the_nearest_home_that_has_room(near: int) -> None
         validate(graph, planned.program, smallest, prices)
     homes = {d.gap.storage: d.home for d in plan_step(graph, prices, smallest, "offload-all").plan.decisions}
     assert sum(home == 0 for home in homes.values()) == min(near, len(homes))
+
+
+def test_room_is_found_between_too_much_and_too_little() -> None:
+    graph = network()
+    asked: list[float] = []
+
+    def picky(step: StepGraph, prices: Costs, room: int) -> Plan:
+        asked.append(room / MIB)
+        if room < 3.85 * MIB:
+            raise BudgetError("too little")
+        return KeepAll().variants(step, prices, room)[0](room) if room > 3.9 * MIB else everything_leaves
+
+    everything_leaves = plan_step(graph, costs(graph), 4 * MIB, "offload-all").plan
+    assert plan_step(graph, costs(graph), 4 * MIB, picky).plan.policy == "picky"
+    assert [room > 3.9 for room in asked] == [True, False, False] and asked[1] < 3.85 < asked[2]
