@@ -34,7 +34,8 @@ from outofcore.execution.state import StateKeeper
 from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
 from outofcore.lasting import Lasting
-from outofcore.planning import Planned
+from outofcore.planning import Planned, Policy
+from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import links_to
@@ -62,7 +63,7 @@ class Step(Shown, Lasting):
         optimizers: Sequence[Optimizer],
         budget: int,
         home: OpenHome,
-        policy: str,
+        policy: Policy,
         cache: Cache | None = None,
         backend: Backend | None = None,
         algorithms: str = "eager",
@@ -226,7 +227,7 @@ class Step(Shown, Lasting):
 
     def _in_core(self, captured: Captured) -> Entry | None:
         """Planned so that nothing moves, if the budget holds that."""
-        if self.policy == "offload-all" or live_bytes(captured.graph) > self._planner.budget:
+        if isinstance(self.policy, OffloadAll | ProfileGuided) or live_bytes(captured.graph) > self._planner.budget:
             return None
         return self._planner.plan_in_core(*self._measured(captured))
 

@@ -56,7 +56,13 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
     for name, make in WORLDS.items():
         losses, state = eager(make(CPU), STEPS)
         for number, (policy, share) in enumerate(
-            [("offload-all", 0.0), ("auto", 0.3), ("priced", 0.0), ("sqrt-checkpoint", 0.6), ("keep-all", 1.2)]
+            [
+                ("offload-all", 0.0),
+                ("auto", 0.3),
+                ("auto(polish_ops=0)", 0.0),
+                ("sqrt-checkpoint", 0.6),
+                ("keep-all", 1.2),
+            ]
         ):
             with subtests.test(model=name, policy=policy):
                 world = make(CPU)
@@ -66,7 +72,7 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
                     torch.manual_seed(1)
                     found = [step(*world.batch(index)).clone() for index in range(STEPS)]
                     moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-                    assert policy not in ("offload-all", "priced") or len(moved) > 3
+                    assert policy not in ("offload-all", "auto(polish_ops=0)") or len(moved) > 3
                     validate(step.captured.graph, step.planned.program, budget, step.costs)
                     assert same(world.state(), state) == []
                 assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
@@ -75,7 +81,7 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
 
 def test_everything_begins_where_cuda_would_have_put_it() -> None:
     world = convolutional(CPU)
-    with compiled(world, budget_of(convolutional, 0.2), "priced", FakeCuda()) as step:
+    with compiled(world, budget_of(convolutional, 0.2), "auto(polish_ops=0)", FakeCuda()) as step:
         step(*world.batch(0))
         program = step.planned.program
     assert {block.offset % 512 for block in program.blocks if block.bytes} == {0}
@@ -92,7 +98,9 @@ def broken(program: Program) -> Iterator[tuple[Program, int, Wait]]:
             yield replace(program, instructions=tuple(changed)), index, wait
 
 
-@pytest.mark.parametrize(("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "priced", 0.1)])
+@pytest.mark.parametrize(
+    ("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "auto(polish_ops=0)", 0.1)]
+)
 def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], World], policy: str, share: float) -> None:
     world = make(CPU)
     driver = FakeCuda()

@@ -31,7 +31,7 @@ from outofcore.validator import validate
 CASES = [
     (dense, "offload-all", 0.0, 600 * KIB),
     (convolutional, "offload-all", 0.0, 1000 * KIB),
-    (convolutional, "priced", 0.1, 600 * KIB),
+    (convolutional, "window", 0.1, 600 * KIB),
 ]
 
 

@@ -17,6 +17,7 @@ SPEAKING = (
     *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/planner.py"),
     *("capture", "report", "checkpoint", "materialization.py"),
     *("lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    *("planning/policy.py", "planning/registry.py"),
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "opening", "windows")),
     "execution/cuda",
