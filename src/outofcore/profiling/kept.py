@@ -16,13 +16,13 @@ import torch
 
 from outofcore._torch_internals import precision_of
 from outofcore.analysis import LARGE_BYTES
-from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch
 from outofcore.capture.pieces import PIECE_ELEMENTS
 from outofcore.costs import OpCost
 from outofcore.errors import GraphError
 from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
+from outofcore.planning.placement.requests import Elsewhere, Placement, Request, Requests, Result, Scratch
 from outofcore.profiling.cache import Cache, Shelf
 from outofcore.report.machine import this_machine
 

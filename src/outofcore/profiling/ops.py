@@ -19,7 +19,6 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import placed_bytes
-from outofcore.analysis.requests import Requests, workspace_layout
 from outofcore.capture.captured import Captured
 from outofcore.costs import OpCost
 from outofcore.errors import ArenaError
@@ -28,6 +27,7 @@ from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.graph import Op
+from outofcore.planning.placement.requests import Requests, workspace_layout
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.kept import KeptProfiles, OpProfile
 from outofcore.profiling.ragged import spread

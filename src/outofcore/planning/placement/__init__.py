@@ -22,6 +22,7 @@ Modules:
 - ``skyline``, ``first_fit``: the quick rules, in Python.
 - ``compiled``, ``placement.cpp``: the same compiled; ejection; one run of the canonical search.
 - ``canonical``: what that search is, and its restarts.
+- ``requests``: the scratch memory of one op, from a log of its allocations.
 
 Ejection is after the ejection pool of Nagata & Bräysy, "A powerful route minimization heuristic for the vehicle
 routing problem with time windows" (2009), carried over to addresses. Rectangles above a ceiling are taken out. One of
