@@ -121,9 +121,7 @@ class Compiled:
 
 
 def _layout(rectangles: Rectangles) -> object:
-    r = rectangles
-    arrays = (r.sizes, r.alignments, r.begin, r.end, r.again, r.over)
-    return ctypes.byref(_Layout(len(r), r.slots, r.base, *(a.ctypes.data for a in arrays)))
+    return ctypes.byref(_Layout(len(rectangles), rectangles.slots, rectangles.base, *rectangles.addresses))
 
 
 @functools.cache

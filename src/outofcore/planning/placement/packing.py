@@ -100,7 +100,7 @@ def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], 
     if len(whole) < len(solid):
         held = set(whole)
         others = [i for i in solid if i not in held]
-        layout = Rectangles.of([rectangles[i] for i in others], base)
+        layout = Rectangles.of([rectangles[i] for i in others], base, [segments[i] for i in others])
         bound += int(layout.live().max())
         found = place(layout, bound)
         placed, bound = found if isinstance(found, tuple) else (found, bound)

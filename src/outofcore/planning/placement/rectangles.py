@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,9 +101,11 @@ class Rectangles:
     _room: list[int] = field(default_factory=lambda: [_REMEMBERED], repr=False)
 
     @staticmethod
-    def of(rectangles: Sequence[Rectangle], base: int) -> Rectangles:
-        """Arrays of rectangles that all have a size and a lifetime."""
-        parts = [r.segments for r in rectangles]
+    def of(
+        rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
+    ) -> Rectangles:
+        """Arrays of rectangles that all have a size and a lifetime; ``segments`` are theirs, where they are known."""
+        parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)
         slot = places.reshape(-1, 2, 2).astype(np.int64)
@@ -143,6 +146,12 @@ class Rectangles:
             self._room[0] -= len(found)
             self._near[index] = found
         return found
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where in memory the arrays lie that say what is placed: sizes, alignments, begin, end, again, over."""
+        arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over)
+        return tuple(array.ctypes.data for array in arrays)
 
     def part(self, indices: Ints) -> Rectangles:
         """Some of them, over the same slots of time."""
