@@ -267,7 +267,9 @@ def hard(files: Sequence[Path], date: str | None) -> None:
             rows.append({**row, **more, "seconds": round(elapsed, 3)})
         table.add_row(path.stem, *cells)
     Console().print(table)
-    print(f"written to {write_result('pack-hard', {'seconds_at_most': [_HARD_SECONDS, _WITHOUT_SECONDS], 'rows': rows}, date)}")
+    print(
+        f"written to {write_result('pack-hard', {'seconds_at_most': [_HARD_SECONDS, _WITHOUT_SECONDS], 'rows': rows}, date)}"
+    )
 
 
 def rivals() -> dict[str, _Place]:
