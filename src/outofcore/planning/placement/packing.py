@@ -145,7 +145,9 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
     if hopeless or not params.effort or compiled is None:
         return best, bound
     if params.canonical and len(layout) <= canonical.MOST:
-        answer, offsets = canonical.search(compiled, layout, goal, params, watch)
+        # Half of the seconds, if they are counted, so that some are left for ejection.
+        half = Watch(None if params.seconds is None else params.seconds / 2)
+        answer, offsets = canonical.search(compiled, layout, goal, params, half)
         _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
         if answer is Answer.FOUND:
             return offsets, bound
