@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,3 +208,13 @@ def test_a_damaged_file_is_refused_in_words_or_placed(data: st.DataObject) -> No
         for r, offset in zip(table.rectangles, found.offsets, strict=True)
     )
     assert proven(table.text(found.offsets), found.height) == found.height
+
+
+def test_without_a_compiler_files_are_placed_by_the_quick_rules(example: Path, tmp_path: Path) -> None:
+    code = "from outofcore.cli import main; main()"
+    command = [sys.executable, "-c", code, "pack", str(example), "--capacity", "12"]
+    environment = os.environ | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert proven(done.stdout, 12) == 12
+    assert not list(tmp_path.rglob("*.so"))

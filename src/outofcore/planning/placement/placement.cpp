@@ -296,7 +296,7 @@ private:
             const Bytes place = round_up(top, l_.alignments[index]);
             if (place <= last) places.push_back(place);
         }
-        effort_ -= kMove + near;
+        effort_ -= kMove + near + l_.count / 8;
         if (places[0] > last) {  // even alone it does not fit below the ceiling: it stays out
             out_.push_back(index);
             return;
@@ -379,6 +379,7 @@ public:
                     if (seen[other] != i) near_[i].push_back(other);
                     seen[other] = static_cast<Index>(i);
                 }
+                effort_ -= static_cast<std::int64_t>(members_[s].size());
             });
         }
         for (std::size_t s = 0; s < members_.size(); ++s) touch(static_cast<Index>(s));
