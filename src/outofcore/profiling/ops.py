@@ -24,7 +24,6 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, placed_bytes
-from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch, workspace_layout
 from outofcore.capture import schema
 from outofcore.capture.captured import Captured
 from outofcore.capture.pieces import PIECE_ELEMENTS
@@ -38,6 +37,15 @@ from outofcore.execution.interrupts import Deferred
 from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
+from outofcore.planning.placement.requests import (
+    Elsewhere,
+    Placement,
+    Request,
+    Requests,
+    Result,
+    Scratch,
+    workspace_layout,
+)
 from outofcore.profiling.cache import Cache, Shelf, number_in
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
