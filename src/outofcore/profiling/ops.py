@@ -226,7 +226,7 @@ class _Bench:
         with internals.below_autograd():
             with self._recorder as recorder:
                 out = func(*run.args, **run.kwargs)
-            leaves = internals.tensor_leaves(out)
+            leaves = internals.result_leaves(out)
             pointers = {
                 leaves[leaf].untyped_storage().data_ptr(): leaf
                 for leaf, value in enumerate(captured.calls[op.id].results)
