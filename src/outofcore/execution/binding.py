@@ -253,4 +253,15 @@ def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -
     return found
 
 
-__all__ = ["COMPUTE", "Bound", "BoundCopy", "BoundRun", "Draws", "bind", "queue_number", "scopes", "tensor_on", "unseen_results"]
+__all__ = [
+    "COMPUTE",
+    "Bound",
+    "BoundCopy",
+    "BoundRun",
+    "Draws",
+    "bind",
+    "queue_number",
+    "scopes",
+    "tensor_on",
+    "unseen_results",
+]
