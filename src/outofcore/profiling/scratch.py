@@ -107,6 +107,7 @@ def _even_segments(given: Given) -> None:
 # Ops whose work, or whose right to run, depends on whole numbers that they are given.
 _FITTING: dict[str, Callable[[Given], None]] = {
     "aten::_grouped_mm": _even_groups,
+    "aten::_embedding_bag_backward": _full_bags,
     "aten::_embedding_bag_dense_backward": _full_bags,
     "aten::repeat_interleave": _even_repeats,
     "aten::segment_reduce": _even_segments,
