@@ -9,8 +9,9 @@ Limits: an op whose speed depends on what its inputs hold is measured for what s
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -19,6 +20,7 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import placed_bytes
 from outofcore.analysis.requests import Requests, workspace_layout
 from outofcore.capture.captured import Call, Captured
+from outofcore.capture.patching import TURN
 from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
 from outofcore.errors import ArenaError, CaptureError, OutOfCoreError
@@ -84,9 +86,8 @@ def profile_some(
         first = captured.calls[op.id].rehearse_first is not None
         families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
     found: dict[int, OpProfile] = {}
-    states = [(generator, generator.get_state()) for generator in backend.generators()]
-    try:
-        with _Bench(captured, backend) as bench:
+    with TURN, _generators_kept(backend), _Bench(captured, backend) as bench:
+        try:
             for number, members in enumerate(families.values(), 1):
                 try:
                     profile = bench.profile(members[0], measure_time, kept)
@@ -94,15 +95,22 @@ def profile_some(
                     if not leave_out:
                         raise
                     continue
-                for member in members:
-                    found[member] = profile
+                found.update(dict.fromkeys(members, profile))
                 if advance is not None:
                     advance(number, len(families))
+        finally:
+            kept.save()
+    return found
+
+
+@contextlib.contextmanager
+def _generators_kept(backend: Backend) -> Iterator[None]:
+    states = [(generator, generator.get_state()) for generator in backend.generators()]
+    try:
+        yield
     finally:
         for generator, state in states:
             generator.set_state(state)
-        kept.save()
-    return found
 
 
 class _Bench:
