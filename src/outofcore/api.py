@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 
 from outofcore import planning, presets
 from outofcore.birth import build, materialize, realise
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.step import capture_step
+from outofcore.capture.whole import leanest
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
@@ -30,6 +32,7 @@ from outofcore.profiling.cache import open_cache
 from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import following
+from outofcore.settled import known_families, settled_step
 from outofcore.step import Step
 from outofcore.units import parse_bytes
 
@@ -185,7 +188,7 @@ def minimum_budget(
     device: str | torch.device | None = None,
     cache: bool | str | os.PathLike[str] = True,
 ) -> int:
-    """The smallest budget in bytes with which ``compile`` can run the step on these inputs.
+    """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
 
     Each family of ops is run once on scratch tensors to learn its workspace; nothing of the user's is changed.
 
@@ -207,10 +210,15 @@ def minimum_budget(
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
-    captured = capture_whole(step, models, optimizers, inputs, kwargs or {}, backend.device).aligned(backend.alignment)
+    capture = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    traced = capture()
+    captured = leanest(traced).aligned(backend.alignment)
     backend.prepare()
     profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
     smallest = planning.smallest_budget(captured.graph, _costs(profiles))
+    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles))
+    if settled is not None:
+        smallest = max(smallest, planning.smallest_budget(settled[0].graph, settled[1]))
     return smallest + beside_the_arena(captured, backend, smallest)
 
 

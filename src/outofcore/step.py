@@ -44,6 +44,7 @@ from outofcore.profiling.ops import profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replan import Entry, Planner, check_spill, describer
+from outofcore.settled import added_bytes, known_families, settled_step, shortfall
 from outofcore.shown import Shown
 from outofcore.units import MIB, format_bytes
 
@@ -201,18 +202,26 @@ class Step(Shown, Lasting):
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
+        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
+        traced = capture()
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.
         self._leave_arena()
         self._backend.prepare()
         alignment = self._backend.alignment
         self._planner = replace(self._planner, budget=room_for_arena(traced, self._backend, self.budget))
+        room = self._planner.budget
+        settled = partial(settled_step, traced, capture, self._cache, self._backend)
         try:
             entry = self._in_core(fastest(traced).aligned(alignment))
             entry = entry or self._out_of_core(leanest(traced).aligned(alignment))
         except BudgetError as error:
-            raise in_terms_of_the_budget(error, self.budget, self._planner.budget) from None
+            refused = shortfall(settled(), room, error) or error
+            raise in_terms_of_the_budget(refused, self.budget, room) from None
+        if entry.planned.program.arena_bytes + added_bytes(traced) > room:
+            refused = shortfall(settled(known_families(entry.captured, entry.profiles)), room)
+            if refused is not None:
+                raise in_terms_of_the_budget(refused, self.budget, room)
         check_spill(entry, self.home.stores)
         self._tell("plan", 1, 1)
         _log.info(

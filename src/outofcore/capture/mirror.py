@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,6 +21,7 @@ from outofcore._torch_internals import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from outofcore.capture.captured import Value
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError, InputError
@@ -78,9 +79,13 @@ class Mirror:
         fakes: the fake of each real tensor, by id.
     """
 
-    def __init__(self, mode: FakeTensorMode, tables: Tables) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, tables: Tables, gradients: Mapping[int, Value | None] | None = None
+    ) -> None:
+        """``gradients`` is as for ``capture_step``."""
         self._mode = mode
         self._tables = tables
+        self._assumed = gradients or {}
         self.states: list[Mirrored] = []
         self.gradients: dict[int, Mirrored] = {}
         self.inputs: list[MirroredInput] = []
@@ -97,6 +102,8 @@ class Mirror:
         for _, name, _, real in found.values():
             _check_kind(name, real)
             self.fakes[id(real)] = self._fake(name, real)
+            if id(real) in self._assumed:
+                self._assume(self.fakes[id(real)], self._assumed[id(real)])
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
             self._add_state(key, name, kind, real)
@@ -122,14 +129,26 @@ class Mirror:
                 )
         return moved
 
+    def _assume(self, fake: torch.Tensor, gradient: Value | None) -> None:
+        """Give the fake of a parameter the gradient that it is taken to have."""
+        fake.grad = None
+        if gradient is not None:
+            with self._mode, torch.no_grad():
+                fake.grad = torch.empty_strided(
+                    gradient.shape, gradient.stride, dtype=gradient.dtype, device=self._tables.device
+                )
+
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
         self.states.append(self._mirrored(key, name, kind, real, fake))
         _copy_hooks(real, fake)
-        if real.is_leaf and real.grad is not None and fake.grad is not None:
-            _check_kind(f"{name}.grad", real.grad)
-            self.fakes[id(real.grad)] = fake.grad
-            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, real.grad, fake.grad)
+        assumed = id(real) in self._assumed
+        grad = fake.grad if assumed else real.grad
+        if real.is_leaf and grad is not None and fake.grad is not None:
+            if not assumed:
+                _check_kind(f"{name}.grad", grad)
+                self.fakes[id(grad)] = fake.grad
+            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
             self.gradients[len(self.states) - 1] = gradient
 
     def _mirrored(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> Mirrored:

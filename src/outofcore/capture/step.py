@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, tree_flatten
 from outofcore.capture.assembly import Ending, assemble
-from outofcore.capture.captured import CPU, Captured
+from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror
@@ -36,6 +36,7 @@ def capture_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device | None = None,
+    gradients: Mapping[int, Value | None] | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
@@ -50,6 +51,8 @@ def capture_step(
         optimizers: all optimizers that the step uses.
         device: where the step is to run. Parameters, buffers and arguments that are elsewhere are taken to be there
             when it runs. None: where the model is.
+        gradients: by the id of a parameter the gradient that it is taken to have before the step, in place of the
+            one that it has; None stands for no gradient. What is captured with such gradients cannot be run.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
@@ -58,7 +61,21 @@ def capture_step(
         Exception: what the user's own code raises, unchanged.
     """
     with TURN:
-        return _captured(step, models, optimizers, args, kwargs, device)
+        return _captured(step, models, optimizers, args, kwargs, device, gradients or {})
+
+
+def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
+    """The gradients that later calls of a step begin with, where they are others than before its first call.
+
+    Returns:
+        By the id of a parameter its gradient, or None where there was one and is none any more: what ``capture_step``
+        takes as ``gradients`` to capture the step as it is from its second call on.
+    """
+    states = captured.states
+    left = {states[left.parameter].tensor: captured.values[left.value] for left in captured.gradients_left}
+    found: dict[int, Value | None] = {id(p): value for p, value in left.items() if p is not None and p.grad is None}
+    cleared = [states[place].tensor for place in captured.gradients_cleared]
+    return found | {id(p): None for p in cleared if p is not None and p.grad is not None}
 
 
 def _captured(
@@ -68,6 +85,7 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device | None,
+    gradients: Mapping[int, Value | None],
 ) -> Captured:
     guard = Guard(step, models, optimizers)
     if device is None:
@@ -75,7 +93,7 @@ def _captured(
     tables = Tables(device)
     mode = FakeTensorMode()
     with guard:
-        mirror = Mirror(mode, tables)
+        mirror = Mirror(mode, tables, gradients)
         mirror.add_states(models, optimizers)
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
         names = {id(state.fake): state.name for state in mirror.states}
