@@ -37,6 +37,22 @@ from outofcore.step import Step
 from outofcore.units import parse_bytes
 
 
+def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """The models and optimizers of a step as lists.
+
+    Raises:
+        InputError: one of the three is something else.
+    """
+    if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
+        what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
+        raise InputError(
+            f"the first argument must be the training function, and is {what}: write the step as a function, such as "
+            "def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad(); "
+            "return loss - and give outofcore.compile(step, model, optimizer, budget=...)"
+        )
+    return _as_list(model, nn.Module, "model"), _as_list(optimizer, Optimizer, "optimizer")
+
+
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     if given is None:
         return []
@@ -155,10 +171,7 @@ def compile(
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
     """
-    if not callable(step):
-        raise InputError(f"step must be a function, not {type(step).__name__}")
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
@@ -205,8 +218,7 @@ def minimum_budget(
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
@@ -258,8 +270,7 @@ def estimate(
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
     wanted = [parse_bytes(budget) for budget in budgets]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
 from outofcore.capture.captured import CPU
@@ -97,6 +98,7 @@ class Signer:
         tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
         self._filled: list[dict[str, Any]] = [table for table in tables if table]
         self._empty: list[dict[str, Any]] = [table for table in tables if not table]
+        self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
         # Ids stay those of the same objects only as long as these live.
         self._held.append((list(self._modules), list(self._parameters), buffers))
@@ -130,8 +132,13 @@ class Signer:
             tuple(map(is_, map(_GRAD, parameters), repeat(None))),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             _surroundings(),
-            (*[_variable(variable) for variable in self._variables], *_plain_items(self._owner)),
+            (*[_variable(v) for v in self._variables], *_plain_items(self._owner), *self._begun_averages()),
         )
+
+    def _begun_averages(self) -> list[tuple[str, Any]]:
+        """Whether each ``AveragedModel`` has averaged a model: it copies the first."""
+        counts = [module.n_averaged for module in self._averages]
+        return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
     def _regrouped(self) -> bool:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]

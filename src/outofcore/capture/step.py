@@ -16,6 +16,7 @@ from outofcore.capture.assembly import Ending, assemble
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
+from outofcore.capture.location import users_part
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance
@@ -23,8 +24,8 @@ from outofcore.capture.randomness import recorded_generators
 from outofcore.capture.recorder import Recorder
 from outofcore.capture.refusals import translated
 from outofcore.capture.stepping import StepRecorder
-from outofcore.capture.substitute import Substitute
-from outofcore.capture.tables import Tables
+from outofcore.capture.substitute import Substitute, average_counts
+from outofcore.capture.tables import Tables, source_of
 from outofcore.capture.uncompiled import uncompiled
 from outofcore.errors import CaptureError
 
@@ -61,7 +62,11 @@ def capture_step(
         Exception: what the user's own code raises, unchanged.
     """
     with TURN:
-        return _captured(step, models, optimizers, args, kwargs, device, gradients or {})
+        try:
+            return _captured(step, models, optimizers, args, kwargs, device, gradients or {})
+        except CaptureError as error:
+            # What led to it inside of the capture tells the user nothing.
+            raise error.with_traceback(users_part(error.__traceback__)) from None
 
 
 def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
@@ -88,6 +93,7 @@ def _captured(
     gradients: Mapping[int, Value | None],
 ) -> Captured:
     guard = Guard(step, models, optimizers)
+    counts = average_counts(models)
     if device is None:
         device = _device_of(models, optimizers, args, kwargs)
     tables = Tables(device)
@@ -99,7 +105,7 @@ def _captured(
         names = {id(state.fake): state.name for state in mirror.states}
         provenance = Provenance(models, names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals(), device.type)
+        substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
         recorder = Recorder(tables, provenance, device, substitute)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.
@@ -118,7 +124,7 @@ def _captured(
 
         ending = read_ending(result, mirror, tables, guard, run)
         del result
-        guard.check()
+        guard.check(lambda tensor: source_of(tables, tensor))
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
