@@ -138,8 +138,14 @@ class Step(Shown, Lasting):
             self._entries[signature] = entry
         elif entry is not self._active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-        with torch.inference_mode(mode=False):
-            return self._go(entry, signature, leaves)
+        try:
+            with torch.inference_mode(mode=False):
+                return self._go(entry, signature, leaves)
+        except BaseException:
+            if entry.captured.lazy is not None:
+                self._forget_plans()
+                entry.captured.lazy.undo()
+            raise
 
     def _catch_up(self, signature: Signature) -> None:
         """See what others and the user have done since the last call, before anything moves: it would be lost."""
@@ -204,6 +210,17 @@ class Step(Shown, Lasting):
         self._tell("capture", 0, 1)
         capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
         traced = capture()
+        if traced.lazy is not None:
+            traced.lazy.apply()
+        try:
+            return self._planned(traced, capture)
+        except BaseException:
+            if traced.lazy is not None:
+                self._keeper.forget_all()
+                traced.lazy.undo()
+            raise
+
+    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> Entry:
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.
         self._leave_arena()

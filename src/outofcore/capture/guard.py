@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from outofcore._torch_internals import FakeTensor
+from outofcore.capture.lazy import lazy_modules
 from outofcore.capture.location import where_defined, where_set
 from outofcore.capture.provenance import join, module_paths
 from outofcore.capture.tables import tensors_in
@@ -49,6 +50,7 @@ class Guard:
     ) -> None:
         self._step = step
         self._paths = module_paths(models)
+        self._lazy = {id(module) for module in lazy_modules(models)}
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
         self._attributes = [
@@ -206,7 +208,8 @@ class Guard:
         for name, new in kept.live.items():
             old = kept.before.get(name)
             # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
-            if name not in recomputed:
+            # And a lazy module learns its sizes once.
+            if name not in recomputed and (id(module) not in self._lazy or _holds_fake(new)):
                 self._check_left(f"{kept.label}.{name}", old, new, module)
 
     def _check_left(self, label: str, old: Any, new: Any, module: nn.Module | None = None) -> None:

@@ -90,6 +90,9 @@ class Mirror:
         self.gradients: dict[int, Mirrored] = {}
         self.inputs: list[MirroredInput] = []
         self.fakes: dict[int, torch.Tensor] = {}
+        self.names: dict[int, str] = {}  # of states, by the id of their fakes
+        self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
+        self._lazy: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Mirror every parameter and buffer, each once however often it is tied.
@@ -98,7 +101,7 @@ class Mirror:
         """
         found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in _states_of(models, optimizers):
-            found.setdefault(id(entry[3]), entry)
+            (self._lazy if is_lazy(entry[3]) else found).setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
             self.fakes[id(real)] = self._fake(name, real)
@@ -106,6 +109,13 @@ class Mirror:
                 self._assume(self.fakes[id(real)], self._assumed[id(real)])
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
+            self._add_state(key, name, kind, real)
+
+    def add_lazy(self, real: torch.Tensor) -> None:
+        """Mirror a parameter or buffer that had no shape until now; any other tensor is not the step's concern."""
+        if id(real) in self._lazy:
+            key, name, kind, _ = self._lazy.pop(id(real))
+            self.fakes[id(real)] = self._fake(name, real)
             self._add_state(key, name, kind, real)
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
@@ -140,7 +150,9 @@ class Mirror:
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
-        self.states.append(self._mirrored(key, name, kind, real, fake))
+        state = self._mirrored(key, name, kind, real, fake)
+        self.states.append(state)
+        self.names[id(fake)], self.by_real[id(real)] = name, state
         _copy_hooks(real, fake)
         assumed = id(real) in self._assumed
         grad = fake.grad if assumed else real.grad
@@ -264,7 +276,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise CaptureError(
-            f"{name} has no shape yet: it is an uninitialised lazy parameter; run the model once on a small input first"
+            f"{name} has no shape yet: it is an uninitialised lazy parameter; run its module on a small input first"
         )
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(

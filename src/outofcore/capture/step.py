@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from outofcore.capture.assembly import Ending, assemble
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
+from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.location import users_part
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.patching import TURN, patched
@@ -62,11 +64,14 @@ def capture_step(
         Exception: what the user's own code raises, unchanged.
     """
     with TURN:
+        lazy = LazyInitialisation(models)
         try:
-            return _captured(step, models, optimizers, args, kwargs, device, gradients or {})
+            return _captured(step, models, optimizers, args, kwargs, device, gradients or {}, lazy)
         except CaptureError as error:
             # What led to it inside of the capture tells the user nothing.
             raise error.with_traceback(users_part(error.__traceback__)) from None
+        finally:
+            lazy.undo()
 
 
 def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
@@ -91,6 +96,7 @@ def _captured(
     kwargs: dict[str, Any],
     device: torch.device | None,
     gradients: Mapping[int, Value | None],
+    lazy: LazyInitialisation,
 ) -> Captured:
     guard = Guard(step, models, optimizers)
     counts = average_counts(models)
@@ -102,8 +108,7 @@ def _captured(
         mirror = Mirror(mode, tables, gradients)
         mirror.add_states(models, optimizers)
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
-        names = {id(state.fake): state.name for state in mirror.states}
-        provenance = Provenance(models, names)
+        provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
         substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
         recorder = Recorder(tables, provenance, device, substitute)
@@ -114,6 +119,7 @@ def _captured(
             recorded_generators(recorder),
             steps.standing_in(),
             provenance.following(),
+            lazy.learning(mirror.add_lazy),
             uncompiled(models),
         ):
             result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
@@ -128,7 +134,7 @@ def _captured(
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
-    return assemble(tables, mirror, steps.bindings, ending)
+    return replace(assemble(tables, mirror, steps.bindings, ending), lazy=lazy if lazy else None)
 
 
 def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder) -> Any:
