@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
-from outofcore.birth import build, materialize, realise
 from outofcore.capture.whole import capture_whole
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
@@ -26,10 +25,10 @@ from outofcore.execution.opened import OpenHome
 from outofcore.execution.opening import open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
+from outofcore.materialization import allocate, build, materialize
 from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.step import Step
 from outofcore.units import parse_bytes
@@ -327,7 +326,7 @@ def load(
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
     for one in models:
-        realise(one, faces)
+        allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
     return checkpoint.extra
 

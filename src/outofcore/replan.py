@@ -22,8 +22,8 @@ from outofcore.execution.slots import needed_bytes
 from outofcore.execution.state import StateKeeper
 from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile, keep_profiles
 from outofcore.profiling.links import forget_link
+from outofcore.profiling.ops import OpProfile, keep_profiles
 from outofcore.profiling.refine import is_off, refined
 from outofcore.program import Timeline
 from outofcore.units import format_bytes

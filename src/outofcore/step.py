@@ -25,7 +25,6 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, SpillError, StateError, TransferError
-from outofcore.execution.algorithms import Algorithm
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
@@ -37,11 +36,10 @@ from outofcore.execution.store import HomeStore
 from outofcore.lasting import Lasting
 from outofcore.planning import Planned, Policy
 from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.algorithms import choose_algorithms
+from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.device_links import links_to
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.links import links_to
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replan import Entry, Planner, check_spill, describer

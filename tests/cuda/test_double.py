@@ -18,7 +18,7 @@ from outofcore.execution.homes import HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.opened import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
-from outofcore.profiling import device_links
+from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
 from outofcore.step import Step
@@ -187,11 +187,11 @@ def test_what_is_overwritten_before_it_has_left_arrives_changed() -> None:
 
 
 def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     driver = FakeCuda(bytes_per_s=2e9, shared=2.0)
     home = HostHome(64 * MIB)
     try:
-        link = device_links.measure_device_link(driver, home, buffer_bytes=MIB, seconds=0.05)
+        link = links.measure_link(home, driver=driver, buffer_bytes=MIB, seconds=0.05)
     finally:
         home.close()
     assert link.alone.out == pytest.approx(2e9, rel=0.05)
@@ -212,7 +212,7 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
 
 
 def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     graph, costs = costed(
         world.step,
