@@ -1,8 +1,8 @@
 """What each technique of the search for plans gives in step time, and what it costs in planning time.
 
 Each technique of ``SearchParams`` is switched off in turn; everything else stays as it is. The steps are those of
-``benchmarks/compare.py`` (graph files for a V100; ``--graphs`` names the folder that keeps them) at several budgets, and
-the small ones under ``instances/small``. For each technique the table tells, of the ratios of predicted step times
+``benchmarks/compare.py`` (graph files for a V100; ``--graphs`` names the folder that keeps them) at several budgets,
+and the small ones under ``instances/small``. For each technique the table tells, of the ratios of predicted step times
 (switched off over switched on, so above 1 the technique helps): their geometric mean and the largest one, over both
 kinds of steps; in how many cells the time moves by 0.5 % or more, up and down; and the processor seconds of planning
 with and without it.

@@ -1,7 +1,7 @@
 """How near is a policy to the best plan there is, on steps small enough to know it?
 
 On the files under ``instances/small``: training steps of at most 30 ops made up here, each at two budgets, with the
-optimum of ``outofcore.planning.exact`` beside them (``optimum.json``). Prints a table, writes ``results/small.json``.
+optimum of ``benchmarks/optimum`` beside them (``optimum.json``). Prints a table, writes ``results/small.json``.
 That is the optimum over the class of schedules that is named there; a ratio below 1 is a plan outside of it.
 
 ``--write`` makes the files anew, and searches for the optima again.
@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Annotated
 
 import typer
-from outofcore.planning.exact import optimum
+from optimum import optimum
 from rich.console import Console
 from rich.table import Table
 
@@ -341,7 +341,7 @@ def compare(policies: Sequence[str]) -> list[dict[str, object]]:
 
 def main(
     again: Annotated[bool, typer.Option("--write", help="Make the instances anew, and find their optima.")] = False,
-    policies: Annotated[str, typer.Option(help="With commas between.")] = "auto,priced,pooch,tflms,superneurons",
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "auto,pooch,tflms,superneurons",
 ) -> None:
     """Compare policies with the optimum."""
     console = Console()

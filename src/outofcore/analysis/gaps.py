@@ -47,8 +47,8 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
     """The ops that overwrite a large storage as a whole, in order, and so may find it in another place.
 
-    One that comes right after another use is not among them: no op lies between to which the bytes could be given. For a
-    storage below 64 KiB there is none: it stays where it is.
+    One that comes right after another use is not among them: no op lies between to which the bytes could be given. For
+    a storage below 64 KiB there is none: it stays where it is.
     """
     if not is_large(graph.storages[storage].bytes) or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()

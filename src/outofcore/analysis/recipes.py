@@ -66,14 +66,14 @@ class History:
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
         """The last op before which a content is there whatever the plan, or can be made again."""
-        storage, version = content
+        storage, _ = content
         again = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
             return again
         return max(self.last_op_with(content, _EVER), again)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """The last op before which a storage has a content, as long as nothing leaves; ``end`` if it is never written over.
+        """The last op before which a storage has a content, if nothing leaves; ``end`` if it is never written over.
 
         That is the op which writes it next, or where that one overwrites it as a whole, the last use before.
         """

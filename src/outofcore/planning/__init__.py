@@ -1,4 +1,34 @@
-"""Planning."""
+"""Planning: from a graph, its costs and a byte budget to a placed, simulated program. Without PyTorch.
+
+The terms, with those of the field in brackets:
+
+- *gap* [use interval]: the time between two uses of a storage in a row, with ops inside. A plan decides about gaps.
+- *kept, offloaded, computed again* [resident, evicted and prefetched, rematerialized]: what can become of one.
+- *home*: where bytes live that are not on the device: host memory, a disk.
+- *release, fetch* [eviction, prefetch]: the op before which a gap's room is free, and the one before which it is taken.
+- *chain*: the runs that compute something again right before one op.
+- *block* [live range]: bytes over instructions, to be given an address (``placement``).
+- *choice*: where each gap's bytes are; *schedule*: when its copies run; *candidate*: both, with what is computed again.
+- *room*: the bytes of the budget that are left for large blocks; *limit*: so many of them a problem may use.
+
+The modules, from the outside in:
+
+- ``planner``: the front door: in core where that fits, else what the policy says; the errors for what is too small.
+- ``policy``, ``registry``, ``baselines``: what a policy is; how it is written; the published ones.
+- ``search``: ``auto``: which candidates are made, and which of them are placed. ``parameters``: its switches.
+- ``candidates``: one candidate: rounded, tuned, and made to leave bytes free.
+- ``remat``: what to compute again: contents, chains, the search for what is cheapest.
+- ``relaxation``: the linear program that says what to keep and what goes where, and a bound for all plans
+  (``linear_program`` has the solver). ``problem``: a step in arrays.
+- ``schedule``: when copies run: the only place that decides so.
+- ``placing``: lowered, placed, wired and simulated, and what plans are compared by. ``placement``: addresses.
+- ``repair``: which bytes to leave free where blocks stick out. ``polish``: a local search over placed plans.
+- ``resident_gradients``: which gradients stay when a step ends.
+
+To see why a plan was chosen, log ``outofcore.planning`` at debug level: each candidate with the seconds that its
+schedule promises, then each attempt to place one, with the seconds that are simulated or how high its blocks reach. The
+same is in ``Planned.candidates``, with the reason why each lost.
+"""
 
 from outofcore.planning.parameters import QUICK, SearchParams
 from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place

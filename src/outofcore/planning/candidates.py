@@ -1,12 +1,13 @@
 """Candidate plans: what to keep and what to offload once it is chosen what is computed again.
 
-With the chains of runs fixed (``remat``), the rest of a step is a problem of its own, the *remainder*: its ops take as long as
-they and the chains before them, what is held for chains takes room, and the gaps that are computed again are gone. In it the
-linear program (``relaxation``) says what to keep and which home the rest goes to, and the schedule of copies (``schedule``) says
-what the step takes; candidates are compared by that. *Tuning* changes a candidate at random and keeps what is no slower.
+With the chains of runs fixed (``remat``), the rest of a step is a problem of its own, the *remainder*: its ops take as
+long as they and the chains before them, what is held for chains takes room, and the gaps that are computed again are
+gone. In it the linear program (``relaxation``) says what to keep and which home the rest goes to, and the schedule of
+copies (``schedule``) says what the step takes; candidates are compared by that. *Tuning* changes a candidate at random
+and keeps what is no slower.
 
-A chain reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when the first
-chain reads it: in the remainder it ends there.
+A chain reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when the
+first chain reads it: in the remainder it ends there.
 """
 
 from __future__ import annotations
@@ -227,7 +228,9 @@ class Candidate:
         for shares in solve(problem, {}, params.margins, weight=copy_weight(problem.costs, params), spans=params.spans):
             choice = shares.rounded(problem)
             choice = None if choice is None else _lightened(problem, choice, random.Random(0))
-            for slack in params.slacks if choice is not None else ():
+            if choice is None:
+                continue
+            for slack in params.slacks:
                 laid = settled(problem, choice, slack, passes)
                 if laid is not None:
                     found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, slack, params))
@@ -236,14 +239,14 @@ class Candidate:
     def tuned(self, tries: int) -> Candidate:
         """The candidate after some random changes, of which those are kept that are no slower.
 
-        What an op waited for is kept, and what then is too much leaves instead; or what is kept leaves, so that copies in
-        have room to run ahead; or what is away goes to another home; or what an op waited for is computed again, or the
-        other way round.
+        What an op waited for is kept, and what then is too much leaves instead; or what is kept leaves, so that copies
+        in have room to run ahead; or what is away goes to another home; or what an op waited for is computed again, or
+        the other way round.
         """
         return _Tuning(self).run(tries)
 
     def sparing(self, spared: Ints) -> Candidate | None:
-        """The candidate with bytes left free at each op, of shape (ops,), as far as possible; None if that cannot be."""
+        """The candidate with bytes left free at each op, of shape (ops,), where possible; None if it never is."""
         if not spared.any():
             return self
         start = self._with_less_again(spared)
@@ -261,7 +264,7 @@ class Candidate:
         return _Tuning(found, may_recompute=False).run(tries)
 
     def _with_less_again(self, spared: Ints) -> Candidate:
-        """The candidate with less computed again where that leaves fewer bytes free than wanted; its schedule is old."""
+        """The candidate with less computed again where too few bytes are left free; its schedule is the old one."""
         whole = self.kept.problem
         if not self.again or not bool((self.remainder.problem.free < np.clip(whole.free, 0, spared)).any()):
             return self
@@ -366,7 +369,7 @@ def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Int
     if changed[g] != KEPT:
         changed[g] = KEPT
         return _lightened(problem, changed, draw, g)
-    changed[g] = draw.choice(homes) if len(homes) > 1 else homes[0]
+    changed[g] = draw.choice(homes) if homes[1:] else homes[0]
     return problem.within_homes(changed)
 
 

@@ -1,8 +1,8 @@
 """Linear programs, put together variable by variable and row by row, and solved by HiGHS.
 
-Memory rows are where a planning program grows: one for each op, each naming all that is held there. ``binding_ops`` leaves
-out the ops whose row follows from a neighbour's, and ``levels`` writes what is held as a running sum, so that the program
-grows with the number of gaps and not with its square.
+Memory rows are where a planning program grows: one for each op, each naming all that is held there. ``binding_ops``
+leaves out the ops whose row follows from a neighbour's, and ``levels`` writes what is held as a running sum, so that
+the program grows with the number of gaps and not with its square.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 INFINITY = float("inf")
-# Bytes are counted in these, so that the solver meets numbers near one: counted singly, its answers are off by more than
-# its tolerance says.
+# Bytes are counted in these, so that the solver meets numbers near one: counted singly, its answers are off by more
+# than its tolerance says.
 UNIT = float(1 << 30)
 # In ``binding_ops`` an op speaks for others no further away, so the work for each op is bounded.
 _FAR = 64
@@ -52,7 +52,7 @@ class LinearProgram:
         self._costs[column] += cost
 
     def row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
-        """Demand that the sum of variables times factors lies between ``low`` and ``high``; returns the row's number."""
+        """Demand that variables times factors add up to between ``low`` and ``high``; returns the row's number."""
         self._columns += terms.keys()
         self._values += terms.values()
         self._starts.append(len(self._columns))
@@ -63,8 +63,8 @@ class LinearProgram:
     def minimise(self) -> NDArray[np.float64] | None:
         """The values, of shape (variables,), at which the cost is least; None if no values satisfy all rows.
 
-        The same program gives the same values. Solved again with other bounds, it starts from the last solution; variables
-        and rows added since are not seen.
+        The same program gives the same values. Solved again with other bounds, it starts from the last solution;
+        variables and rows added since are not seen.
         """
         solver = self._solver = self._solver or self._loaded()
         solver.run()
@@ -144,8 +144,8 @@ def levels(
 def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
     """The ops whose memory rows imply those of all others, in order.
 
-    What is held over op p is held over op i as well, or lies in stays that are around p and not around i. Where op p has
-    at least the bytes of those more room than op i, whatever fits at i fits at p.
+    What is held over op p is held over op i as well, or lies in stays that are around p and not around i. Where op p
+    has at least the bytes of those more room than op i, whatever fits at i fits at p.
 
     Args:
         free: bytes left at each op for what may be held.

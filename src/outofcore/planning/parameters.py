@@ -1,6 +1,7 @@
 """What the search for a plan does, and how much of it: one documented switch for each technique.
 
-Each has earned its default: ``benchmarks/ablate.py`` prints what every one gives in step time and costs in planning time.
+Each has earned its default: ``benchmarks/ablate.py`` prints what every one gives in step time and costs in planning
+time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 class SearchParams:
     """Switches and efforts of ``auto``.
 
-    Efforts are counted in work (ops looked at, changes tried), never in seconds, so that the same step gives the same plan
-    on every machine.
+    Efforts are counted in work (ops looked at, changes tried), never in seconds, so that the same step gives the same
+    plan on every machine.
 
     Attributes:
         relaxations: how often the linear program is asked what to compute again, each time with the seconds that the
@@ -24,7 +25,8 @@ class SearchParams:
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
-        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is tried.
+        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
+            tried.
         passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         copy_weight: seconds of a step that a second of copying counts for where the home's ``compute_slowdown`` is
             smaller: of plans that are equally quick, the one that moves less wins.
@@ -38,8 +40,8 @@ class SearchParams:
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
         polish_tries: changes that it tries at most.
-        polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves, and
-            from the best candidate where that promised more than was kept.
+        polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves,
+            and from the best candidate where that promised more than was kept.
         polish_rounds: how often it starts, from these in turn, each time with other draws.
         annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
         spans: spans of time that the linear program of a long step is cut into.

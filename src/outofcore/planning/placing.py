@@ -1,7 +1,7 @@
 """From a plan to a placed program: lowered, given addresses, wired, simulated; and what programs are compared by.
 
-A block is a rectangle: its bytes by the instructions over which it is held (see ``placement``). Small blocks (below 64 KiB)
-lie below all large ones, so that large ones stay aligned to pages.
+A block is a rectangle: its bytes by the instructions over which it is held (see ``placement``). Small blocks (below 64
+KiB) lie below all large ones, so that large ones stay aligned to pages.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
         effort: see ``placement.pack``; 0: the quick rules only.
 
     Returns:
-        The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is for
-        the caller to compare.
+        The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is
+        for the caller to compare.
     """
     end = len(program.instructions)
     small, low = _small(program, effort)

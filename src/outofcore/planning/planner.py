@@ -99,8 +99,8 @@ def plan_step(
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
-        policy: how to plan: a name or text that ``policy_of`` reads, a policy, or a function of graph, costs and bytes of
-            room. Where everything fits, every policy but ``offload-all`` keeps it all.
+        policy: how to plan: a name or text that ``policy_of`` reads, a policy, or a function of graph, costs and bytes
+            of room. Where everything fits, every policy but ``offload-all`` keeps it all.
         describe: text for a storage in the error message.
         params: what ``auto`` tries, and how hard; by default ``SearchParams()``.
 
@@ -109,7 +109,8 @@ def plan_step(
 
     Raises:
         BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the step.
+        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the
+            step.
     """
     return next(plans_of_step(graph, costs, budget, policy, describe, params=params))
 
@@ -135,7 +136,8 @@ def plans_of_step(
 
     Raises:
         BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the step.
+        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the
+            step.
     """
     policy = policy_of(policy)
     if budget < smallest_budget(graph, costs):
@@ -154,8 +156,9 @@ def plans_of_step(
         bounded = any(home.bytes is not None for home in costs.homes)
         advice = "" if isinstance(policy, Auto) else ", or take policy='auto', which tries more"
         raise BudgetError(
-            f"the policy {policy.name!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
-            f"enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a little{advice}",
+            f"the policy {policy.name!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed "
+            f"closely enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a "
+            f"little{advice}",
             smallest_budget(graph, costs),
         )
     near = (

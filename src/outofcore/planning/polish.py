@@ -1,7 +1,7 @@
 """A local search over placed plans: change a plan a little, place and simulate it, and keep what is no slower.
 
-The address of a block decides what it has to wait for, and only the simulator knows that. So this finds what is lost between a
-plan on paper and its placed program. It is slow, and made for small steps; effort is counted in ops lowered.
+The address of a block decides what it has to wait for, and only the simulator knows that. So this finds what is lost
+between a plan on paper and its placed program. It is slow, and made for small steps; effort is counted in ops lowered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outofcore.simulator import busiest_seconds
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
 # How many changes are made at once.
 _AT_ONCE = (1, 1, 2, 3)
-# How often a gap is changed that is decided already, up to how often it changes places with one that is kept; otherwise a
-# gap that is kept is drawn.
+# How often a gap is changed that is decided already, up to how often it changes places with one that is kept; otherwise
+# a gap that is kept is drawn.
 _DECIDED, _SWAPPED = 0.65, 0.8
-# Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes to
-# another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or comes back
-# at another time; otherwise it is offloaded.
+# Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes
+# to another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or
+# comes back at another time; otherwise it is offloaded.
 _OFFLOADED = (0.25, 0.6, 0.85, 0.9)
 _COMPUTED = (0.3, 0.7)
 # How often a gap that could be either is offloaded rather than computed again.
@@ -109,7 +109,7 @@ class _Polish:
         return best
 
     def _try(self, decisions: _Decisions, most: float) -> Planned | None:
-        """The plan, placed; None if the homes cannot hold what leaves, or it surely takes more than ``most`` seconds."""
+        """The plan, placed; None if the homes cannot hold what leaves, or it is sure to take more than ``most``."""
         key = tuple(decisions[gap] for gap in sorted(decisions))
         if key not in self.seen:
             plan = Plan("auto", self.budget, key)
@@ -178,4 +178,4 @@ class _Polish:
         if gap in self.again and (not homes or draw.random() >= _OFFLOADS):
             return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
         left = draw.randint(gap.start + 1, min(gap.end, self.n))
-        return Decision(gap, Residency.OFFLOAD, left, gap.end, draw.choice(homes) if len(homes) > 1 else homes[0])
+        return Decision(gap, Residency.OFFLOAD, left, gap.end, draw.choice(homes) if homes[1:] else homes[0])

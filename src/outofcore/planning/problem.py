@@ -1,8 +1,8 @@
 """The planning problem in arrays: the gaps (use intervals) of a step, the bytes they hold, and the room that is left.
 
 Only storages of 64 KiB and more are in it; smaller ones stay on the device. A *choice* says for each gap where its
-bytes are: ``KEPT`` on the device, or at the home with that index. What is computed again is decided before (``remat``), and
-is no longer among the gaps that a choice is about.
+bytes are: ``KEPT`` on the device, or at the home with that index. What is computed again is decided before (``remat``),
+and is no longer among the gaps that a choice is about.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Problem:
     ) -> Ints | None:
         """The choice with storages moved to other homes where a limited one would be given more than it holds.
 
-        Those stay whose share was the largest, and of these the ones that are copied the most for each op over which they
-        take room.
+        Those stay whose share was the largest, and of these the ones that are copied the most for each op over which
+        they take room.
 
         Args:
             choice: shape (gaps,).

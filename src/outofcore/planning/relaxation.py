@@ -1,8 +1,8 @@
 """The linear program of planning: which share of each gap to keep, to send to which home, and to compute again.
 
-For each gap g the shares kept_g, away_gh (for each home h) and again_g add up to one. What is kept over an op fits beside
-what the op touches. What is away is copied in, and copied out once for each home and stretch in which it is not written. It
-is put together in one of two forms.
+For each gap g the shares kept_g, away_gh (for each home h) and again_g add up to one. What is kept over an op fits
+beside what the op touches. What is away is copied in, and copied out once for each home and stretch in which it is not
+written. It is put together in one of two forms.
 
 *Untimed*, it is a relaxation: every plan is a point of it, so its least step time is a bound for all plans:
 
@@ -17,11 +17,11 @@ is put together in one of two forms.
               in_{i-1}  >=  in_i + (needed back by op i) - rate * (seconds of op i + w_i + (run again before i))
               held_i + sum of out_i and in_i over all homes  <=  free bytes at op i
 
-``out_i`` and ``in_i`` are the bytes on their way to and from a home while op i runs. A step ends when all has flowed out and
-begins with nothing flowing in. The solution says what to keep, what to offload where and what to compute again, all
-at once. In truth a block's room is free when all of its bytes have left, and a chain of runs may be longer if what it reads
-is dropped too: the schedule (``schedule``) and the search over chains (``remat``) see to these. In long steps the ops of a
-*span* share their flows.
+``out_i`` and ``in_i`` are the bytes on their way to and from a home while op i runs. A step ends when all has flowed
+out and begins with nothing flowing in. The solution says what to keep, what to offload where and what to compute again,
+all at once. In truth a block's room is free when all of its bytes have left, and a chain of runs may be longer if what
+it reads is dropped too: the schedule (``schedule``) and the search over chains (``remat``) see to these. In long steps
+the ops of a *span* share their flows.
 
 Limits: nothing is said about addresses.
 """
@@ -170,7 +170,8 @@ class Relaxation:
         self.seconds = [0.0] * count
         for at, own in zip(self.span, seconds, strict=True):
             self.seconds[at] += own
-        # Time that passes before each span, and after the last: waits and what runs again. Untimed, the step as a whole.
+        # Time that passes before each span, and after the last: waits and what runs again. Untimed, the step as a
+        # whole.
         self.waits = [self.program.variable(cost=1.0) for _ in range(count + 1 if timed else 1)]
         self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
         homes = len(problem.homes)

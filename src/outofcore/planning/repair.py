@@ -1,7 +1,7 @@
 """Plans that leave more bytes free, but only at the ops where blocks stick out of the budget.
 
-A plan says what fits by counting bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the other
-and records how many bytes the next plan should leave free at each op.
+A plan says what fits by counting bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the
+other and records how many bytes the next plan should leave free at each op.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Gradients that a step leaves in ``.grad``: as many as there is room for stay on the device until the next step begins.
+"""Gradients that a step leaves in ``.grad``: as many as there is room for stay on the device until the next step
+begins.
 
-The others go home after their last use, where the user sees them as well. Nothing needs those copies: the next step makes all
-of these gradients anew. Those used last stay first, since they hold their room for the shortest time.
+The others go home after their last use, where the user sees them as well. Nothing needs those copies: the next step
+makes all of these gradients anew. Those used last stay first, since they hold their room for the shortest time.
 """
 
 from __future__ import annotations

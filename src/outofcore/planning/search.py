@@ -1,11 +1,11 @@
 """The best plan that is found: ``policy="auto"``.
 
-Candidates differ in what is computed again: nothing; what the linear program says (``relaxation``), asked again with the
-seconds that chains then really take; and what the greedy search (``remat.selection``) finds if only a share of the bytes above
-the limit is to be computed again, on a grid of shares and then between the best of them. For each it is decided what to offload
-(``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out (``repair``) and simulated;
-in small steps the best plan of all is then polished (``polish``). Without homes everything that does not stay is computed
-again, and annealing follows the greedy search.
+Candidates differ in what is computed again: nothing; what the linear program says (``relaxation``), asked again with
+the seconds that chains then really take; and what the greedy search (``remat.selection``) finds if only a share of the
+bytes above the limit is to be computed again, on a grid of shares and then between the best of them. For each it is
+decided what to offload (``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out
+(``repair``) and simulated; in small steps the best plan of all is then polished (``polish``). Without homes everything
+that does not stay is computed again, and annealing follows the greedy search.
 
 To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
 """
@@ -185,7 +185,7 @@ class _Search:
         return candidate.value
 
     def _ask_relaxation(self, kept: Choices) -> None:
-        """Compute again what the linear program says, first as if all else were there, then with what it said before."""
+        """Compute again what the linear program says, first as if all else were there, then after its last answer."""
         seconds = _chain_seconds(kept)
         weight = copy_weight(self.costs, self.params)
         for turn in range(self.params.relaxations):

@@ -29,10 +29,10 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     """Prove that a program computes one step of a graph, over and over, within a budget.
 
     That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; each run finds
-    what it reads at the versions that plain execution would have (one that runs again needs nothing that it discards, and
-    leaves garbage there); blocks in use at the same time do not overlap; bytes held never exceed the budget; every conflict between queues is ordered; no home is
-    ever given more than it holds; and at the end of the step every result is at home and every block that wraps
-    holds what the next step starts from.
+    what it reads at the versions that plain execution would have (one that runs again needs nothing that it discards,
+    and leaves garbage there); blocks in use at the same time do not overlap; bytes held never exceed the budget; every
+    conflict between queues is ordered; no home is ever given more than it holds; and at the end of the step every
+    result is at home and every block that wraps holds what the next step starts from.
 
     Args:
         graph: the step.
@@ -41,7 +41,8 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
         budget: bytes of device memory.
         costs: where given, workspaces and homes are checked against them.
 
-    Limits: that an op which runs again gives the same bytes is taken from ``Op.rerunnable``, and that an op overwrites a
+    Limits: that an op which runs again gives the same bytes is taken from ``Op.rerunnable``, and that an op overwrites
+        a
     storage as a whole from ``Op.reads``. The alignment of offsets is not checked.
 
     Raises:

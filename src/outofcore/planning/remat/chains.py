@@ -2,8 +2,8 @@
 
 The state says of each gap: kept, offloaded, or computed again right before the op ``fetch`` and held from there to its
 next use. Everything fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on
-what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap changes
-the chains that looked at its content and no others.
+what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap
+changes the chains that looked at its content and no others.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Choices:
                 self.set(g, kind, fetch)
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """The chain before op ``at`` that makes the contents of these gaps; None if there is none within ``limit`` seconds."""
+        """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
         c = self.contents
         maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
         kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
@@ -212,7 +212,7 @@ class Choices:
         return max(alone, self.contents.before[at] - chain.held + chain.bytes)
 
     def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Change | None:
-        """Change one gap; None, with nothing changed, if it cannot be done or all chains then take more than ``most``."""
+        """Change one gap; None, with nothing changed, if that cannot be or all chains then take more than ``most``."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
         changed = self._changed(g, kind, fetch, most)
         if changed is None:
@@ -353,7 +353,7 @@ class Choices:
                 self.held[f : self.end[g]] += count
 
     def over(self) -> Ints:
-        """Bytes above the limit at each op, of shape (ops,); what an op and its chain need must keep to that of the problem."""
+        """Bytes above the limit at each op, of shape (ops,); an op and its chain alone must keep to the problem's."""
         found = self.held + self.need
         found -= self.limit
         if self.limit > self.problem.limit:

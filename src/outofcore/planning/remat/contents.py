@@ -1,7 +1,7 @@
 """The contents of a step, numbered, for searches that ask many times what making one again takes.
 
-A content is a storage at a version (see ``analysis.recipes``). Each has a number, and what a search needs to know of it is in
-a list at that index.
+A content is a storage at a version (see ``analysis.recipes``). Each has a number, and what a search needs to know of it
+is in a list at that index.
 """
 
 from __future__ import annotations

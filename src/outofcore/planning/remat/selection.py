@@ -1,14 +1,15 @@
 """Which gaps to compute again: a greedy search by single changes, and simulated annealing.
 
-*Greedy*: whatever costs the fewest seconds per overload removed is dropped, until nothing lies above the limit (overload: bytes
-above it, summed over ops). Now and then, and in the end, choices are *settled*: what runs again is held from an earlier run on
-where that saves a run and there is room, and kept altogether where it fits after all. Without that, chains of runs
-grow with the square of their length, or all live at once.
+*Greedy*: whatever costs the fewest seconds per overload removed is dropped, until nothing lies above the limit
+(overload: bytes above it, summed over ops). Now and then, and in the end, choices are *settled*: what runs again is
+held from an earlier run on where that saves a run and there is room, and kept altogether where it fits after all.
+Without that, chains of runs grow with the square of their length, or all live at once.
 
-*Annealing* (Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983): random changes, accepted the more
-readily the earlier. It minimises the seconds that run again, plus for each op a price for every byte above the limit. Prices
-rise while an op stays above the limit and fall slowly otherwise, as the multipliers of a Lagrangian relaxation do, so the
-search passes through states that do not fit and comes back. Numbers are drawn from a fixed seed, and effort is counted in
+*Annealing* (Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983): random changes, accepted the
+more readily the earlier. It minimises the seconds that run again, plus for each op a price for every byte above the
+limit. Prices rise while an op stays above the limit and fall slowly otherwise, as the multipliers of a Lagrangian
+relaxation do, so the search passes through states that do not fit and comes back. Numbers are drawn from a fixed seed,
+and effort is counted in
 changes: the same state gives the same result.
 """
 
@@ -27,11 +28,11 @@ from outofcore.planning.remat.chains import AGAIN, KEPT, Choices
 _SETTLE_EVERY = 10
 # How often all gaps are looked at when choices are settled.
 _ROUNDS = 4
-# Ops of chains that a search may look at: for each gap and for a few more, but no more than the most altogether; of very
-# many gaps, so many for each.
+# Ops of chains that a search may look at: for each gap and for a few more, but no more than the most altogether; of
+# very many gaps, so many for each.
 _OPS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 30
-# A gap whose rate is worse than the next one's by no more than this factor is dropped all the same: rates of similar gaps
-# worsen little by little, and to rate them all again and again takes most of the time.
+# A gap whose rate is worse than the next one's by no more than this factor is dropped all the same: rates of similar
+# gaps worsen little by little, and to rate them all again and again takes most of the time.
 _ABOUT = 1.001
 # Temperatures at the start and at the end, in mean seconds of what may run again.
 _HOT, _COLD = 0.3, 0.001

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from outofcore.planning.bounds import Prices
-from outofcore.planning.moment import Event, Moment, Place, advanced, free_at
-
+from optimum.moment import Event, Moment, Place, advanced, free_at
+from optimum.prices import Prices
 from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
 from outofcore.costs import Costs

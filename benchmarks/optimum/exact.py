@@ -7,7 +7,7 @@ enough bytes are free, wherever they lie. So a placed program can only be slower
 A partial schedule is left where another has made the same choices and is nowhere later, or where it cannot beat
 the best known. How good it may still become is bounded by
 
-- the linear program of ``bounds``: its least step time, and for each gap and choice the reduced cost, by which
+- the linear program of ``prices``: its least step time, and for each gap and choice the reduced cost, by which
   any schedule with that choice is at least longer;
 - compute: what is done, and the ops that are left, what was dropped once more among them;
 - the copies-in that are due: in the order of their uses, which is the best for this, each after those before it,
@@ -22,7 +22,7 @@ The optimum is one over schedules in which
 - what is dropped is computed again right before an op that uses it, or on the way to something else that is;
 - what is made again reads from a block that is being copied out only while that copy lasts;
 - while ops run again no copies-in start but those that they read, except during the last of them;
-- gradients that the step leaves go home as all outputs do (see ``staying``);
+- gradients that the step leaves go home as all outputs do (see ``planning.resident_gradients``);
 - all goes to the first home, and addresses do not matter.
 
 Beyond some 30 ops, or a dozen gaps that compete for room, the search may not end within its limit: then there is still
@@ -36,10 +36,9 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from outofcore.planning.bounds import Prices, prices
-from outofcore.planning.fluid import Fluid, Moment
-from outofcore.planning.reach import decisions_of, spread, starts
-
+from optimum.fluid import Fluid, Moment
+from optimum.prices import Prices, prices
+from optimum.reach import decisions_of, spread, starts
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
-from outofcore.planning.bounds import Prices
-from outofcore.planning.fluid import Fluid
-from outofcore.planning.moment import Event, Moment, Place
 
+from optimum.fluid import Fluid
+from optimum.moment import Event, Moment, Place
+from optimum.prices import Prices
 from outofcore.analysis.gaps import gaps_of
 from outofcore.graph import StorageKind
 from outofcore.plan import Decision, Gap, Residency
