@@ -7,25 +7,28 @@ Each is mended once for a captured step, and never again, so that no step is pla
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from outofcore import planning
 from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError
+from outofcore.errors import BudgetError, ValidationError
 from outofcore.execution.backend import Backend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.runner import Runner
 from outofcore.execution.slots import needed_bytes
 from outofcore.execution.state import StateKeeper
+from outofcore.graph import StepGraph
 from outofcore.planning import Planned
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.kept import OpProfile, keep_profiles
 from outofcore.profiling.links import forget_link
 from outofcore.profiling.refine import is_off, refined
 from outofcore.program import Timeline
+from outofcore.proving import proved
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -41,6 +44,7 @@ class Entry:
     """A captured step, planned."""
 
     captured: Captured
+    budget: int  # bytes of the arena
     costs: Costs
     planned: Planned
     runner: Runner
@@ -83,19 +87,36 @@ class Planner:
         Raises:
             BudgetError: the budget cannot hold it.
         """
-        planned = planning.plan_step(captured.graph, costs, self.budget, self.policy, describe)
-        return self._entry(captured, costs, profiles, planned)
+        return self._entry(captured, costs, profiles, self._proved(captured, costs, self.budget, describe))
 
     def plan_in_core(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...]) -> Entry | None:
-        """The plan in which nothing moves, if the budget holds it."""
+        """The plan in which nothing moves, if the budget holds it and it passes the validator."""
         planned = planning.plan_in_core(captured.graph, costs, self.budget)
-        return None if planned is None else self._entry(captured, costs, profiles, planned)
+        if planned is None:
+            return None
+        try:
+            return self._entry(captured, costs, profiles, proved(captured.graph, costs, self.budget, [planned]))
+        except ValidationError:
+            return None  # reported already
+
+    def _proved(
+        self, captured: Captured, costs: Costs, budget: int, describe: Callable[[int], str] | None = None
+    ) -> Planned:
+        """The best plan that passes the validator; the last resort is that everything leaves.
+
+        Raises:
+            BudgetError: the budget cannot hold the step.
+            ValidationError: no plan passes.
+        """
+        graph = captured.graph
+        plans = planning.plans_of_step(graph, costs, budget, self.policy, describe)
+        return proved(graph, costs, budget, chain(plans, _lazily(graph, costs, budget)))
 
     def _entry(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], planned: Planned) -> Entry:
         requests = [profile.requests for profile in profiles]
         first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
         runner = Runner(captured, planned.program, costs, requests, first, self.keeper)
-        return Entry(captured, costs, planned, runner, profiles)
+        return Entry(captured, self.budget, costs, planned, runner, profiles)
 
     def after(self, entry: Entry, timeline: Timeline, make_room: Callable[[], None]) -> Entry | None:
         """The plan to go on with after a step, where it is another one than before.
@@ -133,8 +154,8 @@ class Planner:
         graph = entry.captured.graph
         costs = refined(entry.costs, entry.planned.program, measured, entry.runner.spilled)
         try:
-            planned = planning.plan_step(graph, costs, self.budget, self.policy)
-        except BudgetError as error:
+            planned = self._proved(entry.captured, costs, entry.budget)
+        except (BudgetError, ValidationError) as error:
             _log.warning("the plan stays as it is, although its prediction was off: %s", error)
             return None
         _log.info(
@@ -171,8 +192,8 @@ class Planner:
             )
         costs = replace(entry.costs, ops=tuple(ops))
         try:
-            planned = planning.plan_step(graph, costs, self.budget, self.policy)
-        except BudgetError as error:
+            planned = self._proved(entry.captured, costs, entry.budget)
+        except (BudgetError, ValidationError) as error:
             _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
             return None
         _log.info(
@@ -187,7 +208,11 @@ class Planner:
 
     def _again(self, entry: Entry, costs: Costs, planned: Planned, profiles: tuple[OpProfile, ...]) -> Entry:
         runner = entry.runner.replanned(planned.program, costs, [profile.requests for profile in profiles])
-        return Entry(entry.captured, costs, planned, runner, profiles, refined=entry.refined, surprised=entry.surprised)
+        return replace(entry, costs=costs, planned=planned, runner=runner, profiles=profiles, runs=0, measured=[])
+
+
+def _lazily(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+    yield from planning.plans_of_step(graph, costs, budget, "offload-all")
 
 
 def _differ(before: Home, after: Home) -> bool:

@@ -202,13 +202,13 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
     step, model, optimizer = make()
     regions: list[weakref.ref[Any]] = []
     alive: list[bool] = []
-    original = planning.plan_step
+    original = planning.plans_of_step
 
-    def plan_step(*args: Any, **kwargs: Any) -> Any:
+    def plans_of_step(*args: Any, **kwargs: Any) -> Any:
         alive.extend(region() is not None for region in regions)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     budget = smallest + MIB
     with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
         monkeypatch.setattr(compiled._backend, "reserve", lambda _: more + MIB)
@@ -221,3 +221,36 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
         assert found == expected
     assert any("planned again" in r.getMessage() for r in caplog.records)
     assert alive == [False]
+
+
+@pytest.mark.parametrize("budget", ["smallest", "all"])
+def test_no_plan_runs_that_the_validator_does_not_pass(
+    budget: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first plan, one in which nothing leaves, and one that is made again."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: True)
+    plans, in_core = planning.plans_of_step, planning.plan_in_core
+    seen: list[planning.Planned] = []
+
+    def broken(planned: planning.Planned) -> planning.Planned:
+        seen.append(planned)
+        return replace(planned, program=replace(planned.program, instructions=planned.program.instructions[1:]))
+
+    def plans_of_step(*args: Any, **kwargs: Any) -> Iterator[planning.Planned]:
+        found = list(plans(*args, **kwargs))
+        yield broken(found[0])
+        yield from found
+
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
+    monkeypatch.setattr(planning, "plan_in_core", lambda *args: broken(found) if (found := in_core(*args)) else None)
+    step, model, optimizer = make()
+    expected = losses(step, [128 * KIB] * 6)
+    step, model, optimizer = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    count = smallest if budget == "smallest" else 64 * MIB
+    with outofcore.compile(step, model, optimizer, budget=count, policy="window") as compiled:
+        assert losses(compiled, [128 * KIB] * 6) == expected
+    assert len(seen) == 2
+    assert len([r for r in caplog.records if "fault of outofcore" in r.getMessage()]) == 2
+    assert len(list(tmp_path.glob("outofcore-fault-*.zip"))) == 2
