@@ -27,6 +27,7 @@ from outofcore.execution.arena import ScopeTable
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
+from outofcore.execution.interrupts import Deferred
 from outofcore.graph import Op
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.kept import KeptProfiles, OpProfile
@@ -89,7 +90,9 @@ def profile_some(
     try:
         with _Bench(captured, backend) as bench:
             for number, members in enumerate(families.values(), 1):
-                profile = bench.profile(members[0], measure_time, kept)
+                # An interrupt between two ops finds nothing half done.
+                with Deferred("the measurement of an op"):
+                    profile = bench.profile(members[0], measure_time, kept)
                 for member in members:
                     found[member] = profile
                 if advance is not None:
@@ -121,6 +124,9 @@ class _Bench:
 
     def _release(self) -> None:
         if self._arena is not None:
+            if self._backend.driver is not None:
+                # An op that was interrupted may have been issued and not have run yet.
+                self._backend.driver.synchronize()
             self._arena.close()
             self._arena = None
 
@@ -241,11 +247,17 @@ class _Bench:
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
-        def call() -> None:
-            table.begin(0)
-            out = func(*run.args, **run.kwargs)
-            del out
-            table.end()
+        def call() -> float:
+            # Whatever happens, the thread does not stay in a scope of a table that is soon gone.
+            try:
+                table.begin(0)
+                start = perf_counter()
+                out = func(*run.args, **run.kwargs)
+                taken = perf_counter() - start
+                del out
+                return taken
+            finally:
+                table.end()
 
         if self._backend.timer is not None:
             with internals.below_autograd():
@@ -253,12 +265,7 @@ class _Bench:
         seconds: list[float] = []
         with internals.below_autograd():
             while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
-                table.begin(0)
-                start = perf_counter()
-                out = func(*run.args, **run.kwargs)
-                seconds.append(perf_counter() - start)
-                del out
-                table.end()
+                seconds.append(call())
         # The first run faults the pages in and fills caches.
         return statistics.median(seconds[1:])
 
