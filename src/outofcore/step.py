@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,19 @@ from outofcore.shown import Shown
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
+
+
+class Outcome(Enum):
+    """What a call that raises has made of the model: the note that the exception gets."""
+
+    # It raised before the step ran.
+    UNCHANGED = "The model and its optimizers are as they were before this step, which can be called again."
+    # It raised while the step ran, and all that had changed was brought back.
+    UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
+    # The step had ended, as where Ctrl-C waits for its end.
+    MADE = "The step has been made: the model and its optimizers are as they are after it; what it returned is lost."
+    # It raised after something that lasts had been updated.
+    TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
 
 class Step(Shown, Lasting):
@@ -93,6 +107,7 @@ class Step(Shown, Lasting):
         self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._torn = ""
+        self._outcome = Outcome.UNCHANGED  # of the call that runs, if it raised now
         self._closed = False
         self._stats: StepStats | None = None
         self._timeline: Timeline | None = None
@@ -116,16 +131,23 @@ class Step(Shown, Lasting):
             TransferError: a copy failed in mid-step, or what was read is not what was written.
 
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
-        long as nothing that lasts had been updated, or else part old and part new; then the step refuses to go on.
-        Ctrl-C and SIGTERM take effect when the step has ended; a second one at once.
+        long as nothing that lasts had been updated; as it is after the step, if that had ended; or else part old and
+        part new, and then the step refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or
+        before it while it is profiled and planned; a second one at once.
         """
         self._check_usable()
         with self._alone():
-            return self._call(args, kwargs)
+            self._outcome = Outcome.UNCHANGED
+            try:
+                return self._call(args, kwargs)
+            except BaseException as error:
+                error.add_note(self._outcome.value)
+                raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = self._signer(args, kwargs)
-        with torch.inference_mode(mode=False):  # what is shown outlives the mode in which the step is called
+        # What is shown outlives the mode in which the step is called.
+        with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
             self._catch_up(signature)
         leaves = tree_flatten((args, kwargs))[0]
         entry = self._entries.get(signature)
@@ -176,20 +198,16 @@ class Step(Shown, Lasting):
 
     def _run(self, entry: Entry, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
         """Run, or leave the model as it was before, or else torn."""
+        self._outcome = Outcome.TORN
         try:
-            return entry.runner.run(self._engine, leaves)
+            found = entry.runner.run(self._engine, leaves)
+            self._outcome = Outcome.MADE
         except BaseException as error:
-            self._torn = f"{type(error).__name__}: {error}"
+            self._torn, self._outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             if self._undone(entry, error):
-                self._torn = ""
-                error.add_note(
-                    "The model and its optimizers are as they were before this step, which can be called again."
-                )
-            else:
-                error.add_note(
-                    "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
-                )
+                self._torn, self._outcome = "", Outcome.UNDONE
             raise
+        return found
 
     def _undone(self, entry: Entry, error: BaseException) -> bool:
         try:
@@ -201,7 +219,8 @@ class Step(Shown, Lasting):
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
+        with Deferred("the capture of the step"):  # which puts stand-ins where the model has its tensors
+            traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.
         self._leave_arena()
