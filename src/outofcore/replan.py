@@ -60,7 +60,6 @@ class Planner:
     """Makes plans for one compiled step.
 
     Attributes:
-        budget: bytes.
         policy: one of ``planning.POLICIES``.
         keeper: the states of all captures of the step.
         homes: where bytes live that are not on the device, nearest first.
@@ -68,7 +67,6 @@ class Planner:
         backend: where the step runs.
     """
 
-    budget: int
     policy: str
     keeper: StateKeeper
     homes: tuple[HomeStore, ...]
@@ -80,22 +78,25 @@ class Planner:
         captured: Captured,
         costs: Costs,
         profiles: tuple[OpProfile, ...],
+        budget: int,
         describe: Callable[[int], str] | None = None,
     ) -> Entry:
-        """The first plan of a captured step.
+        """The first plan of a captured step, within so many bytes of the arena.
 
         Raises:
             BudgetError: the budget cannot hold it.
         """
-        return self._entry(captured, costs, profiles, self._proved(captured, costs, self.budget, describe))
+        return self._entry(captured, costs, profiles, budget, self._proved(captured, costs, budget, describe))
 
-    def plan_in_core(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...]) -> Entry | None:
+    def plan_in_core(
+        self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int
+    ) -> Entry | None:
         """The plan in which nothing moves, if the budget holds it and it passes the validator."""
-        planned = planning.plan_in_core(captured.graph, costs, self.budget)
+        planned = planning.plan_in_core(captured.graph, costs, budget)
         if planned is None:
             return None
         try:
-            return self._entry(captured, costs, profiles, proved(captured.graph, costs, self.budget, [planned]))
+            return self._entry(captured, costs, profiles, budget, proved(captured.graph, costs, budget, [planned]))
         except ValidationError:
             return None  # reported already
 
@@ -112,11 +113,13 @@ class Planner:
         plans = planning.plans_of_step(graph, costs, budget, self.policy, describe)
         return proved(graph, costs, budget, chain(plans, _lazily(graph, costs, budget)))
 
-    def _entry(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], planned: Planned) -> Entry:
+    def _entry(
+        self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, planned: Planned
+    ) -> Entry:
         requests = [profile.requests for profile in profiles]
         first = {i: p.first_requests for i, p in enumerate(profiles) if p.first_requests is not None}
         runner = Runner(captured, planned.program, costs, requests, first, self.keeper)
-        return Entry(captured, self.budget, costs, planned, runner, profiles)
+        return Entry(captured, budget, costs, planned, runner, profiles)
 
     def after(self, entry: Entry, timeline: Timeline, make_room: Callable[[], None]) -> Entry | None:
         """The plan to go on with after a step, where it is another one than before.

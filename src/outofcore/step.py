@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -93,7 +92,7 @@ class Step(Shown, Lasting):
         self._keeper = StateKeeper(home.faces)
         self._cache = cache
         self._backend = backend = backend or CpuBackend()
-        self._planner = Planner(budget, policy, self._keeper, home.stores, cache, backend)
+        self._planner = Planner(policy, self._keeper, home.stores, cache, backend)
         self._engine = backend.engine(home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self._engine.close).atexit = False
@@ -226,12 +225,12 @@ class Step(Shown, Lasting):
         self._leave_arena()
         self._backend.prepare()
         alignment = self._backend.alignment
-        self._planner = replace(self._planner, budget=room_for_arena(traced, self._backend, self.budget))
+        room = room_for_arena(traced, self._backend, self.budget)
         try:
-            entry = self._in_core(fastest(traced).aligned(alignment))
-            entry = entry or self._out_of_core(leanest(traced).aligned(alignment))
+            entry = self._in_core(fastest(traced).aligned(alignment), room)
+            entry = entry or self._out_of_core(leanest(traced).aligned(alignment), room)
         except BudgetError as error:
-            raise in_terms_of_the_budget(error, self.budget, self._planner.budget) from None
+            raise in_terms_of_the_budget(error, self.budget, room) from None
         check_spill(entry, self.home.stores)
         self._tell("plan", 1, 1)
         _log.info(
@@ -245,20 +244,20 @@ class Step(Shown, Lasting):
         )
         return entry
 
-    def _in_core(self, captured: Captured) -> Entry | None:
-        """Planned so that nothing moves, if the budget holds that."""
-        if self.policy == "offload-all" or live_bytes(captured.graph) > self._planner.budget:
+    def _in_core(self, captured: Captured, room: int) -> Entry | None:
+        """Planned so that nothing moves, if the arena has room for that."""
+        if self.policy == "offload-all" or live_bytes(captured.graph) > room:
             return None
-        return self._planner.plan_in_core(*self._measured(captured))
+        return self._planner.plan_in_core(*self._measured(captured, room), room)
 
-    def _out_of_core(self, captured: Captured) -> Entry:
-        return self._planner.plan(*self._measured(captured), describer(captured))
+    def _out_of_core(self, captured: Captured, room: int) -> Entry:
+        return self._planner.plan(*self._measured(captured, room), room, describer(captured))
 
-    def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
+    def _measured(self, captured: Captured, room: int) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
         cache, backend, fixed = self._cache, self._backend, self._algorithms
         profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
         if fixed is not None:
-            captured, profiles = choose_algorithms(captured, profiles, self._planner.budget, fixed, cache, backend)
+            captured, profiles = choose_algorithms(captured, profiles, room, fixed, cache, backend)
         if not self._links:
             self._tell("measure the home", 0, 1)
             self._links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))

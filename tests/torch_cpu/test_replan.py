@@ -254,3 +254,27 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
     assert len(seen) == 2
     assert len([r for r in caplog.records if "fault of outofcore" in r.getMessage()]) == 2
     assert len(list(tmp_path.glob("outofcore-fault-*.zip"))) == 2
+
+
+def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the arena of one input shape may have less room than that of another: outputs lie beside it."""
+    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: True)
+    plans, budgets = planning.plans_of_step, []
+
+    def plans_of_step(graph: Any, costs: Any, budget: int, *args: Any, **kwargs: Any) -> Any:
+        budgets.append(budget)
+        return plans(graph, costs, budget, *args, **kwargs)
+
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
+    step, model, optimizer = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
+        monkeypatch.setattr(compiled._backend, "beside", lambda *_: MIB)
+        compiled(torch.ones(256, 256))
+        monkeypatch.setattr(compiled._backend, "beside", lambda *_: 3 * MIB)
+        compiled(torch.ones(128, 256))
+        first, second = budgets
+        assert first == second + 2 * MIB
+        for _ in range(4):
+            compiled(torch.ones(256, 256))
+        assert budgets == [first, second, first]

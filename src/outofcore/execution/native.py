@@ -1,4 +1,4 @@
-"""Builds and loads the native allocator (``arena.cpp``) on first use, for the CPU or for CUDA.
+"""Builds and loads the native code (``arena.cpp``, ``transfer.cpp``) on first use, for the CPU or for CUDA.
 
 The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which
 PyTorch's own packages bring along), and is kept in the user's cache per torch version. Without it everything still
@@ -30,6 +30,9 @@ COMPILERS = ("c++", "g++", "clang++")
 STANDARDS = ("c++20", "c++17")
 _TIMEOUT_S = 180
 
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp")
+
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
 # Result and arguments. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p with
@@ -40,11 +43,10 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_arena_open": (_POINTER, (_POINTER, _COUNT, _COUNT, _COUNT)),
     "outofcore_arena_drop": (None, (_POINTER,)),
     "outofcore_arena_reserve": (None, (_POINTER, _COUNT)),
-    "outofcore_arena_counters": (None, (_POINTER, _POINTER)),
+    "outofcore_arena_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "outofcore_table_new": (_POINTER, (_POINTER, _COUNT, _POINTER, _POINTER)),
     "outofcore_table_free": (None, (_POINTER,)),
-    "outofcore_table_surprises": (_COUNT, (_POINTER,)),
-    "outofcore_table_surprise": (_COUNT, (_POINTER, _COUNT)),
+    "outofcore_table_surprises": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "outofcore_table_surprise_log": (_POINTER, (_POINTER, _COUNT)),
     "outofcore_table_forget": (None, (_POINTER,)),
     "outofcore_begin": (None, None),
@@ -106,9 +108,9 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
 
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
     """Names the build: torch version, Python, machine and a hash of everything else that goes into it."""
-    hashed = hashlib.sha256(_source().read_bytes())
-    for header in sorted(_source().parent.glob("*.h")):
-        hashed.update(header.read_bytes())
+    hashed = hashlib.sha256()
+    for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h"))):
+        hashed.update(path.read_bytes())
     hashed.update("\0".join((str(_torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     return f"torch-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
@@ -190,7 +192,7 @@ def _cached(folder: Path, flavor: Flavor) -> Path:
 
 def _compile(compiler: str, standard: str, output: Path, flavor: Flavor) -> str | None:
     """Run one compiler; None if it succeeded, else the most telling lines of what it said."""
-    command = [compiler, f"-std={standard}", *_flags(flavor), str(_source()), "-o", str(output)]
+    command = [compiler, f"-std={standard}", *_flags(flavor), *map(str, _SOURCES), "-o", str(output)]
     command += _link_flags(flavor)
     try:
         done = subprocess.run(
@@ -208,16 +210,12 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).resolve().parent
 
 
-def _source() -> Path:
-    return Path(__file__).with_name("arena.cpp")
-
-
 def _flags(flavor: Flavor) -> list[str]:
     headers = cuda_headers() if flavor is Flavor.CUDA else None
     return [
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
         # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
-        *([f"-I{headers}", f"-idirafter{_source().parent / 'cuda' / 'shim'}"] if headers else []),
+        *([f"-I{headers}", f"-idirafter{_FOLDER / 'cuda' / 'shim'}"] if headers else []),
         "-O2",
         "-fPIC",
         "-shared",

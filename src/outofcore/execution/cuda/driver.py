@@ -22,7 +22,6 @@ import functools
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, InputError, StateError, TransferError
-from outofcore.execution.arena import Recorder, install
+from outofcore.execution.arena import Recorder, install, read_counters
 from outofcore.execution.arenas import ArenaCounters
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.host import PinnedHome
@@ -338,9 +337,7 @@ class CudaArena:
         self._opened()
         if self.native.library is None:
             return ArenaCounters()
-        counts = (ctypes.c_int64 * len(fields(ArenaCounters)))()
-        self.native.library.outofcore_arena_counters(self._handle, counts)
-        return ArenaCounters(*counts)
+        return read_counters(self.native.library, self._handle)
 
     def close(self) -> None:
         """See ``Memory.close``."""
