@@ -266,17 +266,19 @@ class Step(Shown, Lasting):
 
     def _activate(self, entry: Entry) -> None:
         self._engine.synchronize()
-        if self._active is not None:
-            self._active.runner.leave()
-            self._active = None
         needed = entry.planned.program.arena_bytes
+        active, self._active = self._active, None
+        if active is not None and self._arena is not None and self._arena.bytes >= needed:
+            active.runner.make_way()
+        elif active is not None:
+            active.runner.leave()
         if self._arena is None or self._arena.bytes < needed:
             self._release_arena()
             # What capturing and planning have used would otherwise stay with the process beside its budget.
             gc.collect()
             trim_heap()
             self._keeper.evacuate()
-            self._arena = self._backend.arena(needed, self._backend.reserve(self.budget))
+            self._arena = self._backend.arena(needed, self._backend.reserve(self.budget), entry.budget)
         entry.runner.enter(self._arena)
         self._active = self._shown = entry
 

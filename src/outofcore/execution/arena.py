@@ -161,6 +161,17 @@ class Arena:
         """
         home.read(slot, self.memory(offset, count))
 
+    def move(self, start: int, to: int, count: int) -> bool:
+        """See ``Memory.move``: overlapping or not.
+
+        Raises: as ``memory``.
+        """
+        region = self.region
+        self._check(start, count)
+        self._check(to, count)
+        ctypes.memmove(region.address + to, region.address + start, count)
+        return True
+
     def discard(self, offset: int, count: int) -> None:
         """Give the physical memory of the whole pages in [offset, offset + count) back; they read as zeros after."""
         region = self.region

@@ -118,7 +118,7 @@ class Runner:
         return Runner(self.captured, self.program, self._costs, self._requests, self._first_requests, self._keeper)
 
     def enter(self, arena: Memory) -> None:
-        """Make this runner's program the one in the arena; no other may be.
+        """Make this runner's program the one in the arena; the last one has made way, or left.
 
         Raises:
             SpillError: a home has no room for what moves. All states are out of the arena.
@@ -185,9 +185,14 @@ class Runner:
     def leave(self) -> None:
         """Take every state out of the arena."""
         if self._placed is not None:
+            arena = self._placed.arena
+            self.make_way()
+            self._keeper.leave(arena)
+
+    def make_way(self) -> None:
+        """Leave the states in the arena to the next program; the arena is no longer this one's."""
+        if self._placed is not None:
             self._placed.layout.give_back(self._keeper.slots)
-            self._placed = replace(self._placed, layout=Layout({}, ()))
-            self._keeper.leave(self._placed.arena)
             self._placed = self._table = None  # either would keep the arena's pages
 
     def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:

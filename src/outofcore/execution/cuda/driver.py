@@ -329,6 +329,13 @@ class CudaArena:
         """See ``Memory.load``: in the order of the current stream; the host waits."""
         self.view(offset, count).copy_(home.face(slot, count))
 
+    def move(self, start: int, to: int, count: int) -> bool:
+        """See ``Memory.move``: in the order of the current stream."""
+        if abs(start - to) < count:
+            return False
+        self.view(to, count).copy_(self.view(start, count))
+        return True
+
     def discard(self, offset: int, count: int) -> None:
         """See ``Memory.discard``: a device's memory is given back as a whole."""
 
