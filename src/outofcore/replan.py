@@ -15,7 +15,7 @@ from outofcore import planning
 from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, ValidationError
+from outofcore.errors import BudgetError, SpillError, ValidationError
 from outofcore.execution.backend import Backend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.runner import Runner
@@ -107,11 +107,31 @@ class Planner:
 
         Raises:
             BudgetError: the budget cannot hold the step.
+            SpillError: it could, if the last home had more room.
             ValidationError: no plan passes.
         """
         graph = captured.graph
         plans = planning.plans_of_step(graph, costs, budget, self.policy, describe)
-        return proved(graph, costs, budget, chain(plans, _lazily(graph, costs, budget)))
+        try:
+            return proved(graph, costs, budget, chain(plans, _lazily(graph, costs, budget)))
+        except BudgetError:
+            self._check_last_home(graph, costs, budget)
+            raise
+
+    def _check_last_home(self, graph: StepGraph, costs: Costs, budget: int) -> None:
+        """Refuse the last home where a plan would be found if that had no limit: the disk may be full.
+
+        Raises:
+            SpillError: the home has to hold so much, and has room for so much.
+        """
+        if not costs.homes or costs.homes[-1].bytes is None:
+            return
+        unlimited = replace(costs, homes=(*costs.homes[:-1], replace(costs.homes[-1], bytes=None)))
+        try:
+            planned = planning.plan_step(graph, unlimited, budget, self.policy)
+        except BudgetError:
+            return
+        check_spill(graph, unlimited, planned, self.homes)
 
     def _entry(
         self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, planned: Planned
@@ -158,7 +178,7 @@ class Planner:
         costs = refined(entry.costs, entry.planned.program, measured, entry.runner.spilled)
         try:
             planned = self._proved(entry.captured, costs, entry.budget)
-        except (BudgetError, ValidationError) as error:
+        except (BudgetError, SpillError, ValidationError) as error:
             _log.warning("the plan stays as it is, although its prediction was off: %s", error)
             return None
         _log.info(
@@ -196,7 +216,7 @@ class Planner:
         costs = replace(entry.costs, ops=tuple(ops))
         try:
             planned = self._proved(entry.captured, costs, entry.budget)
-        except (BudgetError, ValidationError) as error:
+        except (BudgetError, SpillError, ValidationError) as error:
             _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
             return None
         _log.info(
@@ -243,13 +263,13 @@ def describer(captured: Captured) -> Callable[[int], str]:
     return describe
 
 
-def check_spill(entry: Entry, stores: Sequence[HomeStore]) -> None:
+def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequence[HomeStore]) -> None:
     """Refuse a plan that takes more of a home than there is.
 
     Raises:
         SpillError: it does.
     """
-    needed = needed_bytes(entry.captured.graph, entry.costs, entry.planned.program)
+    needed = needed_bytes(graph, costs, planned.program)
     for home, count in zip(stores, needed, strict=True):
         home.check(max(count, home.bytes))
         _log.info("away from the device, at %s: %s at most", home.name, format_bytes(count))

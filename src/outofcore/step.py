@@ -187,7 +187,7 @@ class Step(Shown, Lasting):
         again = self._planner.after(entry, timeline, self._leave_arena)
         if again is not None:
             try:
-                check_spill(again, self.home.stores)
+                check_spill(again.captured.graph, again.costs, again.planned, self.home.stores)
             except SpillError as error:
                 # The plan that ran goes on running.
                 _log.warning("the new plan is not taken: %s", error)
@@ -231,7 +231,7 @@ class Step(Shown, Lasting):
             entry = entry or self._out_of_core(leanest(traced).aligned(alignment), room)
         except BudgetError as error:
             raise in_terms_of_the_budget(error, self.budget, room) from None
-        check_spill(entry, self.home.stores)
+        check_spill(entry.captured.graph, entry.costs, entry.planned, self.home.stores)
         self._tell("plan", 1, 1)
         _log.info(
             "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
