@@ -26,7 +26,7 @@ from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
 from outofcore.planning.remat.chains import KEPT as STAYS
 from outofcore.planning.remat.contents import AT_HOME
 from outofcore.planning.remat.selection import Snapshot
-from outofcore.planning.schedule import Schedule, schedule
+from outofcore.planning.schedule import Schedule, schedule, settled
 
 # How often a gap to change is drawn from those that ops waited for.
 _WAITED = 0.6
@@ -109,15 +109,21 @@ class Remainder:
         return Plan("auto", self.problem.limit, tuple(sorted((*self.again, *decisions), key=lambda d: d.gap)))
 
 
-def eased(choices: Choices, problem: Problem) -> Remainder | None:
+def eased(choices: Choices, problem: Problem, spared: Ints | None = None) -> Remainder | None:
     """The remainder of a step, with less computed again where that takes too much room; None if it always does.
 
-    What a chain reads need not be back by then: the chain can copy it in for itself. What is computed again early can be
-    computed later. And what takes too long a chain can be offloaded after all.
+    What a chain reads need not be back by then: the chain can copy it in for itself. What is computed again early can
+    be computed later. And what takes too long a chain can be offloaded after all.
+
+    Args:
+        choices: what is computed again; changed where that takes too much room.
+        problem: the step under its true limit.
+        spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does.
     """
+    least: Ints | int = 0 if spared is None else np.clip(problem.free, 0, spared)
     for _ in range(_EASINGS):
         remainder = Remainder.of(choices, problem)
-        short = np.flatnonzero(remainder.problem.free < 0)
+        short = np.flatnonzero(remainder.problem.free < least)
         if not len(short):
             return remainder
         changed: set[int] = set()
@@ -176,6 +182,7 @@ class Candidate:
         remainder: what else there is to choose.
         choice: shape (gaps of the remainder,), where each is.
         schedule: of the copies.
+        slack: with which they are scheduled.
         params: of the search.
     """
 
@@ -185,6 +192,7 @@ class Candidate:
     remainder: Remainder
     choice: Ints
     schedule: Schedule
+    slack: float
     params: SearchParams
 
     @property
@@ -215,12 +223,14 @@ class Candidate:
         if remainder is None:
             return None
         problem, found = remainder.problem, list[Candidate]()
+        passes = min(tuning_tries(problem, params), params.passes)
         for shares in solve(problem, {}, params.margins, weight=copy_weight(problem.costs, params), spans=params.spans):
             choice = shares.rounded(problem)
             choice = None if choice is None else _lightened(problem, choice, random.Random(0))
-            laid = None if choice is None else schedule(problem, choice, params.slack)
-            if choice is not None and laid is not None:
-                found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, params))
+            for slack in params.slacks if choice is not None else ():
+                laid = settled(problem, choice, slack, passes)
+                if laid is not None:
+                    found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, slack, params))
         return min(found, key=lambda candidate: candidate.value, default=None)
 
     def tuned(self, tries: int) -> Candidate:
@@ -236,19 +246,33 @@ class Candidate:
         """The candidate with bytes left free at each op, of shape (ops,), as far as possible; None if that cannot be."""
         if not spared.any():
             return self
-        problem = self.remainder.problem
+        start = self._with_less_again(spared)
+        problem = start.remainder.problem
         free: Ints = np.where(problem.free > 0, np.maximum(problem.free - spared, 0), problem.free)
-        remainder = replace(self.remainder, problem=replace(problem, free=free))
-        choice = _lightened(remainder.problem, self.choice, random.Random(0))
+        remainder = replace(start.remainder, problem=replace(problem, free=free))
+        choice = _lightened(remainder.problem, start.choice, random.Random(0))
         if choice is None:
             return None
-        found = schedule(remainder.problem, choice, self.params.slack)
+        tries = int(_RETUNED * tuning_tries(problem, self.params))
+        found = settled(remainder.problem, choice, self.slack, min(tries, self.params.passes))
         if found is None:
             return None
-        tries = int(_RETUNED * tuning_tries(problem, self.params))
-        return _Tuning(replace(self, remainder=remainder, choice=choice, schedule=found), may_recompute=False).run(
-            tries
-        )
+        found = replace(start, remainder=remainder, choice=choice, schedule=found)
+        return _Tuning(found, may_recompute=False).run(tries)
+
+    def _with_less_again(self, spared: Ints) -> Candidate:
+        """The candidate with less computed again where that leaves fewer bytes free than wanted; its schedule is old."""
+        whole = self.kept.problem
+        if not self.again or not bool((self.remainder.problem.free < np.clip(whole.free, 0, spared)).any()):
+            return self
+        choices = Choices(whole, self.kept.contents, like=self.kept)
+        choices.restore(self.again)
+        remainder = eased(choices, whole, spared)
+        if remainder is None:
+            return self
+        full = np.array([info.homes[0] if info.homes else KEPT for info in whole.gaps], dtype=np.int64)
+        full[self.remainder.gaps] = self.choice
+        return replace(self, again=choices.snapshot(), remainder=remainder, choice=full[remainder.gaps])
 
 
 class _Tuning:
@@ -287,7 +311,7 @@ class _Tuning:
         changed = _changed(problem, best.choice, g, self.draw)
         if changed is None:
             return
-        found = schedule(problem, changed, best.params.slack, best.schedule, best.value, self.weight)
+        found = schedule(problem, changed, best.slack, best.schedule, best.value, self.weight)
         if found is not None:
             self.best = replace(best, choice=changed, schedule=found)
             if self.may_recompute:
@@ -315,7 +339,7 @@ class _Tuning:
         changed = _lightened(remainder.problem, full[remainder.gaps], draw) if remainder.problem.is_feasible else None
         found = None
         if changed is not None:
-            found = schedule(remainder.problem, changed, best.params.slack, best.schedule, best.value, self.weight)
+            found = schedule(remainder.problem, changed, best.slack, best.schedule, best.value, self.weight)
         if changed is None or found is None:
             choices.undo(change)
             return
@@ -338,7 +362,7 @@ def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Int
     changed, homes = choice.copy(), problem.gaps[g].homes
     if changed[g] != KEPT and len(homes) > 1 and draw.random() < _ELSEWHERE:
         changed[g] = draw.choice([home for home in homes if home != changed[g]])
-        return problem.within_homes(changed)
+        return problem.within_homes(changed, but=g)
     if changed[g] != KEPT:
         changed[g] = KEPT
         return _lightened(problem, changed, draw, g)

@@ -24,13 +24,16 @@ class SearchParams:
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
-        slack: how much earlier than just in time copies in may start, in multiples of their own seconds.
+        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is tried.
+        passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         copy_weight: seconds of a step that a second of copying counts for where the home's ``compute_slowdown`` is
             smaller: of plans that are equally quick, the one that moves less wins.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
         tuning_ops: ops that the schedules of one tuning may run through.
         tunings: schedules of one tuning at most.
         recompute_changes: share of the changes of a tuning that are about what is computed again.
+        rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
+            not fit.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
@@ -46,12 +49,14 @@ class SearchParams:
     zooms: int = 2
     long_ops: int = 3000
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
-    slack: float = 1.5
+    slacks: tuple[float, ...] = (1.5, 30.0)
+    passes: int = 8
     copy_weight: float = 0.002
     tuned: int = 4
     tuning_ops: int = 60_000
     tunings: int = 600
     recompute_changes: float = 0.5
+    rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
     polish_tries: int = 800
