@@ -75,6 +75,7 @@ __all__ = [
     "precision_of",
     "real_tensors",
     "register_optimizer_step_pre_hook",
+    "result_leaves",
     "sdp_backends_enabled",
     "set_activation_memory_budget",
     "shares_storage",
@@ -163,13 +164,16 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def tensor_leaves(result: Any) -> list[torch.Tensor]:
-    """The tensors in what an op returned, nested lists and tuples flattened in order."""
-    if isinstance(result, torch.Tensor):
-        return [result]
+def result_leaves(result: Any) -> list[Any]:
+    """What an op returned, nested lists and tuples flattened in order; None where it left a tensor undefined."""
     if isinstance(result, list | tuple):
-        return [leaf for item in result for leaf in tensor_leaves(item)]
-    return []
+        return [leaf for item in result for leaf in result_leaves(item)]
+    return [result]
+
+
+def tensor_leaves(result: Any) -> list[torch.Tensor]:
+    """The tensors among ``result_leaves``."""
+    return [leaf for leaf in result_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,8 +89,13 @@ def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # What is on the CPU goes to a device by and by, as the plan has it: it need not fit there.
+            which = f"model {number}: " if len(models) > 1 else ""
+            if tensor.device.type == "meta":
+                raise InputError(
+                    f"{which}{name} is on the device meta and has no memory yet: outofcore.materialize(model) gives it "
+                    "some; only outofcore.estimate takes such models"
+                )
             if tensor.device != wanted and tensor.device.type != "cpu":
-                which = f"model {number}: " if len(models) > 1 else ""
                 raise InputError(
                     f"{which}{name} is on {tensor.device} and the step is to run on {wanted}; "
                     f"move the model there first: model.to({str(wanted)!r})"

@@ -96,7 +96,7 @@ class Step(Shown, Lasting):
         self._engine = backend.engine(home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self._engine.close).atexit = False
-        self._signer = Signer(step, self._models, self._optimizers)
+        self._signer = Signer(step, self._models, self._optimizers, backend.device)
         self._entries: dict[Signature, Entry] = {}
         self._active: Entry | None = None  # whose states are in the arena
         self._shown: Entry | None = None  # of the last call

@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SPEAKING = (
     *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/planner.py"),
     *("capture", "report", "checkpoint", "birth", "lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    "profiling/ops.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "opening", "windows")),
     "execution/cuda",

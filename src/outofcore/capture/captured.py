@@ -48,8 +48,9 @@ class Call:
     Attributes:
         func: called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``. Every other
             argument is a constant; refs may stand inside lists and tuples.
-        results: for each tensor among the leaves of what ``func`` returns, in order, the index of its
-            value if this op creates its storage, else None (it aliases an argument).
+        results: for each leaf of what ``func`` returns, nested lists and tuples flattened in order, the index of
+            its value if it is a tensor whose storage this op creates, else None (it aliases an argument, is left
+            undefined, or is no tensor).
         rehearse: called in place of ``func``, with the same arguments, when the op is only measured
             on scratch tensors. None: ``func`` itself has no effect beyond its arguments.
         rehearse_first: likewise, if its first run asks for other memory than later ones; else None.

@@ -23,7 +23,7 @@ from outofcore._torch_internals import (
 )
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
-from outofcore.errors import CaptureError
+from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
@@ -215,6 +215,31 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     except ValueError:  # a class registered without names for its children
         return [str(index) for index in range(len(tree_flatten((args, kwargs))[0]))]
     return [f"{getattr(path[1], 'idx', getattr(path[1], 'key', ''))}{keystr(path[2:])}" for path in paths]
+
+
+def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse an argument whose bytes a step on a device cannot take.
+
+    Raises:
+        CaptureError: it is not a plain dense tensor.
+        InputError: it has no memory, or is on a device from which it does not come by itself.
+    """
+    _check_kind(f"argument {name}", tensor)
+    if tensor.device.type == "meta":
+        raise InputError(
+            f"argument {name} is on the device meta, where tensors have no contents: make it on {device}; only "
+            "outofcore.estimate takes such tensors"
+        )
+    if tensor.device.type != "cpu" and tensor.device != device:
+        raise InputError(
+            f"argument {name} is on {tensor.device} and the step is to run on {device}; move it there first: "
+            f".to({str(device)!r})"
+        )
+    if tensor.numel() and not tensor.data_ptr():
+        raise InputError(
+            f"the memory of argument {name} has been given back: its storage was resized to nothing; pass a tensor "
+            "that has its contents"
+        )
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
-from outofcore.capture.mirror import is_plain_leaf, leaf_names
+from outofcore.capture.captured import CPU
+from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.variables import Variable, owner_of, variables_of
 
@@ -58,7 +59,10 @@ class Signer:
         step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device = CPU,
     ) -> None:
+        """``device`` is where the step runs."""
+        self._device = device
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._variables = variables_of(step)
@@ -104,10 +108,18 @@ class Signer:
         return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call of the step with these arguments, now."""
+        """The signature of a call of the step with these arguments, now.
+
+        Raises:
+            CaptureError: a tensor among the arguments is not a plain dense one.
+            InputError: one has no memory, or is on another device.
+        """
         if any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
         leaves, spec = tree_flatten((args, kwargs))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not self._is_plain(leaf):
+                check_argument(leaf_names(args, kwargs)[index], leaf, self._device)
         parameters = self._parameters
         return Signature(
             tuple([self._leaf(leaf) for leaf in leaves]),
@@ -126,6 +138,13 @@ class Signer:
         return len(groups) != len(self._groups) or any(
             one is not other for one, other in zip(groups, self._groups, strict=True)
         )
+
+    def _is_plain(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf can surely be an argument; what remains is looked at more closely."""
+        if id(leaf) in self._state_numbers:
+            return True
+        plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+        return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -17,7 +17,7 @@ from outofcore.capture.captured import CPU, Captured
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.randomness import recorded_generators
 from outofcore.capture.recorder import Recorder
@@ -41,7 +41,7 @@ def capture_step(
 
     The step runs once, on tensors without contents, so it needs no memory and computes nothing.
     The user's models, optimizers, gradients, arguments and random generators are left as they are,
-    whether the capture succeeds or not.
+    whether the capture succeeds or not. Captures in several threads take turns.
 
     Args:
         step: the user's own function. It may use the models, the optimizers and plain Python values from
@@ -57,6 +57,18 @@ def capture_step(
             graph cannot say. The message names the user's line where there is one.
         Exception: what the user's own code raises, unchanged.
     """
+    with TURN:
+        return _captured(step, models, optimizers, args, kwargs, device)
+
+
+def _captured(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None,
+) -> Captured:
     guard = Guard(step, models, optimizers)
     if device is None:
         device = _device_of(models, optimizers, args, kwargs)

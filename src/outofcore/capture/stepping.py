@@ -26,7 +26,7 @@ from outofcore.capture.optimizers import (
     is_torchs_own,
     updates_each_alone,
 )
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import refusal
 from outofcore.capture.schema import value_text
@@ -76,9 +76,11 @@ class StepRecorder:
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given."""
-        ours = {id(optimizer) for optimizer in self._optimizers}
+        ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
+            if not here():
+                return
             name = type(optimizer).__name__
             if id(optimizer) in ours:
                 raise refusal(

@@ -66,6 +66,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
         "arena": load_native().library is not None,
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
+        "results": "by leaf",  # how the requests of results are numbered
     }
     return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
 
