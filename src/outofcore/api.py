@@ -30,7 +30,7 @@ from outofcore.profiling.cache import open_cache
 from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import following
-from outofcore.step import Step
+from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
 
 
@@ -103,7 +103,7 @@ def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
 
 
 def compile(
-    step: Callable[..., Any],
+    step: Callable[P, R],
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
@@ -115,7 +115,7 @@ def compile(
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
     algorithms: str = "eager",
-) -> Step:
+) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
     Args:
@@ -151,6 +151,23 @@ def compile(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+
+    Example:
+        >>> import torch
+        >>> import outofcore
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def train(x, y):
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+        >>> step = outofcore.compile(train, model, optimizer, budget="64MiB")
+        >>> losses = [step(torch.ones(8, 64), torch.zeros(8, 64)).item() for _ in range(3)]
+        >>> losses[2] < losses[0]
+        True
+        >>> step.close()
     """
     if not callable(step):
         raise InputError(f"step must be a function, not {type(step).__name__}")
