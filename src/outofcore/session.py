@@ -28,14 +28,14 @@ from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.algorithms import Algorithm
+from outofcore.execution.aliases import State
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import trim_heap
+from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.opened import OpenHome
 from outofcore.execution.runner import Runner
-from outofcore.execution.state import StateKeeper
-from outofcore.execution.windows import State
 from outofcore.planned_step import (
     Cause,
     PlannedStep,

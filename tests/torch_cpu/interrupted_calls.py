@@ -95,6 +95,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
                 _outlast(killer)
             seconds.append(time.perf_counter() - begin)
             if error is None:
+                ours._session.keeper.check()
                 made += 1
                 continue
             made = judge(found, error, model, optimizer, expected, made)

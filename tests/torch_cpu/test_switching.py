@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sides import alike, batch, compiled, everything, plain
 
 from outofcore.execution.arena import Arena
-from outofcore.execution.state import move_order
+from outofcore.execution.model_state import move_order
 
 
 @pytest.fixture
@@ -56,6 +56,8 @@ def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
             side.train(batch(number, rows))
             torch.manual_seed(number)
             side.gather(batch(number, rows))
+        for step in ours.steps:
+            step._session.keeper.check()
         assert alike(everything(ours), everything(theirs))
     for step in ours.steps:
         step.close()

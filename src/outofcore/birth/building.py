@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from outofcore._torch_internals import storage_key
 from outofcore.birth.nursery import Nursery, can_move, is_alone, move_home
 from outofcore.errors import InputError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opened import OpenHome
 

@@ -15,7 +15,7 @@ from outofcore.analysis import is_large
 from outofcore.birth.nursery import Nursery
 from outofcore.checkpoint.weights import Weights
 from outofcore.errors import InputError, StateError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opened import OpenHome
 

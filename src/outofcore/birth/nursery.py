@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
 from outofcore.analysis import is_large
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.units import MIB
 
 # How many bytes of faces may be in memory before their pages are let go.

@@ -10,7 +10,7 @@ import torch
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.checkpoint.format import Entry
 from outofcore.checkpoint.stream import InFile, OutFile
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.store import HomeStore
 
 

@@ -21,7 +21,7 @@ from outofcore.checkpoint.format import Entry, TensorFile, read_header
 from outofcore.checkpoint.generators import generator_tensors, restore_generators, restore_plain_generators
 from outofcore.checkpoint.stream import InFile, new_buffer
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import Node
 from outofcore.units import format_bytes
 

@@ -25,7 +25,7 @@ from outofcore.checkpoint.format import header_for
 from outofcore.checkpoint.generators import generator_tensors, plain_generators
 from outofcore.checkpoint.stream import OutFile, new_buffer
 from outofcore.errors import InputError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")

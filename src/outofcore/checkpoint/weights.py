@@ -12,7 +12,7 @@ from outofcore.checkpoint.copying import fill
 from outofcore.checkpoint.format import Entry, TensorFile, read_header
 from outofcore.checkpoint.stream import InFile, new_buffer
 from outofcore.errors import InputError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import Node, load_json
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, ScopeTable, as_arena_error
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import COMPUTE, Bound, BoundCopy, Draws
-from outofcore.execution.engines import GeneratorStates, Port
+from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
@@ -332,12 +332,7 @@ class CpuEngine:
                 if run.draws is Draws.AGAIN:
                     generators.after()
             if run.results:
-                leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
-                for leaf, address, target in run.results:
-                    result = leaves[leaf]
-                    if result.data_ptr() != address or result.stride() != target.stride():
-                        target.copy_(result.clone() if result.data_ptr() == address else result)
-                leaves = None
+                place_results(run, (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out))
             out = None
             ends[run.index] = perf_counter()
             if run.awaited:

@@ -15,18 +15,16 @@ from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
 from outofcore.costs import Costs
 from outofcore.errors import StateError
+from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
-from outofcore.execution.gradients import assign_gradient, references_to
-from outofcore.execution.owned import Owned
+from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out
-from outofcore.execution.state import StateKeeper
 from outofcore.execution.surprises import requests_seen
 from outofcore.execution.undo import Undo
-from outofcore.execution.windows import Place, State
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
@@ -311,7 +309,7 @@ class Runner:
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""
-        for binding, owner, _ in self._owned.replaced(self._keeper):
+        for binding, owner, _ in self._owned.replaced(self._keeper.tensor):
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
@@ -329,7 +327,7 @@ class Runner:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
             state.lay(binding.key, self.captured.values[binding.value])
         cleared = False
-        for binding, _, live in self._owned.replaced(self._keeper):
+        for binding, _, live in self._owned.replaced(self._keeper.tensor):
             if live is None:
                 cleared = True
             else:

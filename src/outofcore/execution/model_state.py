@@ -1,4 +1,6 @@
-"""The tensors that persist across steps, and where the user sees them.
+"""The tensors that persist across steps: where the bytes are between steps, and how they get there.
+
+``Place`` names where they can be, ``TRANSITIONS`` how they get from one place to another (both in ``aliases``).
 
 Between two steps each of them has a *face*: the bytes that the user's own tensor object points to.
 It is always up to date, because it is wherever the bytes are when a step ends: in the arena, at the
@@ -12,6 +14,7 @@ import contextlib
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -19,9 +22,8 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
+from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arenas import Memory
-from outofcore.execution.faces import Faces
-from outofcore.execution.windows import Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
 
@@ -73,12 +75,13 @@ class StateKeeper:
         if state.slot is not None and state.place is Place.HOME:
             return
         face = self._faces.find(state.windows[0].tensor)
-        state.place = Place.OWN
+        state.become(Place.OWN)
         if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
             return
         if state.lies_together():
             face.owned = True
-            state.home, state.slot, state.place = face.home, face.offset, Place.HOME
+            state.home, state.slot = face.home, face.offset
+            state.become(Place.HOME)
             state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
 
     def hand_over(self) -> None:
@@ -93,7 +96,8 @@ class StateKeeper:
                     self._to_home(state, last)
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
-                state.slot, state.place = None, Place.OWN
+                state.slot = None
+                state.become(Place.OWN)
                 state.look_at(None)
             else:
                 self._vacate(state)
@@ -285,6 +289,34 @@ class StateKeeper:
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""
         return displaced(self._states.values())
+
+    def check(self) -> None:
+        """What must hold between two steps, whatever has happened; for tests, which call it after every step.
+
+        Raises:
+            StateError: it does not; names the state.
+        """
+        spans: dict[object, list[tuple[int, int, str]]] = {}
+        for state in self._states.values():
+            shown, count = state.shown, placed_bytes(state.bytes)
+            if state.place in (Place.HOME, Place.ARENA) and shown is None:
+                raise StateError(f"{state.key} is at {state.place.value}, and nothing shows it: please report it")
+            if state.place in (Place.OWN, Place.UNBORN) and shown is not None:
+                raise StateError(f"{state.key} is {state.place.value}, and something is shown for it: please report it")
+            if state.place in (Place.OWN, Place.ARENA) and state.slot is not None:
+                raise StateError(f"{state.key} is {state.place.value}, and has a slot: please report it")
+            if state.place is Place.HOME and state.slot is None:
+                raise StateError(f"{state.key} is at home, and has no slot: please report it")
+            if state.slot is not None:
+                spans.setdefault(state.home, []).append((state.slot, state.slot + count, state.key))
+            if state.place is Place.ARENA and self._arena is not None and state.bytes:
+                at = state.address - self._arena.address
+                spans.setdefault("the arena", []).append((at, at + state.bytes, state.key))
+        for where, found in spans.items():
+            found.sort()
+            for (_, end, one), (start, _, other) in pairwise(found):
+                if start < end:
+                    raise StateError(f"{one} and {other} overlap in {where}: please report it")
 
     def _face(self, state: State) -> torch.Tensor:
         slot = self.slot(state)
