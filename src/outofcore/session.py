@@ -265,7 +265,8 @@ class Session:
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        with Deferred("the capture of the step"):  # which puts stand-ins where the model has its tensors
+        # It puts stand-ins where the model has its tensors.
+        with Deferred("the capture of the step", stops=3):
             traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self.backend.device)
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.

@@ -54,6 +54,11 @@ def test_signals_wait_for_the_end_of_what_must_not_be_torn() -> None:
         done.append("never")
     assert done == ["to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), Deferred("the test", stops=3):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("to the end")
+    assert done == ["to the end"] * 2
     told: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
