@@ -312,6 +312,7 @@ class CpuEngine:
         done = progress.done
         enter = table.begin
         generators = GeneratorStates((torch.default_generator,))
+        elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
         for scope, run in enumerate(bound.runs):
             if run.waits and inline is not None:
                 inline.wait(run.waits, starts, ends)
@@ -324,6 +325,7 @@ class CpuEngine:
             if run.draws is not Draws.FREELY:
                 generators.before(run)
             enter(scope)
+            elsewhere.clear()
             try:
                 out = run.func(*run.args, **run.kwargs)
             except RuntimeError as error:
@@ -332,7 +334,9 @@ class CpuEngine:
                 if run.draws is Draws.AGAIN:
                     generators.after()
             if run.results:
-                place_results(run, (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out))
+                leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
+                elsewhere = place_results(run, leaves)
+                leaves = None
             out = None
             ends[run.index] = perf_counter()
             if run.awaited:
