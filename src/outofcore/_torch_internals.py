@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -87,6 +87,7 @@ __all__ = [
     "tree_unflatten",
     "without_compiled_code",
     "without_hooks",
+    "without_modes",
 ]
 
 # Where Python code enters the autograd engine: (module, attribute), all bound to one function.
@@ -203,6 +204,13 @@ def without_compiled_code() -> Iterator[None]:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run ops on tensors as they are, past all modes of this thread."""
+    with DisableTorchFunction(), _disable_current_modes():
         yield
 
 

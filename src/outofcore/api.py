@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
-from outofcore.birth import build, materialize, realise
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.step import capture_step
+from outofcore.capture.whole import leanest
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
@@ -26,12 +27,30 @@ from outofcore.execution.opened import OpenHome
 from outofcore.execution.opening import open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
+from outofcore.materialization import allocate, build, materialize
+from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
+from outofcore.settled import known_families, settled_step
 from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
+
+
+def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """The models and optimizers of a step as lists.
+
+    Raises:
+        InputError: one of the three is something else.
+    """
+    if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
+        what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
+        raise InputError(
+            f"the first argument must be the training function, and is {what}: write the step as a function, such as "
+            "def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad(); "
+            "return loss - and give outofcore.compile(step, model, optimizer, budget=...)"
+        )
+    return _as_list(model, nn.Module, "model"), _as_list(optimizer, Optimizer, "optimizer")
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -111,7 +130,7 @@ def compile(
     device: str | torch.device | None = None,
     home: str | os.PathLike[str] | OpenHome | None = None,
     host_budget: int | str | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
     algorithms: str = "eager",
@@ -135,7 +154,8 @@ def compile(
             none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
             default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
             are the buffers between the device and that.
-        policy: how to plan; one of ``outofcore.planning.POLICIES``.
+        policy: how to plan: a name of ``outofcore.policies.POLICIES``, text such as "window(reach=2)", or an object
+            of ``outofcore.policies``, where one's own are described as well.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
         check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
@@ -169,13 +189,11 @@ def compile(
         True
         >>> step.close()
     """
-    if not callable(step):
-        raise InputError(f"step must be a function, not {type(step).__name__}")
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)
-    if policy not in planning.POLICIES:
-        raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    chosen = policy_of(policy)
+    if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
+        algorithms = chosen.algorithms
     if algorithms not in ("eager", "fastest"):
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     backend = open_backend(device)
@@ -183,13 +201,13 @@ def compile(
     kept = open_cache(cache)
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
-        return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
+        return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
     if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
         raise InputError(
             "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
         )
     opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
-    return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
+    return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
 
 
 def minimum_budget(
@@ -202,7 +220,7 @@ def minimum_budget(
     device: str | torch.device | None = None,
     cache: bool | str | os.PathLike[str] = True,
 ) -> int:
-    """The smallest budget in bytes with which ``compile`` can run the step on these inputs.
+    """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
 
     Each family of ops is run once on scratch tensors to learn its workspace; nothing of the user's is changed.
 
@@ -219,15 +237,19 @@ def minimum_budget(
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
-    captured = capture_whole(step, models, optimizers, inputs, kwargs or {}, backend.device).aligned(backend.alignment)
+    capture = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    traced = capture()
+    captured = leanest(traced).aligned(backend.alignment)
     backend.prepare()
     profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
     smallest = planning.smallest_budget(captured.graph, _costs(profiles))
+    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles))
+    if settled is not None:
+        smallest = max(smallest, planning.smallest_budget(settled[0].graph, settled[1]))
     return smallest + beside_the_arena(captured, backend, smallest)
 
 
@@ -242,7 +264,7 @@ def estimate(
     gpu: str | None = None,
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
 ) -> Estimate:
     """Whether a step fits, and how long it would take over budgets, without training it.
@@ -267,10 +289,8 @@ def estimate(
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
-    if policy not in planning.POLICIES:
-        raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    models, optimizers = _checked(step, model, optimizer)
+    chosen = policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
     device = None if gpu is None else presets.device(gpu)
     kept = open_cache(cache)
@@ -281,7 +301,7 @@ def estimate(
                 step, models, optimizers, tuple(inputs), kwargs or {}, where=where, cache=kept, tell=tell
             )
             machine = "" if device is None else device.describe()
-            return estimated(graph, costs, budgets=wanted, policy=policy, machine=machine, tell=tell)
+            return estimated(graph, costs, budgets=wanted, policy=chosen, machine=machine, tell=tell)
     finally:
         if not isinstance(where, presets.Device):
             for store in where:
@@ -347,7 +367,7 @@ def load(
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
     for one in models:
-        realise(one, faces)
+        allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
     return checkpoint.extra
 

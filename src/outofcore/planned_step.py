@@ -14,15 +14,15 @@ from enum import Enum
 from itertools import chain
 
 from outofcore import planning
-from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, SpillError, ValidationError
 from outofcore.execution.slots import needed_bytes
 from outofcore.execution.store import HomeStore
 from outofcore.graph import StepGraph
-from outofcore.planning import Planned
-from outofcore.profiling.kept import OpProfile
+from outofcore.planning import Planned, Policy
+from outofcore.planning.placement.requests import Requests
+from outofcore.profiling.ops import OpProfile
 from outofcore.profiling.refine import is_off, refined
 from outofcore.program import CopyIn, CopyOut, Timeline
 from outofcore.proving import proved
@@ -104,7 +104,7 @@ def plan(
     costs: Costs,
     profiles: tuple[OpProfile, ...],
     budget: int,
-    policy: str,
+    policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep:
     """The step with the best plan that passes the validator.
@@ -114,7 +114,7 @@ def plan(
         costs: of its ops and homes.
         profiles: of its ops.
         budget: bytes of the arena.
-        policy: one of ``planning.POLICIES``; the last resort is that everything leaves.
+        policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
 
     Raises:
@@ -134,7 +134,7 @@ def plan(
 
 
 def with_times(
-    step: PlannedStep, measured: Sequence[Timeline], policy: str, stores: Sequence[HomeStore]
+    step: PlannedStep, measured: Sequence[Timeline], policy: Policy, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
     """The step planned with the times that ops and copies took in steps; None where there is no such plan."""
     costs = refined(step.costs, step.planned.program, measured, step.spilled)
@@ -155,7 +155,7 @@ def with_times(
 
 
 def with_requests(
-    step: PlannedStep, surprises: Mapping[int, Requests], policy: str, stores: Sequence[HomeStore]
+    step: PlannedStep, surprises: Mapping[int, Requests], policy: Policy, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
     """The step planned with the requests that ops turned out to make; None where there is no such plan."""
     profiles, ops = list(step.profiles), list(step.costs.ops)
@@ -240,7 +240,7 @@ def _everything_leaves(graph: StepGraph, costs: Costs, budget: int) -> Iterator[
     yield from planning.plans_of_step(graph, costs, budget, "offload-all")
 
 
-def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: str, stores: Sequence[HomeStore]) -> None:
+def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: Policy, stores: Sequence[HomeStore]) -> None:
     """Refuse the last home where a plan would be found if that had no limit: the disk may be full.
 
     Raises:

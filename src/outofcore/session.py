@@ -27,7 +27,6 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, TransferError
-from outofcore.execution.algorithms import Algorithm
 from outofcore.execution.aliases import State
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
@@ -45,14 +44,15 @@ from outofcore.planned_step import (
     with_requests,
     with_times,
 )
-from outofcore.profiling.algorithms import choose_algorithms
+from outofcore.planning import Policy
+from outofcore.policies import OffloadAll, ProfileGuided
+from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.device_links import links_to
-from outofcore.profiling.kept import OpProfile, keep_profiles
-from outofcore.profiling.links import forget_link
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.links import forget_link, links_to
+from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
+from outofcore.settled import added_bytes, known_families, settled_step, shortfall
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -102,7 +102,7 @@ class Session:
         optimizers: likewise.
         budget: device bytes.
         home: where bytes live that are not on the device.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan.
         cache: where measurements are kept, if anywhere.
         backend: where the step runs.
         algorithms: "eager" or "fastest".
@@ -125,7 +125,7 @@ class Session:
         optimizers: Sequence[Optimizer],
         budget: int,
         home: OpenHome,
-        policy: str,
+        policy: Policy,
         cache: Cache | None,
         backend: Backend,
         algorithms: str,
@@ -188,15 +188,25 @@ class Session:
             self._count_kinds(time.perf_counter() - begin)
         elif known is not self._active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-        with torch.inference_mode(mode=False):
-            if known is not self._active:
-                with Deferred("the move of the model to its place"):
-                    self._activate(known)
-            self._signature = signature
-            self.began_ns = time.time_ns()
-            with Deferred("the step that runs"):
-                result = self._run(known, leaves)
-            self._judge(known)
+        try:
+            with torch.inference_mode(mode=False):
+                return self._go(known, signature, leaves)
+        except BaseException:
+            lazy = known.step.captured.lazy
+            if lazy is not None and self.outcome is not Outcome.MADE:
+                self.forget_plans()
+                lazy.undo()
+            raise
+
+    def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
+        if known is not self._active:
+            with Deferred("the move of the model to its place"):
+                self._activate(known)
+        self._signature = signature
+        self.began_ns = time.time_ns()
+        with Deferred("the step that runs"):
+            result = self._run(known, leaves)
+        self._judge(known)
         return result
 
     # Between steps
@@ -266,24 +276,42 @@ class Session:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
         # It puts stand-ins where the model has its tensors.
+        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self.backend.device)
         with Deferred("the capture of the step", stops=3):
-            traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self.backend.device)
+            traced = capture()
+            if traced.lazy is not None:
+                traced.lazy.apply()
+        try:
+            return self._planned(traced, capture)
+        except BaseException:
+            if traced.lazy is not None:
+                self.keeper.forget_all()
+                traced.lazy.undo()
+            raise
+
+    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.
         self._leave_arena()
         self.backend.prepare()
         alignment, stores = self.backend.alignment, self.home.stores
         room = room_for_arena(traced, self.backend, self.budget)
+        settled = partial(settled_step, traced, capture, self._cache, self.backend)
         try:
             found = None
             captured = fastest(traced).aligned(alignment)
-            if self.policy != "offload-all" and live_bytes(captured.graph) <= room:
+            if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
                 found = plan_in_core(*self._measured(captured, room), room, stores)
             if found is None:
                 captured = leanest(traced).aligned(alignment)
                 found = plan(*self._measured(captured, room), room, self.policy, stores)
         except BudgetError as error:
-            raise in_terms_of_the_budget(error, self.budget, room) from None
+            refused = shortfall(settled(), room, error) or error
+            raise in_terms_of_the_budget(refused, self.budget, room) from None
+        if found.planned.program.arena_bytes + added_bytes(traced) > room:
+            refused = shortfall(settled(known_families(found.captured, found.profiles)), room)
+            if refused is not None:
+                raise in_terms_of_the_budget(refused, self.budget, room)
         self._tell("plan", 1, 1)
         _log.info(
             "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",

@@ -24,7 +24,7 @@ from outofcore.execution.opened import OpenHome
 from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
 from outofcore.planned_step import PlannedStep
-from outofcore.planning import Planned
+from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
@@ -70,7 +70,7 @@ class Step(Generic[P, R]):
         optimizers: Sequence[Optimizer],
         budget: int,
         home: OpenHome,
-        policy: str,
+        policy: Policy,
         cache: Cache | None = None,
         backend: Backend | None = None,
         algorithms: str = "eager",
@@ -100,7 +100,8 @@ class Step(Generic[P, R]):
         elif session.timeline is not None:
             state = f", last step {format_seconds(session.timeline.step_seconds)}"
         plans = f"{session.kinds} {'plan' if session.kinds == 1 else 'plans'}"
-        return f"<outofcore step {self.__name__!r} within {format_bytes(self.budget)}: {plans} by {self.policy}{state}>"
+        budget = format_bytes(self.budget)
+        return f"<outofcore step {self.__name__!r} within {budget}: {plans} by {self.policy.name}{state}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one training step and return what the user's step returns, in memory of its own.

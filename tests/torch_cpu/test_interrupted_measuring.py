@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("interrupted.py")
 native = pytest.mark.skipif(load_native().library is None, reason="there is no native allocator")
 
 
-@pytest.mark.parametrize("phase", ["ops"])
+@pytest.mark.parametrize("phase", ["ops", "link"])
 def test_a_process_that_is_interrupted_at_any_moment_trains_on(phase: str) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "1", phase], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

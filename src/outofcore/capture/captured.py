@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
+from outofcore.capture.lazy import LazyInitialisation
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.units import round_up
 
@@ -137,6 +138,7 @@ class Captured:
         device: where the step runs.
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
+        lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
     """
 
     graph: StepGraph
@@ -152,6 +154,7 @@ class Captured:
     device: torch.device = CPU
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
+    lazy: LazyInitialisation | None = None
 
     def own_bytes(self, storage: int) -> int:
         """The bytes of a storage outside of the arena."""

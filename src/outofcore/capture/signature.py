@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
 from outofcore.capture.captured import CPU
@@ -68,7 +70,7 @@ class Signer:
         self._variables = variables_of(step)
         owner = owner_of(step)
         self._owner: dict[str, Any] = {} if owner is None else owner.__dict__
-        self._structures: dict[tuple[int, ...], int] = {}
+        self._structures: dict[tuple[Any, ...], int] = {}
         self._held: list[Any] = []
         self._names: list[str] = []
         self._walk()
@@ -97,11 +99,13 @@ class Signer:
         tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
         self._filled: list[dict[str, Any]] = [table for table in tables if table]
         self._empty: list[dict[str, Any]] = [table for table in tables if not table]
+        self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
         # Ids stay those of the same objects only as long as these live.
         self._held.append((list(self._modules), list(self._parameters), buffers))
         self._current = self._ids()
-        self._number = self._structures.setdefault(self._current, len(self._structures))
+        self._lazy = tuple(k for k, parameter in enumerate((*self._parameters, *buffers)) if is_lazy(parameter))
+        self._number = self._structures.setdefault((*self._current, self._lazy), len(self._structures))
 
     def _ids(self) -> tuple[int, ...]:
         values = chain.from_iterable([table.values() for table in self._filled])
@@ -114,7 +118,7 @@ class Signer:
             CaptureError: a tensor among the arguments is not a plain dense one.
             InputError: one has no memory, or is on another device.
         """
-        if any(self._empty) or self._ids() != self._current or self._regrouped():
+        if self._lazy or any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
         leaves, spec = tree_flatten((args, kwargs))
         for index, leaf in enumerate(leaves):
@@ -130,8 +134,13 @@ class Signer:
             tuple(map(is_, map(_GRAD, parameters), repeat(None))),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             _surroundings(),
-            (*[_variable(variable) for variable in self._variables], *_plain_items(self._owner)),
+            (*[_variable(v) for v in self._variables], *_plain_items(self._owner), *self._begun_averages()),
         )
+
+    def _begun_averages(self) -> list[tuple[str, Any]]:
+        """Whether each ``AveragedModel`` has averaged a model: it copies the first."""
+        counts = [module.n_averaged for module in self._averages]
+        return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
     def _regrouped(self) -> bool:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -6,7 +6,7 @@ step; a step then makes none. Views cost nothing: they are only other tensors on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis.requests import Requests, Result, Scratch
 from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.errors import GraphError
 from outofcore.execution.arena import STOCK
 from outofcore.execution.arenas import Memory
 from outofcore.graph import StepGraph
+from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
 
 # Queues are numbered: ops first, then for each home copies out and copies in.
@@ -218,7 +218,9 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
     return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)))
 
 
-def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -> list[list[tuple[int, int]]]:
+def scopes(
+    captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
+) -> list[list[tuple[int, int]]]:
     """For each op that a placed program runs, in order, the bytes and the offset in the arena of its requests.
 
     Args:

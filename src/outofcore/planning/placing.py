@@ -15,14 +15,14 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
-from outofcore.planning.packing import Packing, Rectangle, pack
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
 from outofcore.program import Block, CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, round_up
 
-# How much to search for a placement, in neighbours looked at (see ``placement``): plans are placed many times, so a fifth
-# of a second at most.
-EFFORT = 1_000_000
+# How much to search for a placement, in rectangles looked at (see ``placement``): plans are placed many times, so some
+# hundredths of a second at most.
+EFFORT = 4_000_000
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 ATTEMPTS = 16
 # What a second of copying counts for beside a second of the step: of equally quick plans, the one that moves less wins.
@@ -97,10 +97,13 @@ def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
-    return pack([_rectangle(block, end) for block in blocks], capacity=capacity, effort=effort)
+    return pack(
+        [rectangle_of(block, end) for block in blocks], capacity=capacity, params=PlacementParams(effort=effort)
+    )
 
 
-def _rectangle(block: Block, end: int) -> Rectangle:
+def rectangle_of(block: Block, end: int) -> Rectangle:
+    """A block of a program with ``end`` instructions, as what is placed."""
     if not block.wraps:
         return Rectangle(block.id, block.born, block.dies, block.bytes)
     gap = None if block.born == block.dies == 0 else (block.dies, block.born)
@@ -143,6 +146,8 @@ def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Plan
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
     """Ask a policy for plans with less and less room, until its blocks can be placed within the budget.
 
+    Where it has none for so little any more, it is asked for something in between.
+
     Args:
         graph: the step.
         costs: measured or assumed.
@@ -153,20 +158,30 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
         None if no plan of the policy could be placed.
     """
     room = room_for_large(graph, costs, budget)
-    for _ in range(ATTEMPTS):
-        if room <= 0:
+    most, least = room, 0  # the least room whose plan could not be placed; the most for which there is none
+    before, over = None, 0
+    for attempt in range(ATTEMPTS):
+        if room <= least:
+            room = (most + least) // 2
+        if room <= 0 or (attempt and most - room < PAGE_BYTES):
             return None
         try:
             plan = policy(room)
         except BudgetError:
-            return None
-        lowered = lower(graph, costs, plan)
-        if room_at_homes(graph, costs, lowered) is None:
-            return None
-        program = place(lowered, budget)
-        if program.arena_bytes <= budget:
-            return finish(graph, costs, plan, program)
-        over = program.arena_bytes - budget
+            if not attempt:
+                return None
+            least = room
+            continue
+        if before is None or plan.decisions != before:
+            before = plan.decisions
+            lowered = lower(graph, costs, plan)
+            if room_at_homes(graph, costs, lowered) is None:
+                return None
+            program = place(lowered, budget)
+            if program.arena_bytes <= budget:
+                return finish(graph, costs, plan, program)
+            over = program.arena_bytes - budget
+        most = room
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
 

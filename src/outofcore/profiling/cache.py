@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outofcore.compiling import user_cache_folder
 from outofcore.errors import GraphError, InputError
-from outofcore.execution.folders import user_cache_folder
 from outofcore.jsonfile import Node, read_json, write_json
 
 _log = logging.getLogger("outofcore.profiling")
@@ -37,6 +37,18 @@ _MOST_ENTRIES = 20_000
 _LOCK_SECONDS = 5.0
 _LOCK_POLL_SECONDS = 0.01
 _ENDINGS = (".json", ".lock", ".part")
+
+
+def number_in(node: Node, low: float, high: float) -> float:
+    """A number of an entry; whole ones stay whole.
+
+    Raises:
+        GraphError: it is none, or lies outside of [low, high]: nobody measured that.
+    """
+    value = node.value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        node.refuse(f"must be a number from {low:g} to {high:g}")
+    return value
 
 
 def default_cache_folder() -> Path:
@@ -142,7 +154,11 @@ class Shelf:
                     return
                 kept = {key: node.value for key, node in self.read().items() if key not in entries}
                 together = [*kept.items(), *entries.items()][-_MOST_ENTRIES:]
-                self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+                try:
+                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+                except (ValueError, OverflowError):
+                    # What was kept is damaged in a way that can be read and not written.
+                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(entries)})
         except (OSError, InputError) as error:
             _log.warning("measurements are not kept: %s", error)
 

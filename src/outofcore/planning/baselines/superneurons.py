@@ -1,0 +1,193 @@
+"""What is dear to compute is offloaded, what is cheap is computed again: SuperNeurons (arXiv 1801.04380)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from outofcore.analysis.gaps import is_large, large_needs, placed_bytes
+from outofcore.analysis.recipes import History, can_recompute
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.baselines.held import Held
+from outofcore.planning.baselines.one_home import for_one_home
+from outofcore.planning.baselines.waiting import waiting_gaps
+from outofcore.planning.policy import Asked, Checked
+
+# An op is heavy if a byte takes it so many times as long as it takes the median op.
+_HEAVY = 2.0
+
+
+@dataclass(frozen=True)
+class SuperNeurons(Checked):
+    """Liveness, a tensor pool and cost-aware recomputation, adapted from layers to ops.
+
+    Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018,
+    arXiv 1801.04380), section 3:
+
+    - Liveness (3.2): what has no further use is dropped. Every program does that.
+    - Unified tensor pool (3.3): *checkpoints* go home, and come back one checkpoint ahead in the backward pass. A
+      cache on the device keeps as many of them as there is room for; the least recently used leave first.
+    - Cost-aware recomputation (3.4): what lies between two checkpoints, a *segment*, is dropped and computed again.
+      Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
+      each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
+    - Workspaces (3.5): each convolution runs by the fastest algorithm whose workspace fits.
+
+        forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
+        home       C1 ------>   C2 -->               copied out while the next ones are computed
+        backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: computed again, from the checkpoint
+
+    Checkpoints are the results of heavy ops (the paper's convolutions and fully connected layers; here those
+    that take more than twice as long per byte as the median op, since a graph need not say what its ops
+    are), of joins (ops that read two storages of the step, random numbers not counted), and forks (storages
+    that several ops of the forward pass read).
+
+    Different from the paper: all this is decided before the step, and the cache is the number of checkpoints that
+    fit. Algorithms are not chosen together with the plan, since costs name one for each op: with
+    ``algorithms="fastest"`` they are chosen before, by what the budget leaves beside the tensors of the op alone,
+    where the paper looks at what is free when the op runs. Where copies leave no room to run one checkpoint ahead,
+    they run just in time. Storages below 64 KiB stay. Of several homes the farthest is used; without any, checkpoints
+    stay. Left
+    out: the preallocated heap, since addresses are planned. As in the paper parameters, gradients and optimizer states
+    stay, and inputs are there from the start.
+
+    Attributes:
+        recompute: whether segments are computed again; False: they stay, and only checkpoints leave.
+        algorithms: "eager": as PyTorch chooses; "fastest": what ``compile(algorithms="fastest")`` does, with its loss
+            of equality to the last bit. It matters to ``compile`` alone: where costs are given they are taken as they
+            are.
+
+    >>> SuperNeurons(recompute=False)
+    SuperNeurons(recompute=False, algorithms='eager')
+    """
+
+    name = "superneurons"
+    recompute: bool = True
+    algorithms: Literal["eager", "fastest"] = "eager"
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """The one plan for each number of bytes."""
+
+        def plan(one: Costs, room: int) -> Plan:
+            return superneurons(graph, one, room, recompute=self.recompute)
+
+        return (for_one_home(graph, costs, plan),)
+
+
+def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
+    """Plan a step by checkpoints that are offloaded and segments that are computed again.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed. Without homes checkpoints stay.
+        budget: bytes of large blocks that may be resident.
+        recompute: False leaves the segments where they are.
+
+    Raises:
+        BudgetError: it does not fit even with every checkpoint away.
+    """
+    parts = _Parts.of(graph, costs)
+    most = len(parts.checkpoints) if costs.homes else 0
+    for ahead in (True, False):
+
+        def fits(away: int, ahead: bool = ahead) -> bool:
+            return parts.held.peak(parts.decisions(away, recompute, ahead)) <= budget
+
+        away = bisect_left(range(most + 1), True, key=fits)
+        if away <= most:
+            return Plan("superneurons", budget, parts.decisions(away, recompute, ahead))
+    raise BudgetError(f"with every checkpoint away more than {budget} bytes are needed")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    graph: StepGraph
+    checkpoints: tuple[Gap, ...]  # the least recently used first
+    makers: tuple[int, ...]  # the ops that make them, in order
+    segments: tuple[tuple[Gap, ...], ...]  # those between the first maker and the second, and so on
+    neediest: int  # bytes that the neediest op takes by itself
+    held: Held
+
+    @staticmethod
+    def of(graph: StepGraph, costs: Costs) -> _Parts:
+        waiting = waiting_gaps(graph)
+        history = History.of(graph)
+        branching = _branching(graph, costs, waiting)
+        checkpoints = [
+            gap for gap in waiting if gap.storage in branching or not can_recompute(history, gap.storage, gap.end)
+        ]
+        makers = sorted({graph.creator[gap.storage] for gap in checkpoints})
+        segments: dict[int, list[Gap]] = {}
+        for gap in sorted(set(waiting) - set(checkpoints)):
+            segments.setdefault(bisect_right(makers, graph.creator[gap.storage]), []).append(gap)
+        return _Parts(
+            graph,
+            tuple(sorted(checkpoints, key=lambda gap: (gap.start, gap.storage))),
+            tuple(makers),
+            tuple(tuple(segments.get(index, ())) for index in range(len(makers) + 1)),
+            max(large_needs(graph, costs), default=0),
+            Held.of(graph, costs),
+        )
+
+    def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
+        """The gaps of the first ``away`` checkpoints and, if asked for, of all segments.
+
+        ``ahead``: copies have time, as the paper gives them; otherwise room is taken as late and given
+        back as early as can be.
+        """
+        found: list[Decision] = []
+        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
+        made: dict[int, list[Gap]] = {}  # by the op that makes them
+        for gap in due:
+            made.setdefault(self.graph.creator[gap.storage], []).append(gap)
+        for index, gaps in enumerate(self.segments if recompute else ()):
+            together = sum(map(self._bytes, gaps)) <= self.neediest
+            first = min((gap.end for gap in gaps), default=0)
+            for gap in gaps:
+                fetch = max(first, gap.start + 1) if together else gap.end
+                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
+            for gap in made.get(self.makers[index - 1], ()) if gaps and index else ():
+                due[gap] = max(min(due[gap], first), gap.start + 1)
+        times = sorted(set(due.values()))
+        for gap, at in due.items():
+            release, fetch = gap.start + 1, at
+            if ahead:
+                earlier = bisect_left(times, at)
+                fetch = max(times[earlier - 1] if earlier else at, release)
+                following = bisect_right(self.makers, gap.start)
+                release = min(self.makers[following] if following < len(self.makers) else release, fetch)
+            found.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
+        return tuple(sorted(found, key=lambda d: d.gap))
+
+    def _bytes(self, gap: Gap) -> int:
+        return placed_bytes(self.graph.storages[gap.storage].bytes)
+
+
+def _branching(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
+    """Storages made by heavy ops or joins, and forks."""
+    turn = min((gap.end for gap in waiting), default=0)
+    drawn = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
+    forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
+    usual = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
+    readers: dict[int, int] = {}
+    found: set[int] = set()
+    for op in graph.ops[:turn]:
+        read = {s for s in op.reads if _is_made(graph, s) and s not in drawn}
+        for storage in read - set(op.mutates):
+            readers[storage] = readers.get(storage, 0) + 1
+        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * usual:
+            found.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in drawn)
+    return found | {storage for storage, count in readers.items() if count > 1}
+
+
+def _is_made(graph: StepGraph, storage: int) -> bool:
+    return storage in graph.creator and is_large(graph.storages[storage].bytes)
+
+
+def _intensity(graph: StepGraph, costs: Costs, op: Op) -> float:
+    return costs.ops[op.id].seconds / max(sum(graph.storages[s].bytes for s in op.touched), 1)

@@ -1,0 +1,124 @@
+"""What one op asks of the allocator, learnt from a log of one run.
+
+The sizes and lifetimes of an op's requests are the same in every run, so an address can be planned
+for each (profile-guided memory allocation: Sekiyama et al., arXiv 1804.10001, section 3). Here only
+the op's own scratch memory is laid out, in one block; its results are placed by the planner of the
+whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from outofcore.analysis.gaps import SMALL_ALIGNMENT, is_large
+from outofcore.errors import GraphError
+from outofcore.planning.placement.packing import pack
+from outofcore.planning.placement.parameters import PlacementParams
+from outofcore.planning.placement.rectangles import Rectangle
+from outofcore.units import PAGE_BYTES, round_up
+
+
+class EventKind(Enum):
+    """What a thread did with the allocator."""
+
+    ALLOCATE = "allocate"  # was given ``bytes`` bytes at ``pointer``
+    FREE = "free"  # gave back the bytes at ``pointer``
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of the allocator. ``bytes`` is 0 for FREE."""
+
+    kind: EventKind
+    bytes: int
+    pointer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The request is the storage of the op's result ``key``."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """The request is scratch memory ``offset`` bytes into the op's workspace block."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """The request outlives the op without being a result, as a library's cache does: no address is planned.
+
+    It may be absent when the op runs again.
+    """
+
+
+Placement = Result | Scratch | Elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, and where it goes."""
+
+    bytes: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """An op's requests, in order, and the size of the workspace block that holds its scratch memory."""
+
+    requests: tuple[Request, ...]
+    workspace_bytes: int
+
+
+def workspace_layout(
+    events: Sequence[Event], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
+) -> Requests:
+    """The requests of one op, its scratch memory laid out so that lifetimes which do not meet share bytes.
+
+    Args:
+        events: everything the op's thread did with the allocator while the op ran; frees of memory
+            that the op did not allocate are ignored.
+        result_pointers: the key of each result by the address of its storage, taken while the results
+            were still referred to. Addresses that the op did not allocate (aliases of its arguments) are ignored.
+        alignment: of requests below 64 KiB; larger ones begin on pages.
+
+    Scratch memory is placed by the quick rules of ``pack``.
+
+    Raises:
+        GraphError: memory was allocated at an address that was in use: the log is damaged.
+    """
+    sizes: list[int] = []
+    placements: list[Placement] = []
+    scratch: list[Rectangle] = []
+    live: dict[int, tuple[int, int]] = {}  # by pointer: index of the request, event of its birth
+    for time, event in enumerate(events):
+        if event.kind is EventKind.ALLOCATE:
+            if event.pointer in live:
+                raise GraphError(
+                    f"event {time} of an allocation log hands out address {event.pointer:#x}, which is in use: "
+                    "the log is not that of one thread from start to end"
+                )
+            live[event.pointer] = (len(sizes), time)
+            sizes.append(event.bytes)
+            placements.append(Elsewhere())
+        elif event.pointer in live:
+            index, born = live.pop(event.pointer)
+            step = PAGE_BYTES if is_large(sizes[index]) else alignment
+            scratch.append(Rectangle(index, born, time, sizes[index], step))
+    for pointer, (index, _) in live.items():
+        if pointer in result_pointers:
+            placements[index] = Result(result_pointers[pointer])
+
+    found = pack(scratch, params=PlacementParams(effort=0))
+    end = 0
+    for one, offset in zip(scratch, found.offsets, strict=True):
+        placements[int(one.id)] = Scratch(offset)
+        end = max(end, round_up(offset + one.size, one.alignment))
+    return Requests(tuple(map(Request, sizes, placements)), end)
