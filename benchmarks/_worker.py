@@ -79,8 +79,8 @@ class _Training:
             told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
             moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
             answer["plan"] = {**asdict(told), "moved": moved}
-            if isinstance(self._step._arena, Arena):
-                answer["arena_rss"] = _resident_bytes(self._step._arena.address, self._step._arena.bytes)
+            if isinstance(self._step._session.arena, Arena):
+                answer["arena_rss"] = _resident_bytes(self._step._session.arena.address, self._step._session.arena.bytes)
         return answer
 
     def forget_peak(self) -> Answer:

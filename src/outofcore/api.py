@@ -33,7 +33,7 @@ from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
-from outofcore.step import Step
+from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
 
 
@@ -122,7 +122,7 @@ def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
 
 
 def compile(
-    step: Callable[..., Any],
+    step: Callable[P, R],
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
@@ -134,7 +134,7 @@ def compile(
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
     algorithms: str = "eager",
-) -> Step:
+) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
     Args:
@@ -171,6 +171,23 @@ def compile(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+
+    Example:
+        >>> import torch
+        >>> import outofcore
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def train(x, y):
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+        >>> step = outofcore.compile(train, model, optimizer, budget="64MiB")
+        >>> losses = [step(torch.ones(8, 64), torch.zeros(8, 64)).item() for _ in range(3)]
+        >>> losses[2] < losses[0]
+        True
+        >>> step.close()
     """
     models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)

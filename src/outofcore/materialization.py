@@ -26,7 +26,7 @@ from outofcore._torch_internals import TorchDispatchMode, shares_storage, storag
 from outofcore.analysis import is_large
 from outofcore.checkpoint.tensor_files import Weights
 from outofcore.errors import InputError, StateError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opened import OpenHome
 from outofcore.units import MIB

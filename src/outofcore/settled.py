@@ -18,9 +18,9 @@ from outofcore.capture.whole import leanest
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.execution.backend import Backend
+from outofcore.planned_step import describer
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import OpProfile, profile_some
-from outofcore.replan import describer
 
 
 def settled_step(

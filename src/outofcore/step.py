@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import tree_flatten
-from outofcore.analysis import live_bytes
-from outofcore.capture import Captured, capture_step
-from outofcore.capture.signature import Signature, Signer
-from outofcore.capture.whole import fastest, leanest
-from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, SpillError, StateError, TransferError
-from outofcore.execution.arenas import Memory
-from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
-from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import trim_heap
+from outofcore.capture import Captured
+from outofcore.checkpoint.loading import Checkpoint
+from outofcore.checkpoint.saving import save_checkpoint
+from outofcore.costs import Costs
+from outofcore.errors import InputError, StateError
+from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.opened import OpenHome
-from outofcore.execution.state import StateKeeper
 from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
-from outofcore.lasting import Lasting
+from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned, Policy
-from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.links import links_to
-from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.program import Timeline
-from outofcore.progress import Tell, following, silent
-from outofcore.replan import Entry, Planner, check_spill, describer
-from outofcore.settled import added_bytes, known_families, settled_step, shortfall
-from outofcore.shown import Shown
-from outofcore.units import MIB, format_bytes
+from outofcore.progress import Tell
+from outofcore.reporting import report_step, trace_step
+from outofcore.session import Outcome, Session
+from outofcore.units import format_bytes, format_seconds
 
-_log = logging.getLogger("outofcore")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REPORT_PATH = "outofcore-report.html"
 
 
-class Step(Shown, Lasting):
+def versions() -> str:
+    """What a measurement was taken with."""
+    try:
+        own = metadata.version("outofcore")
+    except metadata.PackageNotFoundError:  # run from its source, without being installed
+        own = "(not installed)"
+    return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
+
+
+class Step(Generic[P, R]):
     """A training step that runs within a byte budget: made by ``outofcore.compile``, called like the step given.
 
     Between calls the model, its gradients and the optimizers can be read, changed, saved and evaluated
     as in plain PyTorch. One step runs at a time; a step is not to be called from several threads at once.
+    A context manager: it closes the step.
+
+    Attributes:
+        budget: device bytes.
+        policy: how it is planned.
+        home: where what is not on the device lives; for ``compile(…, home=step.home)`` of another step over the
+            same model.
+        on_progress: told how far capturing, profiling and planning are (a stage, how much is done, and of how much);
+            None: a bar on a terminal tells.
     """
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Callable[P, R],
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         budget: int,
@@ -69,40 +75,35 @@ class Step(Shown, Lasting):
         backend: Backend | None = None,
         algorithms: str = "eager",
     ) -> None:
-        self._step = step
+        self.__wrapped__ = step
+        self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self._models = list(models)
         self._optimizers = list(optimizers)
         self.budget = budget
         self.policy = policy
         home.hold()
         self.home = home
-        self._keeper = StateKeeper(home.faces)
-        self._cache = cache
-        self._backend = backend = backend or CpuBackend()
-        self._planner = Planner(budget, policy, self._keeper, home.stores, cache, backend)
-        self._engine = backend.engine(home.stores)
-        # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
-        weakref.finalize(self, self._engine.close).atexit = False
-        self._signer = Signer(step, self._models, self._optimizers, backend.device)
-        self._entries: dict[Signature, Entry] = {}
-        self._active: Entry | None = None  # whose states are in the arena
-        self._shown: Entry | None = None  # of the last call
-        self._signature: Signature | None = None
-        self._arena: Memory | None = None
-        self._links: tuple[Home, ...] = ()
-        self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
-        self._off_plan = 0  # requests counted in arenas that are gone
-        self._torn = ""
+        self.on_progress: Tell | None = None
+        self._session = Session(
+            step, models, optimizers, budget, home, policy, cache, backend or CpuBackend(), algorithms, self._vacate
+        )
         self._closed = False
-        self._stats: StepStats | None = None
-        self._timeline: Timeline | None = None
         self._running = threading.Lock()
         self._process = os.getpid()
-        self._began_ns = 0  # of the last run, since 1970
-        self.on_progress: Tell | None = None
-        self._tell: Tell = silent
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __repr__(self) -> str:
+        session, state = self._session, ""
+        if self._closed:
+            state = ", closed"
+        elif session.torn:
+            state = ", failed half way"
+        elif session.timeline is not None:
+            state = f", last step {format_seconds(session.timeline.step_seconds)}"
+        plans = f"{session.kinds} {'plan' if session.kinds == 1 else 'plans'}"
+        budget = format_bytes(self.budget)
+        return f"<outofcore step {self.__name__!r} within {budget}: {plans} by {self.policy.name}{state}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one training step and return what the user's step returns, in memory of its own.
 
         The first call with inputs of given shapes captures, profiles and plans the step.
@@ -114,253 +115,42 @@ class Step(Shown, Lasting):
             StateError: the step is closed, an earlier call failed half way, this is a fork of the process that
                 compiled the step, or something else moved the model while it ran.
             TransferError: a copy failed in mid-step, or what was read is not what was written.
+            ValidationError: no plan keeps its promises: a fault of this library.
 
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
-        long as nothing that lasts had been updated, or else part old and part new; then the step refuses to go on.
-        Ctrl-C and SIGTERM take effect when the step has ended; a second one at once.
+        long as nothing that lasts had been updated; as it is after the step, if that had ended; or else part old and
+        part new, and then the step refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or
+        before it while it is profiled and planned; a second one at once.
         """
         self._check_usable()
         with self._alone():
-            return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = self._signer(args, kwargs)
-        with torch.inference_mode(mode=False):  # what is shown outlives the mode in which the step is called
-            self._catch_up(signature)
-        leaves = tree_flatten((args, kwargs))[0]
-        entry = self._entries.get(signature)
-        if entry is None:
-            if self._signature is not None:
-                _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-            with following(self.on_progress) as self._tell:
-                entry = self._build(args, kwargs)
-            self._entries[signature] = entry
-        elif entry is not self._active and self._signature not in (None, signature):
-            _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-        try:
-            with torch.inference_mode(mode=False):
-                return self._go(entry, signature, leaves)
-        except BaseException:
-            if entry.captured.lazy is not None:
-                self._forget_plans()
-                entry.captured.lazy.undo()
-            raise
-
-    def _catch_up(self, signature: Signature) -> None:
-        """See what others and the user have done since the last call, before anything moves: it would be lost."""
-        if self.home.occupy(self, self._vacate) and not self._keeper.take_back():
-            self._start_anew()
-        self._refresh()
-        if self._signature is not None and signature.structure != self._signature.structure:
-            self._leave_program()  # what now has the name of something else must not take its place: it may come back
-            self._keeper.forget_all()
-        if any(entry.runner.is_outdated() for entry in self._entries.values()):
-            _log.info("all that was captured is forgotten: an optimizer has lost state")
-            self._forget_plans()
-
-    def _go(self, entry: Entry, signature: Signature, leaves: Sequence[Any]) -> Any:
-        if entry is not self._active:
-            with Deferred("the move of the model to its place"):
-                entry.runner = entry.runner.current()
-                self._activate(entry)
-        self._signature = signature
-        self._began_ns = time.time_ns()
-        with Deferred("the step that runs"):
-            result, timeline = self._run(entry, leaves)
-        self._timeline = timeline
-        self._stats = None
-        again = self._planner.after(entry, timeline, self._leave_arena)
-        if again is not None:
+            self._session.outcome = Outcome.UNCHANGED
             try:
-                check_spill(again, self.home.stores)
-            except SpillError as error:
-                # The plan that ran goes on running.
-                _log.warning("the new plan is not taken: %s", error)
-            else:
-                self._entries[signature] = again
-        return result
+                return self._session.call(args, kwargs, self.on_progress)
+            except BaseException as error:
+                error.add_note(self._session.outcome.value)
+                raise
 
-    def _run(self, entry: Entry, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
-        """Run, or leave the model as it was before, or else torn."""
-        try:
-            return entry.runner.run(self._engine, leaves)
-        except BaseException as error:
-            self._torn = f"{type(error).__name__}: {error}"
-            if self._undone(entry, error):
-                self._torn = ""
-                error.add_note(
-                    "The model and its optimizers are as they were before this step, which can be called again."
-                )
-            else:
-                error.add_note(
-                    "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
-                )
-            raise
+    def __enter__(self) -> Self:
+        return self
 
-    def _undone(self, entry: Entry, error: BaseException) -> bool:
-        try:
-            return entry.runner.undo(self._engine)
-        except TransferError as another:
-            error.add_note(f"It could not be undone: {another}")
-            return False
-
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Capture, profile and plan; nothing of the user's is changed."""
-        self._tell("capture", 0, 1)
-        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
-        traced = capture()
-        if traced.lazy is not None:
-            traced.lazy.apply()
-        try:
-            return self._planned(traced, capture)
-        except BaseException:
-            if traced.lazy is not None:
-                self._keeper.forget_all()
-                traced.lazy.undo()
-            raise
-
-    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> Entry:
-        self._tell("capture", 1, 1)
-        # The device is to be profiled on alone.
-        self._leave_arena()
-        self._backend.prepare()
-        alignment = self._backend.alignment
-        self._planner = replace(self._planner, budget=room_for_arena(traced, self._backend, self.budget))
-        room = self._planner.budget
-        settled = partial(settled_step, traced, capture, self._cache, self._backend)
-        try:
-            entry = self._in_core(fastest(traced).aligned(alignment))
-            entry = entry or self._out_of_core(leanest(traced).aligned(alignment))
-        except BudgetError as error:
-            refused = shortfall(settled(), room, error) or error
-            raise in_terms_of_the_budget(refused, self.budget, room) from None
-        if entry.planned.program.arena_bytes + added_bytes(traced) > room:
-            refused = shortfall(settled(known_families(entry.captured, entry.profiles)), room)
-            if refused is not None:
-                raise in_terms_of_the_budget(refused, self.budget, room)
-        check_spill(entry, self.home.stores)
-        self._tell("plan", 1, 1)
-        _log.info(
-            "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
-            len(entry.captured.graph.ops),
-            format_bytes(entry.planned.program.arena_bytes),
-            format_bytes(self.budget),
-            entry.planned.plan.policy,
-            f"{entry.planned.timeline.step_seconds:.3f} s",
-            f"{entry.costs.compute_seconds:.3f} s",
-        )
-        return entry
-
-    def _in_core(self, captured: Captured) -> Entry | None:
-        """Planned so that nothing moves, if the budget holds that."""
-        if isinstance(self.policy, OffloadAll | ProfileGuided) or live_bytes(captured.graph) > self._planner.budget:
-            return None
-        return self._planner.plan_in_core(*self._measured(captured))
-
-    def _out_of_core(self, captured: Captured) -> Entry:
-        return self._planner.plan(*self._measured(captured), describer(captured))
-
-    def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
-        cache, backend, fixed = self._cache, self._backend, self._algorithms
-        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
-        if fixed is not None:
-            captured, profiles = choose_algorithms(captured, profiles, self._planner.budget, fixed, cache, backend)
-        if not self._links:
-            self._tell("measure the home", 0, 1)
-            self._links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
-        self._tell("plan", 0, 1)
-        return captured, Costs(tuple(profile.cost for profile in profiles), self._links), profiles
-
-    def _activate(self, entry: Entry) -> None:
-        self._engine.synchronize()
-        if self._active is not None:
-            self._active.runner.leave()
-            self._active = None
-        needed = entry.planned.program.arena_bytes
-        if self._arena is None or self._arena.bytes < needed:
-            self._release_arena()
-            # What capturing and planning have used would otherwise stay with the process beside its budget.
-            gc.collect()
-            trim_heap()
-            self._keeper.evacuate()
-            self._arena = self._backend.arena(needed, self._backend.reserve(self.budget))
-        entry.runner.enter(self._arena)
-        self._active = self._shown = entry
-
-    def _vacate(self) -> None:
-        """Bring everything home, because another step that shares the home is to run."""
-        self._check_usable()
-        with self._alone(), Deferred("the move of the model out of the arena"):
-            self._engine.synchronize()
-            self._refresh()
-            self._leave_arena()
-            self._keeper.hand_over()
-
-    def _leave_arena(self) -> None:
-        """Bring every state home, and give the arena back."""
-        self._leave_program()
-        self._release_arena()
-
-    def _leave_program(self) -> None:
-        self._engine.synchronize()
-        with Deferred("the move of the model out of the arena"):
-            if self._active is not None:
-                self._active.runner.leave()
-                self._active = None
-
-    def _release_arena(self) -> None:
-        if self._arena is not None:
-            self._off_plan += self._arena.counters().large
-            self._arena.close()
-            self._arena = None
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def synchronize(self) -> None:
         """Return when everything of the last call is done. (On the CPU it is when the call returns.)"""
         self._check_usable()
-        self._engine.synchronize()
-
-    def _forget_plans(self) -> None:
-        self._keeper.let_go()
-        self._leave_program()
-        self._keeper.forget_all()
-        self._entries.clear()
-        self._signature = None
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._running.acquire(blocking=False):
-            raise StateError("this step is running already; call it from one thread at a time")
-        try:
-            # What was written there may have been changed by the user since.
-            self.home.start()
-            yield
-        finally:
-            self._running.release()
+        self._session.engine.synchronize()
 
     def close(self) -> None:
         """Give the model and the optimizers memory of their own again, as plain PyTorch has it, and free the rest."""
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._process:
-            return  # the threads and the files are those of another process
-        self._engine.close()
-        active, self._active = self._active, None
-        try:
-            with Deferred("the move of the model to where it stays"):
-                self._keeper.let_go()
-                if not self.home.shared:
-                    self._keeper.give_back()
-                else:
-                    if active is not None:
-                        active.runner.leave()
-                    self._keeper.hand_over()
-        finally:
-            self._entries.clear()
-            self._release_arena()
-            self._keeper.go_back()
-            self.home.leave(self)
-            self.home.release()
+        if os.getpid() == self._process:  # else the threads and the files are those of another process
+            self._session.close()
+
+    # What it did
 
     @property
     def homes(self) -> tuple[HomeStore, ...]:
@@ -374,9 +164,7 @@ class Step(Shown, Lasting):
         Raises:
             StateError: the step was not called yet.
         """
-        if self._shown is None:
-            raise StateError("the step was not called yet: it is planned at its first call")
-        return self._shown.planned
+        return self._shown("planned").planned
 
     @property
     def captured(self) -> Captured:
@@ -385,9 +173,7 @@ class Step(Shown, Lasting):
         Raises:
             StateError: the step was not called yet.
         """
-        if self._shown is None:
-            raise StateError("the step was not called yet: it is captured at its first call")
-        return self._shown.captured
+        return self._shown("captured").captured
 
     @property
     def costs(self) -> Costs:
@@ -396,9 +182,12 @@ class Step(Shown, Lasting):
         Raises:
             StateError: the step was not called yet.
         """
-        if self._shown is None:
-            raise StateError("the step was not called yet: it is profiled at its first call")
-        return self._shown.costs
+        return self._shown("profiled").costs
+
+    def _shown(self, what: str) -> PlannedStep:
+        if self._session.shown is None:
+            raise StateError(f"the step was not called yet: it is {what} at its first call")
+        return self._session.shown
 
     @property
     def timeline(self) -> Timeline:
@@ -407,9 +196,9 @@ class Step(Shown, Lasting):
         Raises:
             StateError: the step was not called yet.
         """
-        if self._timeline is None:
+        if self._session.timeline is None:
             raise StateError("the step was not called yet")
-        return self._timeline
+        return self._session.timeline
 
     @property
     def stats(self) -> StepStats:
@@ -418,7 +207,193 @@ class Step(Shown, Lasting):
         Raises:
             StateError: the step was not called yet.
         """
-        if self._stats is None:
-            off_plan = self._off_plan + (self._arena.counters().large if self._arena is not None else 0)
-            self._stats = measure_step(self.captured, self.planned, self.timeline, off_plan)
-        return self._stats
+        return measure_step(self.captured, self.planned, self.timeline, self._session.off_plan)
+
+    def report(
+        self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "", budgets: int | None = None
+    ) -> Path:
+        """Write what the last call did as one HTML page that needs nothing else.
+
+        It shows memory over time and the queues, measured and predicted, why ops waited, what was decided about each
+        storage, step time against budget, and what would help most.
+
+        Args:
+            path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
+            title: the heading; by default the name of the step.
+            budgets: how many budgets to plan for besides this one, for the curve; each takes as long as planning
+                took. 0: none.
+
+        Returns:
+            the file.
+
+        Raises:
+            StateError: the step was not called yet.
+            InputError: the file cannot be written.
+        """
+        file = Path(path)
+        report_step(
+            file,
+            self.captured.graph,
+            self.costs,
+            self.planned,
+            self.timeline,
+            budget=self.budget,
+            title=title or self.__name__,
+            count=budgets,
+            policy=self.policy,
+            notes=[("versions", versions())],
+        )
+        return file
+
+    def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+        """Write the last call, measured and predicted, as a trace that Perfetto and chrome://tracing open.
+
+        Args:
+            path: the file, compressed if its name ends in ``.gz``; its folder is created.
+            beside: a trace that ``torch.profiler`` exported of the last call: both are then in the file, on one axis
+                of time (to about a millisecond).
+
+        Raises:
+            StateError: the step was not called yet.
+            InputError: a file cannot be read or written.
+        """
+        other = None if beside is None else Path(beside)
+        trace_step(
+            Path(path), self.captured.graph, self.planned, self.timeline, began_ns=self._session.began_ns, beside=other
+        )
+
+    # What lasts
+
+    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
+        """Save models, optimizers, gradients and random generators, streamed through a buffer of some MiB.
+
+        A checkpoint that is in the folder counts until this one is whole on the disk: however a save ends,
+        one of the two can be loaded. Between, the disk holds both.
+
+        Args:
+            folder: made if it does not exist. It gets safetensors files and ``checkpoint.json``, which names them.
+            extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
+
+        Raises:
+            StateError: the step is closed or failed half way, or something cannot be saved.
+            TransferError: the system refuses; the message says where and why.
+        """
+        with self._alone():
+            self._check_usable()
+            save_checkpoint(Path(folder), self._models, self._optimizers, self.home.faces, extra)
+
+    def load(self, folder: str | os.PathLike[str]) -> Any:
+        """Load a checkpoint; training then goes on, bit for bit, as it did after it was saved.
+
+        A step that failed half way can be used again.
+
+        Returns:
+            what was saved as ``extra``; tuples come back as lists.
+
+        Raises:
+            InputError: there is no such checkpoint, or not of these models and optimizers; nothing has been changed.
+            TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
+            StateError: the step is closed.
+        """
+        with self._alone():
+            self._check_usable_but_for_tears()
+            checkpoint = Checkpoint(Path(folder))
+            with self._state_made_anew():
+                try:
+                    checkpoint.load(self._models, self._optimizers, self.home.faces)
+                except InputError:
+                    raise
+                except BaseException as error:
+                    self._session.torn = f"{type(error).__name__}: {error}"
+                    raise
+            self._session.torn = ""
+            return checkpoint.extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dicts of models and optimizers, and the state of PyTorch's generator, as they are now.
+
+        As in plain PyTorch their tensors are those of the model: clone what is to stay as it is. What lives on a disk
+        is read from there as it is looked at; ``save`` needs less memory.
+
+        Raises:
+            StateError: the step is closed or failed half way.
+        """
+        with self._alone():
+            self._check_usable()
+            return {
+                "models": [model.state_dict() for model in self._models],
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "generator": torch.get_rng_state(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; a step that failed half way can be used again.
+
+        Raises:
+            InputError: it is of other models or optimizers.
+            StateError: the step is closed.
+        """
+        models, optimizers = state["models"], state["optimizers"]
+        if (len(models), len(optimizers)) != (len(self._models), len(self._optimizers)):
+            raise InputError(
+                f"the state is of {len(models)} models and {len(optimizers)} optimizers, and the step has "
+                f"{len(self._models)} and {len(self._optimizers)}"
+            )
+        with self._alone():
+            self._check_usable_but_for_tears()
+            with self._state_made_anew():
+                for model, own in zip(self._models, models, strict=True):
+                    model.load_state_dict(own)
+                for optimizer, own in zip(self._optimizers, optimizers, strict=True):
+                    optimizer.load_state_dict(own)
+            torch.set_rng_state(state["generator"])
+            self._session.torn = ""
+
+    # Who may use it
+
+    def _vacate(self) -> None:
+        """Another step that shares the home is to run."""
+        self._check_usable()
+        with self._alone():
+            self._session.vacate()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            raise StateError("this step is running already; call it from one thread at a time")
+        try:
+            # What was written there may have been changed by the user since.
+            self.home.start()
+            yield
+        finally:
+            self._running.release()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
+                "threads are not here; call it there, or compile a step in this process"
+            )
+        if self._closed:
+            raise StateError("this step is closed; compile it again to go on")
+        if self._session.torn:
+            raise StateError(
+                "an earlier call of this step failed half way, so that the model is part old and part new "
+                f"({self._session.torn}); load a checkpoint with step.load(), or into the model and compile the step "
+                "again"
+            )
+
+    def _check_usable_but_for_tears(self) -> None:
+        torn, self._session.torn = self._session.torn, ""
+        try:
+            self._check_usable()
+        finally:
+            self._session.torn = torn
+
+    @contextlib.contextmanager
+    def _state_made_anew(self) -> Iterator[None]:
+        """See whether optimizers lose their state: memory to make it is planned for the first step alone."""
+        had = [bool(optimizer.state) for optimizer in self._optimizers]
+        yield
+        if any(before and not o.state for before, o in zip(had, self._optimizers, strict=True)):
+            self._session.forget_plans()

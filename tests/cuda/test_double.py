@@ -21,6 +21,7 @@ from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
+from outofcore.session import runner_of
 from outofcore.step import Step
 from outofcore.units import MIB
 from outofcore.validator import validate
@@ -37,7 +38,9 @@ def compiled(
     step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
     rate = driver.bytes_per_s
     # Known: it is not what is tested here.
-    step._links = tuple(Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores))
+    step._session.links = tuple(
+        Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores)
+    )
     return step
 
 
@@ -107,22 +110,25 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
     with compiled(world, budget_of(make, share), policy, driver) as step:
         for index in range(2):
             step(*world.batch(index))
-        entry, arena = step._active, step._arena
-        assert entry is not None
+        session = step._session
+        runner, arena, shown = session.runner, session.arena, session.shown
+        assert runner is not None
         assert arena is not None
-        requests = [profile.requests for profile in entry.profiles]
+        assert shown is not None
         before, tried, unseen = world.state(), [], []
-        for program, index, wait in broken(entry.planned.program):
-            entry.runner.leave()
-            entry = replace(entry, runner=entry.runner.replanned(program, entry.costs, requests))
-            entry.runner.enter(arena)
+        for program, index, wait in broken(shown.planned.program):
+            runner.make_way()
+            changed = replace(shown, planned=replace(shown.planned, program=program))
+            runner = runner_of(changed, session.keeper, runner.states)
+            runner.enter(arena)
             tried.append(wait.queue)
             try:
-                entry.runner.run(step._engine, list(world.batch(2)))
+                runner.run(session.engine, list(world.batch(2)))
             except RaceError:
                 continue
             unseen.append((index, wait))
-        step._active = entry
+        assert session._active is not None
+        session._active.runner = runner
         assert unseen == []
         # How many there are depends on the plan; those of every queue are among them.
         assert set(tried) == set(Queue)

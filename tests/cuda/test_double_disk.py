@@ -69,10 +69,10 @@ def test_no_wait_can_be_left_out(
     with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
         for index in range(2):
             step(*world.batch(index))
-        entry = step._active
-        assert entry is not None
+        runner = step._session.runner
+        assert runner is not None
         batch, before = list(world.batch(2)), driver.waits
-        entry.runner.run(step._engine, batch)
+        runner.run(step._session.engine, batch)
         count = driver.waits - before
         news = {n for n in range(count) if driver.news[before + n]}
         state, unseen = world.state(), set[int]()
@@ -80,7 +80,7 @@ def test_no_wait_can_be_left_out(
         for place in range(4, count - 4):
             driver.drop = frozenset({driver.waits + place})
             try:
-                entry.runner.run(step._engine, batch)
+                runner.run(step._session.engine, batch)
             except RaceError:
                 # It is seen as the step is issued, before anything runs.
                 assert same(world.state(), state) == []

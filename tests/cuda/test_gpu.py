@@ -226,7 +226,7 @@ def test_a_hard_limit_at_the_budget_is_never_met(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     with capped(device, budget):
         step = compiled(world, budget, "auto", CudaDriver(device))
-        step._links = (Home("host", None, 2e10, 2e10),)  # its measurement wants buffers of its own
+        step._session.links = (Home("host", None, 2e10, 2e10),)  # its measurement wants buffers of its own
         with step:
             agree(world, step, losses, state)
             assert torch.cuda.max_memory_reserved(device) <= budget

@@ -79,6 +79,7 @@ def goes_on(plain: Sides, ours: Any) -> None:
         theirs = plain[2](batch(k))
         torch.manual_seed(k)
         assert torch.equal(step(batch(k)), theirs)
+        step._session.keeper.check()
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 

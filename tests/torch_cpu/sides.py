@@ -116,5 +116,7 @@ def both(pair: tuple[Side, Side], act: Act) -> None:
     for side in pair:
         torch.manual_seed(7)
         results.append(act(side))
+        for step in side.steps:
+            step._session.keeper.check()
     assert alike(*results)
     assert alike(everything(pair[0]), everything(pair[1]))

@@ -108,7 +108,7 @@ def test_what_was_chosen_before_is_not_chosen_anew(monkeypatch: pytest.MonkeyPat
         step(*batch)
         before = chosen(step)
         monkeypatch.setattr(algorithms, "choose", lambda *_: pytest.fail("it was chosen before"))
-        step._forget_plans()
+        step._session.forget_plans()
         step(*batch)
         assert chosen(step) == before
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
+import logging
 import re
 import resource
 from collections.abc import Callable
@@ -172,3 +175,46 @@ def test_public_names() -> None:
     ]
     for name in outofcore.__all__:
         assert getattr(outofcore, name).__doc__
+
+
+def test_the_example_in_the_help_runs() -> None:
+    found = doctest.DocTestFinder().find(outofcore.compile, "compile", globs={})
+    assert sum(len(test.examples) for test in found) > 5
+    runner = doctest.DocTestRunner()
+    for test in found:
+        runner.run(test)
+    assert runner.failures == 0
+
+
+def test_a_step_tells_of_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(8, 8)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        """Trains."""
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with outofcore.compile(train, model, budget="16MiB") as step:
+        assert step.__name__ == "train"
+        assert step.__wrapped__ is train
+        assert list(inspect.signature(step).parameters) == ["x"]
+        assert repr(step) == "<outofcore step 'train' within 16.0 MiB: 0 plans by auto>"
+        for rows in (1, 2, 3):
+            step(torch.ones(rows, 8))
+        assert not [r for r in caplog.records if "kinds" in r.getMessage()]
+        for rows in (4, 5, 6):
+            step(torch.ones(rows, 8))
+        (warned,) = (r for r in caplog.records if "kinds" in r.getMessage())
+        assert re.search(r"inputs of 4 kinds .* in \d+\.\d s altogether .* pad inputs", warned.getMessage())
+        assert warned.levelno == logging.WARNING
+        assert re.fullmatch(
+            r"<outofcore step 'train' within 16.0 MiB: 6 plans by auto, last step [\d.]+ \w+>", repr(step)
+        )
+        assert re.fullmatch(r"<step of .* predicted: ops .* off the plan>", repr(step.stats))
+        monkeypatch.chdir(tmp_path)
+        assert step.report(budgets=0).resolve() == tmp_path / "outofcore-report.html"
+        assert (tmp_path / "outofcore-report.html").stat().st_size > 1000
+    assert repr(step).endswith("closed>")

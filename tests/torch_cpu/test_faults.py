@@ -120,7 +120,7 @@ def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, mo
     step.close()
     for tensor in ours[0].state_dict().values():
         assert torch.isfinite(tensor).all()  # it can be read, whatever it is
-    if not step._torn:
+    if not step._session.torn:
         return
     with pytest.raises(StateError, match="closed"):
         step(batch(2))
@@ -259,7 +259,7 @@ def test_a_full_disk_is_refused_before_anything_changes(smallest: int, tmp_path:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
-            ours._links = (Home("disk", None, 1e9, 1e9),)
+            ours._session.links = (Home("disk", None, 1e9, 1e9),)
             resource.setrlimit(resource.RLIMIT_FSIZE, (400 * KIB, hard))
             torch.manual_seed(1)
             with pytest.raises(SpillError, match="lift the limit"):

@@ -19,7 +19,7 @@ from faulty import Sides, assert_same, batch, contents, goes_on, sides, smallest
 from torch import nn
 
 import outofcore
-from outofcore.errors import StateError
+from outofcore.errors import ArenaError, StateError
 from outofcore.execution.interrupts import Deferred
 
 
@@ -54,6 +54,11 @@ def test_signals_wait_for_the_end_of_what_must_not_be_torn() -> None:
         done.append("never")
     assert done == ["to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), Deferred("the test", stops=3):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("to the end")
+    assert done == ["to the end"] * 2
     told: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
@@ -148,6 +153,25 @@ def test_a_process_killed_in_the_middle_of_a_step_leaves_nothing(
     assert done.returncode == -number, done.stderr
     assert done.stdout == "spilling\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ctrl_c_at_any_moment_leaves_the_model_as_the_note_says(seed: int, tmp_path: Path) -> None:
+    """More moments: ``python tests/torch_cpu/interrupted_calls.py --seed 3 --rounds 100``."""
+    script = Path(__file__).with_name("interrupted_calls.py")
+    command = [sys.executable, str(script), "--seed", str(seed), "--rounds", "12", "--cache", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    assert len(rounds) == 12
+    assert any("step has been made" in r["told"] for r in rounds)
+
+
+def test_an_interrupt_chains_the_error_that_it_comes_after() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, Deferred("the test"):
+        signal.raise_signal(signal.SIGINT)
+        raise ArenaError("off the plan")
+    assert isinstance(caught.value.__context__, ArenaError)
 
 
 def _in_child(step: Any, model: nn.Module, told: Any) -> None:

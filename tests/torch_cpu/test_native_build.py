@@ -1,5 +1,8 @@
 """Building the native allocator: kept, private, and refused in words."""
 
+import ctypes
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,8 @@ import pytest
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
 from outofcore.execution import native
+from outofcore.execution.arena import Arena, Installed, ScopeTable
+from outofcore.execution.arenas import ArenaCounters
 from outofcore.execution.native import Native, load_native
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
@@ -64,3 +69,26 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeyp
     assert refused.library is None
     assert "somebody else" in refused.reason
     assert "install g++" in refused.reason
+
+
+def test_codes_and_counters_are_the_same_on_both_sides() -> None:
+    source = native._FOLDER.joinpath("arena.cpp").read_text(encoding="utf-8")
+    (body,) = re.findall(r"enum class Installed : int \{(.*?)\};", source, re.DOTALL)
+    codes = {name: int(number) for name, number in re.findall(r"k(\w+) = (\d+)", body)}
+    assert codes == {member.name.title().replace("_", ""): member.value for member in Installed}
+    library = load_native().library
+    assert library is not None
+    with Arena(1 << 20) as arena:
+        counts = (ctypes.c_int64 * 20)(*[-7] * 20)
+        assert library.outofcore_arena_counters(arena.handle, counts, 3) == len(fields(ArenaCounters))
+        assert list(counts[3:]) == [-7] * 17  # no more is written than there is room for
+
+
+def test_no_exception_leaves_the_library() -> None:
+    """It would end the process."""
+    library = load_native().library
+    assert library is not None
+    with Arena(1 << 20) as arena:
+        table = ScopeTable(arena, [[(4096, 0)]])
+        assert library.outofcore_table_surprise_log(table._table, 17) is None
+        assert library.outofcore_table_surprises(table._table, None, 0) == 0

@@ -108,7 +108,7 @@ def test_scratch_memory_that_grows_is_planned_for_once(caplog: pytest.LogCapture
 def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: False)  # no other new plan comes between
+    monkeypatch.setattr("outofcore.planned_step.is_off", lambda *_: False)  # no other new plan comes between
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     usual, more = 128 * KIB, 16 * MIB
@@ -117,7 +117,7 @@ def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
     # By a plan that runs the op once a step.
     with outofcore.compile(step, model, optimizer, budget=smallest, policy="offload-all", cache=False) as compiled:
         assert smallest < more
-        monkeypatch.setattr(compiled._backend, "reserve", lambda _: more + MIB)
+        monkeypatch.setattr(compiled._session.backend, "reserve", lambda _: more + MIB)
         expected = losses(make()[0], [usual] * 2 + [more] * 2)
         assert losses(compiled, [usual] * 2) == expected[:2]
         assert losses(compiled, [more] * 2) == expected[2:]
@@ -140,7 +140,7 @@ def test_the_first_step_may_ask_for_anything(caplog: pytest.LogCaptureFixture) -
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outofcore.step.profile_ops", then_grow)
+            patch.setattr("outofcore.session.profile_ops", then_grow)
             compiled(torch.ones(256, 256))
         losses(compiled, moods)
         assert compiled.stats.off_plan == 2
@@ -161,7 +161,7 @@ def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     cache, x = Cache(tmp_path), torch.ones(4, 16, 32, 32)
     with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
         compiled(x)
-        graph, profiles = compiled.captured.graph, compiled._entries[compiled._signature].profiles  # type: ignore[index]
+        graph, profiles = compiled.captured.graph, compiled._session.shown.profiles  # type: ignore[index]
     known = [i for i, p in enumerate(profiles) if p.cost.workspace_bytes >= MIB // 8 and p.first_requests is None]
     if not known:
         pytest.skip("no op of this step needs scratch memory on this machine")
@@ -195,29 +195,86 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
 ) -> None:
     """Planning takes memory; beside the arena it would break the budget."""
     caplog.set_level(logging.INFO, "outofcore")
-    monkeypatch.setattr("outofcore.replan.is_off", lambda *_: cause == "times")
+    monkeypatch.setattr("outofcore.planned_step.is_off", lambda *_: cause == "times")
     usual, more = 128 * KIB, 512 * KIB
     step, model, optimizer = make()
     smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
     step, model, optimizer = make()
     regions: list[weakref.ref[Any]] = []
     alive: list[bool] = []
-    original = planning.plan_step
+    original = planning.plans_of_step
 
-    def plan_step(*args: Any, **kwargs: Any) -> Any:
+    def plans_of_step(*args: Any, **kwargs: Any) -> Any:
         alive.extend(region() is not None for region in regions)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     budget = smallest + MIB
     with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
-        monkeypatch.setattr(compiled._backend, "reserve", lambda _: more + MIB)
+        monkeypatch.setattr(compiled._session.backend, "reserve", lambda _: more + MIB)
         moods = [usual] * 2 + [usual if cause == "times" else more] * 4
         expected = losses(make()[0], moods)
         found = losses(compiled, moods[:1])
-        assert compiled._arena is not None
-        regions.append(weakref.ref(compiled._arena.region))
+        assert compiled._session.arena is not None
+        regions.append(weakref.ref(compiled._session.arena.region))
         found += losses(compiled, moods[1:])
         assert found == expected
     assert any("planned again" in r.getMessage() for r in caplog.records)
     assert alive == [False]
+
+
+@pytest.mark.parametrize("budget", ["smallest", "all"])
+def test_no_plan_runs_that_the_validator_does_not_pass(
+    budget: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first plan, one in which nothing leaves, and one that is made again."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("outofcore.planned_step.is_off", lambda *_: True)
+    plans, in_core = planning.plans_of_step, planning.plan_in_core
+    seen: list[planning.Planned] = []
+
+    def broken(planned: planning.Planned) -> planning.Planned:
+        seen.append(planned)
+        return replace(planned, program=replace(planned.program, instructions=planned.program.instructions[1:]))
+
+    def plans_of_step(*args: Any, **kwargs: Any) -> Iterator[planning.Planned]:
+        found = list(plans(*args, **kwargs))
+        yield broken(found[0])
+        yield from found
+
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
+    monkeypatch.setattr(planning, "plan_in_core", lambda *args: broken(found) if (found := in_core(*args)) else None)
+    step, model, optimizer = make()
+    expected = losses(step, [128 * KIB] * 6)
+    step, model, optimizer = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    count = smallest if budget == "smallest" else 64 * MIB
+    with outofcore.compile(step, model, optimizer, budget=count, policy="window") as compiled:
+        assert losses(compiled, [128 * KIB] * 6) == expected
+    assert len(seen) == 2
+    assert len([r for r in caplog.records if "fault of outofcore" in r.getMessage()]) == 2
+    assert len(list(tmp_path.glob("outofcore-fault-*.zip"))) == 2
+
+
+def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the arena of one input shape may have less room than that of another: outputs lie beside it."""
+    monkeypatch.setattr("outofcore.planned_step.is_off", lambda *_: True)
+    plans, budgets = planning.plans_of_step, []
+
+    def plans_of_step(graph: Any, costs: Any, budget: int, *args: Any, **kwargs: Any) -> Any:
+        budgets.append(budget)
+        return plans(graph, costs, budget, *args, **kwargs)
+
+    monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
+    step, model, optimizer = make()
+    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
+        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: MIB)
+        compiled(torch.ones(256, 256))
+        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: 3 * MIB)
+        compiled(torch.ones(128, 256))
+        first, second = budgets
+        assert first == second + 2 * MIB
+        for _ in range(4):
+            compiled(torch.ones(256, 256))
+        assert budgets == [first, second, first]

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from homely import MALLOC, buffered, descriptors, file_size_limit, noise, opened_in, resident_at
 
+import outofcore
 from outofcore.errors import SpillError, TransferError
 from outofcore.execution import folders, spill
 from outofcore.execution.arena import Arena
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.execution.homes import DiskHome, HostHome
 from outofcore.execution.memory import Region, address_of, map_anonymous
+from outofcore.execution.opened import OpenHome
 from outofcore.execution.spill import SpillFile
 from outofcore.units import MIB, PAGE_BYTES
 
@@ -314,3 +317,31 @@ def test_the_cache_folder_follows_the_environment_only_with_an_absolute_path(
 def test_the_file_system_is_recognised() -> None:
     assert file_system_of(Path("/proc")) == "proc"
     assert not in_memory(Path("/proc"))
+
+
+@pytest.mark.parametrize("policy", ["auto", "offload-all"])
+def test_a_full_disk_is_told_as_that(policy: str, tmp_path: Path) -> None:
+    """And not as a budget that is too small, with advice to take the policy that was taken."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.ones(64, 512)
+    budget = outofcore.minimum_budget(step, model, optimizer, inputs=(x,))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    home = OpenHome([DiskHome(tmp_path, limit=8 * MIB)], kept=False)
+    with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=policy) as compiled:
+        with pytest.raises(
+            SpillError, match=r"the step needs 1\d\.\d+ MiB on disk, and its limit is 8.00 MiB"
+        ) as caught:
+            compiled(x)
+        assert "policy" not in str(caught.value)
+        assert any("as they were before" in note for note in caught.value.__notes__)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

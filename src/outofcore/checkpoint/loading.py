@@ -25,7 +25,7 @@ from outofcore.checkpoint.contents import (
 from outofcore.checkpoint.saving import read_index
 from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, new_buffer, read_header
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import Node
 from outofcore.units import format_bytes
 

@@ -34,7 +34,7 @@ from outofcore.checkpoint.contents import (
 )
 from outofcore.checkpoint.tensor_files import OutFile, header_for, new_buffer, pour
 from outofcore.errors import InputError, StateError, TransferError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import Node, read_json
 from outofcore.units import format_bytes
 

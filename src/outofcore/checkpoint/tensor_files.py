@@ -24,7 +24,7 @@ import torch
 
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.execution.store import HomeStore
 from outofcore.jsonfile import Node, load_json

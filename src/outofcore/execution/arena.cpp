@@ -11,25 +11,28 @@
 
 #include <c10/util/Exception.h>
 
-#include <fcntl.h>
 #include <pthread.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
 namespace {
 
+// In the order of the fields of ``ArenaCounters`` in arenas.py.
 enum Counter { kServed, kSmall, kLarge, kLargeBytes, kLive, kPeak, kRefused, kUnclaimed, kLastScope, kCounters };
 
 struct Arena {
-  std::atomic<uintptr_t> base{0}, end{0};  // both 0: not in use
+  // Both 0: not in use. Who looks for a pointer takes no lock: ``end`` is set last and cleared first, so that no pointer
+  // lies between the base of one arena and the end of another (see ``holds``).
+  std::atomic<uintptr_t> base{0}, end{0};
   std::atomic<int64_t> holders{0};         // its owner, and each planned piece that is still referred to
   int64_t large = 0;                       // off-plan requests of at least this size are held to the reserve
   std::atomic<int64_t> reserve{0};
@@ -44,7 +47,19 @@ struct Request {
 struct Event {
   int64_t freed, bytes, pointer;
 };
-using Log = std::vector<Event>;
+static_assert(sizeof(Event) == 3 * sizeof(int64_t), "Python reads a log as three numbers for each event");
+struct Log {
+  std::vector<Event> events;
+  bool lost = false;  // whether there was no memory for one of them
+
+  void add(const Event& event) noexcept {
+    try {
+      events.push_back(event);
+    } catch (...) {  // a deleter must not throw
+      lost = true;
+    }
+  }
+};
 struct Table {
   Arena* arena;
   std::vector<int64_t> first;
@@ -88,8 +103,15 @@ void add(Arena& arena, Counter counter, int64_t count) {
 void drop_holder(Arena& arena) {
   if (arena.holders.fetch_sub(1) != 1) return;
   const std::lock_guard<std::mutex> guard(mutex);
-  const uintptr_t base = arena.base.exchange(0), end = arena.end.exchange(0);
+  const uintptr_t end = arena.end.exchange(0);
+  const uintptr_t base = arena.base.exchange(0);
   device::give_back(stock.load(), base, end);
+}
+
+// Whether an address lies in an arena. The base is read again, since another arena may have been opened in between.
+bool holds(const Arena& arena, uintptr_t address) {
+  const uintptr_t base = arena.base.load();
+  return address >= base && address < arena.end.load() && base == arena.base.load();
 }
 
 bool overlap(const Request& a, const Request& b) {
@@ -114,14 +136,14 @@ void mark_free(Thread& t, const void* pointer) {
   }
 }
 
-void release(void* pointer) {
+// Frees what any thread frees, also what was allocated before: it scans the arenas, of which there are one or two.
+void release(void* pointer) noexcept {
   if (pointer == nullptr) return;
-  if (thread.table != nullptr) thread.table->visit.push_back({1, 0, reinterpret_cast<int64_t>(pointer)});
-  if (thread.log != nullptr) thread.log->push_back({1, 0, reinterpret_cast<int64_t>(pointer)});
+  if (thread.table != nullptr) thread.table->visit.add({1, 0, reinterpret_cast<int64_t>(pointer)});
+  if (thread.log != nullptr) thread.log->add({1, 0, reinterpret_cast<int64_t>(pointer)});
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
-    if (address >= arenas[i].base.load(std::memory_order_relaxed) &&
-        address < arenas[i].end.load(std::memory_order_relaxed)) {
+    if (holds(arenas[i], address)) {
       if (thread.arena == &arenas[i]) mark_free(thread, pointer);
       return drop_holder(arenas[i]);
     }
@@ -153,7 +175,12 @@ void* serve_off_plan(const Thread& t, int64_t bytes) {
                 live - bytes, " such bytes in use that exceeds the reserve of ", arena.reserve.load(), " bytes");
   }
   void* pointer = stock.load()->raw_allocate(bytes);
-  off_plan[pointer] = {&arena, bytes};
+  try {
+    off_plan[pointer] = {&arena, bytes};
+  } catch (...) {
+    stock.load()->raw_deallocate(pointer);
+    throw;
+  }
   ++off_plan_live;
   add(arena, kLarge, 1);
   add(arena, kLargeBytes, bytes);
@@ -184,58 +211,74 @@ struct PlannedAllocator final : device::Allocator {
     void* pointer = t.arena != nullptr && bytes != 0 ? serve(t, static_cast<int64_t>(bytes))
                                                      : stock.load()->raw_allocate(bytes);
     if (t.table != nullptr && bytes != 0)
-      t.table->visit.push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
+      t.table->visit.add({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
     if (t.log != nullptr && bytes != 0)
-      t.log->push_back({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
+      t.log->add({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
     return {pointer, pointer, &release, device::current()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 };
 
 // Ends the visit of the thread to a scope; what it did is kept if it went off the plan.
-void leave(Thread& t) {
+void leave(Thread& t) noexcept {
   Table* table = t.table;
   t.arena = nullptr;
   t.table = nullptr;
   if (table == nullptr) return;
-  if (table->surprised) table->surprises[t.scope] = table->visit;
+  try {
+    if (table->surprised && !table->visit.lost) table->surprises[t.scope] = table->visit;
+  } catch (...) {  // no memory: the surprise is not told of
+    table->surprises.erase(t.scope);
+  }
   table->surprised = false;
-  table->visit.clear();
+  table->visit.events.clear();
+  table->visit.lost = false;
 }
 
 PlannedAllocator& allocator = *new PlannedAllocator;  // never destroyed: storages keep a pointer to it
 
 }  // namespace
 
+// Called through ctypes, which knows nothing of exceptions: none leaves a function here.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// 0: done. 1: the stock allocator cannot be wrapped. 2: it is another one than before. 3: it has a higher priority.
-EXPORT int outofcore_install() {
+// As ``Installed`` in arena.py.
+enum class Installed : int {
+  kDone = 0,
+  kNoDeleter = 1,  // the stock allocator cannot be wrapped
+  kAnother = 2,    // it is another one than before
+  kOutranked = 3,  // it was installed with a higher priority
+  kFailed = 4,     // something threw
+};
+
+EXPORT int outofcore_install() noexcept try {
   const std::lock_guard<std::mutex> guard(mutex);
   if (installs == 0) {
     c10::Allocator* current = device::installed();
-    if (current->raw_deleter() == nullptr) return 1;
+    if (current->raw_deleter() == nullptr) return static_cast<int>(Installed::kNoDeleter);
     if (stock.load() == nullptr) {
       pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
     } else if (stock.load() != current) {
-      return 2;
+      return static_cast<int>(Installed::kAnother);
     }
     stock = current;
     device::beneath(allocator, current);
     device::install(&allocator);
-    if (device::installed() != &allocator) return 3;
+    if (device::installed() != &allocator) return static_cast<int>(Installed::kOutranked);
   }
   ++installs;
-  return 0;
+  return static_cast<int>(Installed::kDone);
+} catch (...) {
+  return static_cast<int>(Installed::kFailed);
 }
 
-EXPORT void outofcore_uninstall() {
+EXPORT void outofcore_uninstall() noexcept {
   const std::lock_guard<std::mutex> guard(mutex);
   if (--installs == 0 && device::installed() == &allocator) device::install(stock);
 }
 
 // Takes over [base, base + bytes), which is given back when the owner and all planned pieces are gone.
-EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large, int64_t reserve) {
+EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large, int64_t reserve) noexcept {
   const std::lock_guard<std::mutex> guard(mutex);
   for (int i = 0; i < kArenas; ++i) {
     Arena& arena = arenas[i];
@@ -253,29 +296,34 @@ EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large,
   return nullptr;
 }
 
-EXPORT void outofcore_arena_drop(Arena* arena) { drop_holder(*arena); }
-EXPORT void outofcore_arena_reserve(Arena* arena, int64_t reserve) { arena->reserve = reserve; }
-EXPORT void outofcore_arena_counters(const Arena* arena, int64_t* counters) {
-  for (int i = 0; i < kCounters; ++i) counters[i] = arena->counters[i];
+EXPORT void outofcore_arena_drop(Arena* arena) noexcept { drop_holder(*arena); }
+EXPORT void outofcore_arena_reserve(Arena* arena, int64_t reserve) noexcept { arena->reserve = reserve; }
+// Writes as many counters as there is room for; returns how many there are.
+EXPORT int64_t outofcore_arena_counters(const Arena* arena, int64_t* counters, int64_t capacity) noexcept {
+  for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = arena->counters[i];
+  return kCounters;
 }
 
-// Scope s has requests first[s] up to first[s + 1]; an address of 0 stands for the stock allocator.
-EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* first, const int64_t* requests) {
-  auto* table = new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, false, {}};
+// Scope s has requests first[s] up to first[s + 1]; an address of 0 stands for the stock allocator. Null: no memory.
+EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* first,
+                                  const int64_t* requests) noexcept try {
+  std::unique_ptr<Table> table(new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, false, {}});
   for (int64_t i = 0; i < first[scopes]; ++i)
     table->requests.push_back({requests[2 * i], reinterpret_cast<char*>(requests[2 * i + 1]), false, 0});
   for (int64_t s = 0; s < scopes; ++s)
     for (int64_t i = first[s]; i < first[s + 1]; ++i)
       for (int64_t j = first[s]; j < i && !table->requests[i].reuses; ++j)
         table->requests[i].reuses = overlap(table->requests[i], table->requests[j]);
-  return table;
+  return table.release();
+} catch (...) {
+  return nullptr;
 }
-EXPORT void outofcore_table_free(Table* table) {
+EXPORT void outofcore_table_free(Table* table) noexcept {
   if (thread.table == table) leave(thread);  // an exception may have come before the end of the scope
   delete table;
 }
 
-EXPORT void outofcore_begin(Table* table, int scope) {
+EXPORT void outofcore_begin(Table* table, int scope) noexcept {
   Thread& t = thread;
   leave(t);
   if (scope < 0 || scope + 1 >= static_cast<int>(table->first.size())) return;
@@ -286,7 +334,7 @@ EXPORT void outofcore_begin(Table* table, int scope) {
   t.scope = scope;
   t.visit = ++visits;
 }
-EXPORT void outofcore_end() {
+EXPORT void outofcore_end() noexcept {
   Thread& t = thread;
   if (t.arena == nullptr) return;
   for (; t.next != t.end; ++t.next)
@@ -294,55 +342,27 @@ EXPORT void outofcore_end() {
   leave(t);
 }
 
-// The scopes whose last visit went off the plan by a large request; their logs stay until the table is told to forget.
-EXPORT int64_t outofcore_table_surprises(const Table* table) {
-  return static_cast<int64_t>(table->surprises.size());
+// The scopes whose last visit went off the plan by a large request, in order; their logs stay until the table is told to
+// forget. Writes as many as there is room for; returns how many there are.
+EXPORT int64_t outofcore_table_surprises(const Table* table, int64_t* scopes, int64_t capacity) noexcept {
+  int64_t count = 0;
+  for (const auto& [scope, log] : table->surprises)
+    if (count++ < capacity) scopes[count - 1] = scope;
+  return count;
 }
-EXPORT int64_t outofcore_table_surprise(const Table* table, int64_t index) {
-  return std::next(table->surprises.begin(), index)->first;
+// Null: that scope has none.
+EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope) noexcept {
+  const auto found = table->surprises.find(scope);
+  return found == table->surprises.end() ? nullptr : &found->second;
 }
-EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope) {
-  return &table->surprises.at(scope);
-}
-EXPORT void outofcore_table_forget(Table* table) { table->surprises.clear(); }
+EXPORT void outofcore_table_forget(Table* table) noexcept { table->surprises.clear(); }
 
-EXPORT Log* outofcore_record_begin() { return thread.log = new Log; }
-EXPORT void outofcore_record_end() { thread.log = nullptr; }
-EXPORT int64_t outofcore_record_size(const Log* log) { return static_cast<int64_t>(log->size()); }
-EXPORT const Event* outofcore_record_data(const Log* log) { return log->data(); }
-EXPORT void outofcore_record_free(Log* log) { delete log; }
-
-// One transfer between a file and host memory. CUDA calls this on a thread of its own, in the order of a stream: it
-// takes neither the GIL nor a lock, and calls nothing of CUDA. See transfers.py.
-struct Transfer {
-  int64_t address, bytes, offset;
-  int32_t descriptor, writes, forgets;
-  int32_t failure;  // 0: done; -1: the file ended; else what errno said
-  int64_t done;     // bytes that were moved
-};
-EXPORT void outofcore_transfer(void* data) {
-  auto& t = *static_cast<Transfer*>(data);
-  constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
-  t.done = 0;
-  t.failure = 0;
-  while (t.done < t.bytes) {
-    auto* memory = reinterpret_cast<char*>(t.address) + t.done;
-    const int64_t left = t.bytes - t.done;
-    const size_t count = left < kMost ? left : kMost;
-    const ssize_t moved = t.writes ? pwrite(t.descriptor, memory, count, t.offset + t.done)
-                                   : pread(t.descriptor, memory, count, t.offset + t.done);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) {
-      t.failure = errno;
-      return;
-    }
-    // After a short one, direct I/O can go on from a page boundary only.
-    const int64_t kept = moved == left ? moved : moved / kPage * kPage;
-    if (kept == 0) {
-      t.failure = -1;
-      return;
-    }
-    t.done += kept;
-  }
-  if (t.forgets) posix_fadvise(t.descriptor, t.offset, t.bytes, POSIX_FADV_DONTNEED);
+// Null: no memory.
+EXPORT Log* outofcore_record_begin() noexcept { return thread.log = new (std::nothrow) Log; }
+EXPORT void outofcore_record_end() noexcept { thread.log = nullptr; }
+// -1: some events are lost, since there was no memory for them.
+EXPORT int64_t outofcore_record_size(const Log* log) noexcept {
+  return log->lost ? -1 : static_cast<int64_t>(log->events.size());
 }
+EXPORT const Event* outofcore_record_data(const Log* log) noexcept { return log->events.data(); }
+EXPORT void outofcore_record_free(Log* log) noexcept { delete log; }

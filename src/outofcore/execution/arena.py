@@ -21,6 +21,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from enum import IntEnum
 from types import TracebackType
 from typing import Self
 
@@ -42,6 +43,16 @@ DEFAULT_RESERVE = 16 * MIB
 STOCK = -1
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
+
+
+class Installed(IntEnum):
+    """What came of putting the native allocator under PyTorch: as ``Installed`` in ``arena.cpp``."""
+
+    DONE = 0
+    NO_DELETER = 1  # the stock allocator cannot be wrapped
+    ANOTHER = 2  # it is another one than before
+    OUTRANKED = 3  # it was installed with a higher priority
+    FAILED = 4  # something threw
 
 
 class Arena:
@@ -150,6 +161,17 @@ class Arena:
         """
         home.read(slot, self.memory(offset, count))
 
+    def move(self, start: int, to: int, count: int) -> bool:
+        """See ``Memory.move``: overlapping or not.
+
+        Raises: as ``memory``.
+        """
+        region = self.region
+        self._check(start, count)
+        self._check(to, count)
+        ctypes.memmove(region.address + to, region.address + start, count)
+        return True
+
     def discard(self, offset: int, count: int) -> None:
         """Give the physical memory of the whole pages in [offset, offset + count) back; they read as zeros after."""
         region = self.region
@@ -174,9 +196,7 @@ class Arena:
         _ = self.region
         if self.native.library is None:
             return ArenaCounters()
-        counts = (ctypes.c_int64 * len(fields(ArenaCounters)))()
-        self.native.library.outofcore_arena_counters(self._handle, counts)
-        return ArenaCounters(*counts)
+        return read_counters(self.native.library, self._handle)
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.bytes:
@@ -229,6 +249,8 @@ class ScopeTable:
             return
         first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
         table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
+        if table is None:
+            raise _exhausted()
         self._table = table
         weakref.finalize(self, _free_table, library, table, self._region).atexit = False
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
@@ -242,7 +264,11 @@ class ScopeTable:
         library, table = self._library, self._table
         if library is None or table is None:
             return {}
-        scopes = [library.outofcore_table_surprise(table, i) for i in range(library.outofcore_table_surprises(table))]
+        count = library.outofcore_table_surprises(table, None, 0)
+        if not count:
+            return {}
+        scopes = (ctypes.c_int64 * count)()
+        library.outofcore_table_surprises(table, scopes, count)
         found = {s: _events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
         library.outofcore_table_forget(table)
         return found
@@ -272,6 +298,9 @@ class Recorder:
                 raise StateError("this recorder is recording already; leave its 'with' block first, or use another one")
             install(self._library)
             self._log = self._library.outofcore_record_begin()
+            if self._log is None:
+                self._library.outofcore_uninstall()
+                raise _exhausted()
         return self
 
     def __exit__(
@@ -282,9 +311,11 @@ class Recorder:
             return
         library.outofcore_record_end()
         library.outofcore_uninstall()
-        self.events = _events(library, self._log)
-        library.outofcore_record_free(self._log)
-        self._log = None
+        log, self._log = self._log, None
+        try:
+            self.events = _events(library, log)
+        finally:
+            library.outofcore_record_free(log)
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
@@ -305,14 +336,29 @@ def install(library: ctypes.PyDLL) -> None:
     Raises:
         ArenaError: the allocator that is there cannot be wrapped.
     """
-    status = library.outofcore_install()
-    if status:
+    status = Installed(library.outofcore_install())
+    if status is not Installed.DONE:
         why = {
-            1: "it has no plain deleter",
-            2: "another one was installed since this process first used outofcore",
-            3: "it was installed with a higher priority",
+            Installed.NO_DELETER: "it has no plain deleter",
+            Installed.ANOTHER: "another one was installed since this process first used outofcore",
+            Installed.OUTRANKED: "it was installed with a higher priority",
+            Installed.FAILED: "it raised an error",
         }
         raise ArenaError(f"PyTorch's allocator cannot be wrapped: {why[status]}; do not install another allocator")
+
+
+def read_counters(library: ctypes.PyDLL, handle: int | None) -> ArenaCounters:
+    """What an arena has been asked for so far.
+
+    Raises:
+        ArenaError: the library counts something else than this module.
+    """
+    expected = len(fields(ArenaCounters))
+    counts = (ctypes.c_int64 * expected)()
+    told = library.outofcore_arena_counters(handle, counts, expected)
+    if told != expected:
+        raise ArenaError(f"the native allocator has {told} counters, and {expected} are expected: please report it")
+    return ArenaCounters(*counts)
 
 
 def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
@@ -320,8 +366,14 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
-    """A log of the native allocator's."""
+    """A log of the native allocator's.
+
+    Raises:
+        ArenaError: there was no memory for some of it.
+    """
     count = library.outofcore_record_size(log)
+    if count < 0:
+        raise _exhausted()
     if not count:
         return []
     numbers = list((ctypes.c_int64 * (3 * count)).from_address(library.outofcore_record_data(log)))
@@ -329,6 +381,10 @@ def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
         Event(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
         for freed, size, pointer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     ]
+
+
+def _exhausted() -> ArenaError:
+    return ArenaError("the host has no memory left for the log of an allocator; end other processes, or use less")
 
 
 def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:

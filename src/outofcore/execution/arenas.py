@@ -59,6 +59,10 @@ class Memory(Protocol):
         """Fill the bytes [offset, offset + count) from a slot; returns when they are there."""
         ...
 
+    def move(self, start: int, to: int, count: int) -> bool:
+        """Move bytes within the arena; False: nothing was done, since the device cannot move to bytes that overlap."""
+        ...
+
     def discard(self, offset: int, count: int) -> None:
         """Let go of what the bytes [offset, offset + count) hold."""
         ...

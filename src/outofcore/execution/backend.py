@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from outofcore._torch_internals import storage_key
 from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT
 from outofcore.capture.captured import Captured
-from outofcore.errors import BudgetError
+from outofcore.errors import ArenaError, BudgetError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.arenas import Memory
 from outofcore.execution.cpu import CpuEngine
@@ -41,8 +42,14 @@ class Backend(Protocol):
         """The device itself, where it has streams; None: the CPU."""
         ...
 
-    def arena(self, count: int, reserve: int) -> Memory:
-        """Memory for planned addresses, and how much off-plan requests may take beyond it.
+    def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
+        """Memory for planned addresses.
+
+        Args:
+            count: bytes.
+            reserve: how many off-plan requests may take beyond it.
+            room: how many programs of other input shapes may need: where what is not used costs nothing, the arena is
+                so large at once, as opening a larger one takes all that is in it home and back.
 
         Raises:
             ArenaError: there is not so much.
@@ -134,8 +141,11 @@ class CpuBackend:
     alignment = SMALL_ALIGNMENT
     timer = None
 
-    def arena(self, count: int, reserve: int) -> Arena:
-        """See ``Backend.arena``."""
+    def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
+        """See ``Backend.arena``: pages that nothing touches take no memory, but addresses may be limited as well."""
+        if room > count:
+            with contextlib.suppress(ArenaError):
+                return Arena(room, reserve=reserve)
         return Arena(count, reserve=reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CpuEngine:

@@ -14,7 +14,7 @@ from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, ScopeTable, as_arena_error
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import COMPUTE, Bound, BoundCopy, Draws
-from outofcore.execution.engines import GeneratorStates, Port
+from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
@@ -312,6 +312,7 @@ class CpuEngine:
         done = progress.done
         enter = table.begin
         generators = GeneratorStates((torch.default_generator,))
+        elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
         for scope, run in enumerate(bound.runs):
             if run.waits and inline is not None:
                 inline.wait(run.waits, starts, ends)
@@ -324,6 +325,7 @@ class CpuEngine:
             if run.draws is not Draws.FREELY:
                 generators.before(run)
             enter(scope)
+            elsewhere.clear()
             try:
                 out = run.func(*run.args, **run.kwargs)
             except RuntimeError as error:
@@ -333,10 +335,7 @@ class CpuEngine:
                     generators.after()
             if run.results:
                 leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
-                for leaf, address, target in run.results:
-                    result = leaves[leaf]
-                    if result.data_ptr() != address or result.stride() != target.stride():
-                        target.copy_(result.clone() if result.data_ptr() == address else result)
+                elsewhere = place_results(run, leaves)
                 leaves = None
             out = None
             ends[run.index] = perf_counter()

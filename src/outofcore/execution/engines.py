@@ -97,14 +97,21 @@ class GeneratorStates:
             generator.set_state(state)
 
 
-def place_results(run: BoundRun, results: Sequence[Any]) -> None:
+def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
     """Copy what an op has returned to where the plan has it, as far as it lies elsewhere.
 
     Args:
         run: the op.
         results: the leaves of what it returned.
+
+    Returns:
+        the results that lay elsewhere. They are to live until the op's scope has ended: what is freed in it is taken
+        for scratch memory (see ``requests_seen``).
     """
+    elsewhere: list[torch.Tensor] = []
     for leaf, address, target in run.results:
         result = results[leaf]
         if result.data_ptr() != address or result.stride() != target.stride():
             target.copy_(result.clone() if result.data_ptr() == address else result)
+            elsewhere.append(result)
+    return elsewhere

@@ -17,16 +17,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Deferred:
     """In ``with Deferred(what):`` signals that have a handler in Python are kept for its end.
 
-    A second one is not: its handler runs at once, and if it raises, as Ctrl-C does, the block is left half way. Any
-    further ones are dropped until the block has cleaned up. Signals without such a handler, as SIGTERM by default, do
-    what they always do. Outside of the main thread, where handlers never run, this does nothing.
+    A second one is not (or a third, see ``stops``): its handler runs at once, and if it raises, as Ctrl-C does, the
+    block is left half way. Any further ones are dropped until the block has cleaned up. Signals without such a handler,
+    as SIGTERM by default, do what they always do. Outside of the main thread, where handlers never run, this does
+    nothing.
 
     Args:
         what: goes on to its end, as the log tells.
+        stops: which signal is not kept. While a step is captured PyTorch calls Python from places where it cannot take
+            an exception and ends the process: there it is the third, so that two in a row do no harm.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, stops: int = 2) -> None:
         self._what = what
+        self._stops = stops
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
@@ -43,11 +47,12 @@ class Deferred:
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(
-                "%s: %s is brought to its end first; another one stops it half way",
+                "%s: %s is brought to its end first; %s stops it half way",
                 signal.Signals(number).name,
                 self._what,
+                "another one" if self._stops == 2 else "a third one",
             )
-        elif len(self._pending) == 2:
+        elif len(self._pending) == self._stops:
             self._handlers[number](number, frame)
 
     def __exit__(
@@ -55,6 +60,6 @@ class Deferred:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if len(self._pending) == 1:
+        if 0 < len(self._pending) < self._stops:
             number, frame = self._pending[0]
             self._handlers[number](number, frame)

@@ -1,4 +1,4 @@
-"""Builds and loads the native allocator (``arena.cpp``) on first use, for the CPU or for CUDA.
+"""Builds and loads the native code (``arena.cpp``, ``transfer.cpp``) on first use, for the CPU or for CUDA.
 
 The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which
 PyTorch's own packages bring along), and is kept in the user's cache per torch version. Without it everything still
@@ -22,6 +22,9 @@ import torch
 
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp")
+
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
 # Result and arguments. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p with
@@ -32,11 +35,10 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_arena_open": (_POINTER, (_POINTER, _COUNT, _COUNT, _COUNT)),
     "outofcore_arena_drop": (None, (_POINTER,)),
     "outofcore_arena_reserve": (None, (_POINTER, _COUNT)),
-    "outofcore_arena_counters": (None, (_POINTER, _POINTER)),
+    "outofcore_arena_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "outofcore_table_new": (_POINTER, (_POINTER, _COUNT, _POINTER, _POINTER)),
     "outofcore_table_free": (None, (_POINTER,)),
-    "outofcore_table_surprises": (_COUNT, (_POINTER,)),
-    "outofcore_table_surprise": (_COUNT, (_POINTER, _COUNT)),
+    "outofcore_table_surprises": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "outofcore_table_surprise_log": (_POINTER, (_POINTER, _COUNT)),
     "outofcore_table_forget": (None, (_POINTER,)),
     "outofcore_begin": (None, None),
@@ -84,9 +86,9 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
 
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
     """Names the build: torch version, Python, machine and a hash of everything else that goes into it."""
-    hashed = hashlib.sha256(_source().read_bytes())
-    for header in sorted(_source().parent.glob("*.h")):
-        hashed.update(header.read_bytes())
+    hashed = hashlib.sha256()
+    for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h"))):
+        hashed.update(path.read_bytes())
     hashed.update("\0".join((str(_torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     return f"torch-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
@@ -101,9 +103,9 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
     """
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
-    return compile_library(
-        _source(), folder / f"{flavor.value}.so", _flags(flavor), _link_flags(flavor), compilers=compilers
-    )
+    first, *others = _SOURCES
+    flags = [*_flags(flavor), *map(str, others)]
+    return compile_library(first, folder / f"{flavor.value}.so", flags, _link_flags(flavor), compilers=compilers)
 
 
 def load_library(path: Path) -> ctypes.PyDLL:
@@ -140,16 +142,12 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).resolve().parent
 
 
-def _source() -> Path:
-    return Path(__file__).with_name("arena.cpp")
-
-
 def _flags(flavor: Flavor) -> list[str]:
     headers = cuda_headers() if flavor is Flavor.CUDA else None
     return [
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
         # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
-        *([f"-I{headers}", f"-idirafter{_source().parent / 'cuda' / 'shim'}"] if headers else []),
+        *([f"-I{headers}", f"-idirafter{_FOLDER / 'cuda' / 'shim'}"] if headers else []),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{_torch_folder() / 'include'}",
     ]

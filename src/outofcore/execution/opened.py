@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from outofcore.errors import StateError
-from outofcore.execution.faces import Faces
+from outofcore.execution.aliases import Faces
 from outofcore.execution.slots import Slots
 from outofcore.execution.store import HomeStore
 

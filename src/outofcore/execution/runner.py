@@ -14,18 +14,16 @@ from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
 from outofcore.costs import Costs
 from outofcore.errors import StateError
+from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.arenas import Memory
 from outofcore.execution.binding import Bound, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
-from outofcore.execution.gradients import assign_gradient, references_to
-from outofcore.execution.owned import Owned
+from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out
-from outofcore.execution.state import StateKeeper
 from outofcore.execution.surprises import requests_seen
 from outofcore.execution.undo import Undo
-from outofcore.execution.windows import Place, State
 from outofcore.graph import StorageKind
 from outofcore.planning.placement.requests import Requests
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
@@ -79,11 +77,6 @@ class Runner:
         self._placed: _Placed | None = None
         self._begun = False  # whether the last run got to its first instruction
         self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
-        self._moved = {
-            storage
-            for i in program.instructions
-            if isinstance(i, CopyOut | CopyIn) and (storage := program.blocks[i.block].storage) is not None
-        }
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
         self._gradients = {
@@ -107,35 +100,39 @@ class Runner:
         ]
         self._owned = Owned(captured)
 
-    def replanned(self, program: Program, costs: Costs, requests: Sequence[Requests]) -> Runner:
-        """A runner of another program for the same capture, whose states are those of now."""
-        return Runner(self.captured, program, costs, requests, self._first_requests, self._keeper, self._states)
+    @property
+    def states(self) -> dict[int, State]:
+        """By storage, of this capture."""
+        return self._states
 
-    def current(self) -> Runner:
-        """This runner, or one whose states are known, where the keeper has forgotten all of them meanwhile."""
-        if self._generation == self._keeper.generation:
-            return self
-        return Runner(self.captured, self.program, self._costs, self._requests, self._first_requests, self._keeper)
+    def is_current(self) -> bool:
+        """Whether the keeper still knows the states; else it takes another runner to take note of them."""
+        return self._generation == self._keeper.generation
 
     def enter(self, arena: Memory) -> None:
-        """Make this runner's program the one in the arena; no other may be.
+        """Make this runner's program the one in the arena; the last one has made way, or left.
 
         Raises:
             SpillError: a home has no room for what moves. All states are out of the arena.
             TransferError: a state could not be brought to its place. All states are out of the arena.
         """
-        keeper = self._keeper
-        bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
-        self._take_over()
+        keeper, layout = self._keeper, None
         for slots in keeper.slots:
             slots.home.start()
         try:
+            bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
+            self._take_over()
             keeper.enter(self._states, self.program, arena)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
+            self._placed = self._bound(arena, bound, lasting, layout)
         except BaseException:
+            if layout is not None:
+                layout.give_back(keeper.slots)
             keeper.leave(arena)
             raise
+
+    def _bound(self, arena: Memory, bound: Bound, lasting: dict[int, int], layout: Layout) -> _Placed:
         slots = dict(layout.pieces)
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
@@ -149,13 +146,13 @@ class Runner:
             first_table = ScopeTable(arena, scopes(self.captured, self.program, first))
         for storage, value in self.captured.constants.items():
             self._load_constant(storage, value, arena)
-        undo = Undo(self.captured, self.program, slots)
         left = tuple(
             (instruction.home, slots[index][0])
             for index, instruction in enumerate(self.program.instructions)
             if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
         )
-        self._placed = _Placed(arena, bound, table, first_table, layout, slots, undo, left)
+        undo = Undo(self.captured, self.program, slots)
+        return _Placed(arena, bound, table, first_table, layout, slots, undo, left)
 
     def _lasting(self) -> dict[int, int]:
         """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
@@ -176,18 +173,10 @@ class Runner:
                 count = self.captured.own_bytes(storage)
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
-    @property
-    def spilled(self) -> frozenset[int]:
-        """The storages that the program moves between the arena and its homes."""
-        ported = {self.captured.values[b.value].storage for b in self.captured.inputs}
-        return frozenset(self._moved - ported - set(self.captured.graph.outputs))
-
-    def leave(self) -> None:
-        """Take every state out of the arena."""
+    def make_way(self) -> None:
+        """Leave the states in the arena to the next program; the arena is no longer this one's."""
         if self._placed is not None:
             self._placed.layout.give_back(self._keeper.slots)
-            self._placed = replace(self._placed, layout=Layout({}, ()))
-            self._keeper.leave(self._placed.arena)
             self._placed = self._table = None  # either would keep the arena's pages
 
     def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
@@ -320,7 +309,7 @@ class Runner:
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""
-        for binding, owner, _ in self._owned.replaced(self._keeper):
+        for binding, owner, _ in self._owned.replaced(self._keeper.tensor):
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
@@ -338,7 +327,7 @@ class Runner:
             self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
             state.lay(binding.key, self.captured.values[binding.value])
         cleared = False
-        for binding, _, live in self._owned.replaced(self._keeper):
+        for binding, _, live in self._owned.replaced(self._keeper.tensor):
             if live is None:
                 cleared = True
             else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from outofcore.capture.captured import Captured
 from outofcore.planning import Planned
 from outofcore.program import CopyIn, CopyOut, Timeline
+from outofcore.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class StepStats:
     bytes_in: int
     off_plan: int
     predicted_seconds: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<step of {format_seconds(self.seconds)}, {format_seconds(self.predicted_seconds)} predicted: ops "
+            f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
+            f"{format_bytes(self.bytes_in)} in, {self.off_plan} requests off the plan>"
+        )
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:

@@ -37,8 +37,11 @@ class CudaBackend:
         self.driver = CudaDriver(device) if driver is None else driver
         self.device = self.driver.device
 
-    def arena(self, count: int, reserve: int) -> Memory:
-        """See ``Backend.arena``. What PyTorch keeps unused goes back to the device first."""
+    def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
+        """See ``Backend.arena``. What PyTorch keeps unused goes back to the device first.
+
+        It is as large as the program needs, whatever the room: what it does not use, others on the device can.
+        """
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)

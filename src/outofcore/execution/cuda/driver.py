@@ -22,7 +22,6 @@ import functools
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, InputError, StateError, TransferError
-from outofcore.execution.arena import Recorder, install
+from outofcore.execution.arena import Recorder, install, read_counters
 from outofcore.execution.arenas import ArenaCounters
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.host import PinnedHome
@@ -330,6 +329,13 @@ class CudaArena:
         """See ``Memory.load``: in the order of the current stream; the host waits."""
         self.view(offset, count).copy_(home.face(slot, count))
 
+    def move(self, start: int, to: int, count: int) -> bool:
+        """See ``Memory.move``: in the order of the current stream."""
+        if abs(start - to) < count:
+            return False
+        self.view(to, count).copy_(self.view(start, count))
+        return True
+
     def discard(self, offset: int, count: int) -> None:
         """See ``Memory.discard``: a device's memory is given back as a whole."""
 
@@ -338,9 +344,7 @@ class CudaArena:
         self._opened()
         if self.native.library is None:
             return ArenaCounters()
-        counts = (ctypes.c_int64 * len(fields(ArenaCounters)))()
-        self.native.library.outofcore_arena_counters(self._handle, counts)
-        return ArenaCounters(*counts)
+        return read_counters(self.native.library, self._handle)
 
     def close(self) -> None:
         """See ``Memory.close``."""

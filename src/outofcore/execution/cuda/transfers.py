@@ -1,6 +1,6 @@
 """Transfers between a file and host memory that a stream of the device runs in its turn, without the GIL.
 
-The function is native (``arena.cpp``): CUDA calls it on a thread of its own, which must not wait for Python, since
+The function is native (``transfer.cpp``): CUDA calls it on a thread of its own, which must not wait for Python, since
 Python may be waiting for CUDA. What it needs to know is a ``Transfer``; how it went is written into that.
 """
 
@@ -17,7 +17,7 @@ from outofcore.units import format_bytes
 
 
 class Transfer(ctypes.Structure):
-    """As ``Transfer`` in ``arena.cpp``; to be kept until it has run."""
+    """As ``Transfer`` in ``transfer.cpp``; to be kept until it has run."""
 
     _fields_ = (
         ("address", ctypes.c_int64),

@@ -1,4 +1,6 @@
-"""The tensors that persist across steps, and where the user sees them.
+"""The tensors that persist across steps: where the bytes are between steps, and how they get there.
+
+``Place`` names where they can be, ``TRANSITIONS`` how they get from one place to another (both in ``aliases``).
 
 Between two steps each of them has a *face*: the bytes that the user's own tensor object points to.
 It is always up to date, because it is wherever the bytes are when a step ends: in the arena, at the
@@ -10,6 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -17,9 +22,8 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
+from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arenas import Memory
-from outofcore.execution.faces import Faces
-from outofcore.execution.windows import Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
 
@@ -71,12 +75,13 @@ class StateKeeper:
         if state.slot is not None and state.place is Place.HOME:
             return
         face = self._faces.find(state.windows[0].tensor)
-        state.place = Place.OWN
+        state.become(Place.OWN)
         if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
             return
         if state.lies_together():
             face.owned = True
-            state.home, state.slot, state.place = face.home, face.offset, Place.HOME
+            state.home, state.slot = face.home, face.offset
+            state.become(Place.HOME)
             state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
 
     def hand_over(self) -> None:
@@ -91,7 +96,8 @@ class StateKeeper:
                     self._to_home(state, last)
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
-                state.slot, state.place = None, Place.OWN
+                state.slot = None
+                state.become(Place.OWN)
                 state.look_at(None)
             else:
                 self._vacate(state)
@@ -284,12 +290,43 @@ class StateKeeper:
         """The keys of what no longer looks at where it was last shown."""
         return displaced(self._states.values())
 
+    def check(self) -> None:
+        """What must hold between two steps, whatever has happened; for tests, which call it after every step.
+
+        Raises:
+            StateError: it does not; names the state.
+        """
+        spans: dict[object, list[tuple[int, int, str]]] = {}
+        for state in self._states.values():
+            shown, count = state.shown, placed_bytes(state.bytes)
+            if state.place in (Place.HOME, Place.ARENA) and shown is None:
+                raise StateError(f"{state.key} is at {state.place.value}, and nothing shows it: please report it")
+            if state.place in (Place.OWN, Place.UNBORN) and shown is not None:
+                raise StateError(f"{state.key} is {state.place.value}, and something is shown for it: please report it")
+            if state.place in (Place.OWN, Place.ARENA) and state.slot is not None:
+                raise StateError(f"{state.key} is {state.place.value}, and has a slot: please report it")
+            if state.place is Place.HOME and state.slot is None:
+                raise StateError(f"{state.key} is at home, and has no slot: please report it")
+            if state.slot is not None:
+                spans.setdefault(state.home, []).append((state.slot, state.slot + count, state.key))
+            if state.place is Place.ARENA and self._arena is not None and state.bytes:
+                at = state.address - self._arena.address
+                spans.setdefault("the arena", []).append((at, at + state.bytes, state.key))
+        for where, found in spans.items():
+            found.sort()
+            for (_, end, one), (start, _, other) in pairwise(found):
+                if start < end:
+                    raise StateError(f"{one} and {other} overlap in {where}: please report it")
+
     def _face(self, state: State) -> torch.Tensor:
         slot = self.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
 
     def enter(self, states: dict[int, State], program: Program, arena: Memory) -> None:
-        """Bring every state to where ``program`` expects it when a step starts; the arena holds no other.
+        """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
+
+        What is in the arena already, for another program, stays if its place is the same, and else moves within the
+        arena; it goes by way of a home only where two are in each other's place.
 
         Raises:
             SpillError: a home has no room for what is to be there.
@@ -301,13 +338,17 @@ class StateKeeper:
         lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
         leaving = {s: lodgings.get(s, 0) for s, state in states.items() if s not in wrapping and is_large(state.bytes)}
         self._settled = {id(states[storage]) for storage in leaving}
+        staying = {id(states[storage]) for storage in wrapping if storage in states}
+        for state in self._states.values():
+            if state.is_idle():
+                self._discard(state)
+            elif state.place is Place.ARENA and id(state) not in staying:
+                self._out(state)
         # What goes far first: it makes room for what comes near.
         for storage, home in leaving.items():
             if home == last:
                 self._to_home(states[storage], home)
-        for storage, state in states.items():
-            if storage in wrapping:
-                self._to_arena(state, wrapping[storage], arena)
+        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena)
         for home in range(last - 1, -1, -1):
             for storage, wanted in leaving.items():
                 if wanted == home:
@@ -318,12 +359,36 @@ class StateKeeper:
         self._settled = {id(state) for state in self._states.values()}
         for state in self._states.values():
             if state.is_idle():
-                self._vacate(state)
-                state.lose()
-            if state.place is not Place.ARENA:
+                self._discard(state)
+            elif state.place is Place.ARENA:
+                self._out(state)
+
+    def _discard(self, state: State) -> None:
+        self._vacate(state)
+        state.lose()
+
+    def _out(self, state: State) -> None:
+        """Take a state out of the arena: to the nearest home with room or, if small, to memory of its own."""
+        if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
+            self._to_own(state)
+
+    def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory) -> None:
+        """Bring states into their blocks, those first that are in the arena: a move may need the room of another."""
+        now = {id(s): s.offset_in(arena.address) for s, _ in wanted if s.place is Place.ARENA}
+        moving = [(s, b) for s, b in wanted if id(s) in now and now[id(s)] != b.offset]
+        sources = [(now[id(s)], now[id(s)] + b.bytes) for s, b in moving]
+        for number in move_order(sources, [b.offset for _, b in moving]):
+            if number < 0:
+                self._out(moving[~number][0])
                 continue
-            if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
-                self._to_own(state)
+            state, block = moving[number]
+            if arena.move(now[id(state)], block.offset, state.bytes):
+                state.show(arena.view(block.offset, state.bytes), Place.ARENA)
+            else:
+                self._out(state)
+        for state, block in wanted:
+            if state.place is not Place.ARENA:
+                self._to_arena(state, block, arena)
 
     def _leaves_for(self, state: State, home: int) -> bool:
         try:
@@ -393,3 +458,52 @@ class StateKeeper:
             target.copy_(state.bytes_now())
         self._vacate(state)
         state.show(target, Place.ARENA)
+
+
+def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
+    """An order in which bytes can be moved within one region without writing over what has yet to move.
+
+    Args:
+        sources: start and end of each, none overlapping.
+        targets: where each is to start, none overlapping. One may overlap its own source.
+
+    Returns:
+        The numbers of the moves in order. Where some are in each other's place, one of them has to be put aside first:
+        it is named as ``~number``, and its move is left out.
+    """
+    ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
+    by_address = sorted(range(len(sources)), key=lambda i: sources[i])
+    starts = [sources[i][0] for i in by_address]
+    # By move: whose sources lie where it goes; and the reverse.
+    blockers: list[set[int]] = []
+    waiting: list[list[int]] = [[] for _ in sources]
+    for number, target in enumerate(targets):
+        found: set[int] = set()
+        for at in range(max(bisect_right(starts, target) - 1, 0), bisect_left(starts, ends[number])):
+            other = by_address[at]
+            if other != number and sources[other][1] > target and sources[other][0] < ends[number]:
+                found.add(other)
+                waiting[other].append(number)
+        blockers.append(found)
+    ready = [number for number, found in enumerate(blockers) if not found]
+    left = set(range(len(sources))) - set(ready)
+    order: list[int] = []
+    while ready or left:
+        if ready:
+            gone = ready.pop()
+            order.append(gone)
+        else:
+            # Of those in each other's place the smallest; it takes the least time to put aside.
+            gone = min({b for number in left for b in blockers[number]}, key=lambda i: (_length(sources[i]), i))
+            left.discard(gone)
+            order.append(~gone)
+        for number in waiting[gone]:
+            blockers[number].discard(gone)
+            if not blockers[number] and number in left:
+                left.discard(number)
+                ready.append(number)
+    return order
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

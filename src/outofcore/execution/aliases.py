@@ -1,19 +1,33 @@
-"""One storage that persists across steps, and the user's tensors on it."""
+"""The user's tensors on what persists across steps: all that points to the same bytes, and how that is changed.
+
+A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A
+*face* is a tensor that shows a slot at a home, by which a slot is known again and given back. Gradients and optimizer
+state are looked up where the user's own objects have them.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from outofcore import _torch_internals as internals
-from outofcore.capture.captured import CPU, Value
+from outofcore.analysis import is_large
+from outofcore.capture.captured import CPU, Captured, StateBinding, Value
+from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
+from outofcore.execution.slots import Slots
+from outofcore.execution.store import HomeStore
 
 _POINTER = torch.Tensor.data_ptr
 _STRIDE = torch.Tensor.stride
@@ -26,8 +40,36 @@ class Place(Enum):
 
     OWN = "own"  # in memory of the tensor's own, as plain PyTorch has it
     HOME = "home"  # in its slot
-    ARENA = "arena"  # in a block that wraps around the step
+    ARENA = "arena"  # in a block that wraps around the step, or where a step has left a gradient
     UNBORN = "unborn"  # nowhere: optimizer state before its first update, a gradient that was cleared
+
+
+# How bytes get from one place to another: all that there is. Between two steps of one program nothing moves.
+TRANSITIONS: Mapping[tuple[Place, Place], str] = {
+    (Place.OWN, Place.OWN): "the user's device gives its memory to the arena, or gets it back",
+    (Place.OWN, Place.HOME): "written to a slot; or born in one, which is claimed as it is",
+    (Place.OWN, Place.ARENA): "copied into the block of a program that keeps it on the device",
+    (Place.OWN, Place.UNBORN): "a gradient in memory of its own was cleared or taken away",
+    (Place.HOME, Place.OWN): "read back as the step is closed; or left in its slot to whoever needs it next",
+    (Place.HOME, Place.HOME): "moved to another home, or within one whose free pages are moved together",
+    (Place.HOME, Place.ARENA): "read into the block of a program that keeps it on the device",
+    (Place.HOME, Place.UNBORN): "a gradient at home was cleared or taken away; its slot waits for the next one",
+    (Place.ARENA, Place.OWN): "taken out where it is small, or where no home has room",
+    (Place.ARENA, Place.HOME): "saved, as another program or nothing takes the arena",
+    (Place.ARENA, Place.ARENA): "moved to where the next program has its block",
+    (Place.ARENA, Place.UNBORN): "a gradient that stayed was cleared or taken away",
+    (Place.UNBORN, Place.OWN): "a small gradient arrived in memory of its own",
+    (
+        Place.UNBORN,
+        Place.HOME,
+    ): "a gradient arrived in its slot; or one of zeros waits for a first update",
+    (Place.UNBORN, Place.ARENA): "a gradient stayed; or a block of zeros waits for a first update",
+}
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Have one of the user's tensors show other bytes: whatever moves a model passes through here."""
+    tensor.data = data
 
 
 @dataclass(slots=True)
@@ -47,6 +89,11 @@ class Window:
     value: Value
     address: int = 0
     stands_in: bool = False
+
+    def point_at(self, view: torch.Tensor) -> None:
+        """Have the user's tensor show other bytes."""
+        set_data(self.tensor, view)
+        self.address = view.data_ptr()
 
     def moved(self) -> bool:
         """Whether the user has put other data in its place, or looks at the same otherwise, such as transposed."""
@@ -109,9 +156,17 @@ class State:
         """Make the user's tensors look at these bytes."""
         self.look_at(None if place is Place.OWN else base)
         for window in self.windows:
-            view = tensor_on(base, window.value)
-            window.tensor.data = view
-            window.address = view.data_ptr()
+            window.point_at(tensor_on(base, window.value))
+        self.become(place)
+
+    def become(self, place: Place) -> None:
+        """Take note of where the bytes are now; the only place where that changes.
+
+        Raises:
+            StateError: they cannot get there from where they were.
+        """
+        if place is not self.place and (self.place, place) not in TRANSITIONS:
+            raise StateError(f"{self.key} went from {self.place.value} to {place.value}: please report it")
         self.place = place
 
     def lay(self, key: str, value: Value) -> None:
@@ -122,8 +177,7 @@ class State:
             data = window.tensor.data.clone()
             window.value = value
             if self.shown is not None and not window.stands_in:
-                window.tensor.data = tensor_on(self.shown, value).copy_(data)
-                window.address = window.tensor.data_ptr()
+                window.point_at(tensor_on(self.shown, value).copy_(data))
 
     def look_at(self, base: torch.Tensor | None) -> None:
         """Take note of the bytes that are shown at home or in the arena."""
@@ -136,7 +190,7 @@ class State:
 
     def lose(self) -> None:
         """Take note that the bytes are nowhere."""
-        self.place = Place.UNBORN
+        self.become(Place.UNBORN)
         self.look_at(None)
 
     def bytes_now(self) -> torch.Tensor:
@@ -180,7 +234,7 @@ class State:
                 for data in (window.tensor.data for window in moved)
             ]
             for window, new in zip(moved, news, strict=True):
-                window.tensor.data = tensor_on(self.shown, window.value).copy_(new)
+                window.point_at(tensor_on(self.shown, window.value).copy_(new))
         for window in moved:
             window.address = window.tensor.data_ptr()
         return [window.key for window in moved]
@@ -280,4 +334,184 @@ def displaced(states: Iterable[State]) -> list[str]:
     return [window.key for window, one, other in zip(windows, now, shown, strict=True) if one != other]
 
 
-__all__ = ["Place", "State", "Window", "displaced", "let_go", "shared_otherwise", "unmoved"]
+# Slots and what shows them
+
+
+@dataclass
+class Face:
+    """A slot that a storage shows from its first byte on.
+
+    Attributes:
+        home: which of the homes, nearest first.
+        offset: of the slot.
+        bytes: of the storage.
+        owned: whether a step gives the slot back when it needs it no more; else it is given back once
+            nothing shows it.
+    """
+
+    home: int
+    offset: int
+    bytes: int
+    owned: bool
+    reference: StorageWeakRef
+
+
+class Faces:
+    """Makes the faces of slots, and recognises them.
+
+    A parameter that is born at home, and all that a step leaves there for others, have slots that live as long
+    as their faces. A step that takes such a tensor over claims its slot.
+
+    Args:
+        slots: of the homes, nearest first.
+    """
+
+    def __init__(self, slots: Sequence[Slots]) -> None:
+        self.slots = tuple(slots)
+        # By the key of the storage. The weak reference keeps the key from being given to another storage.
+        self._faces: dict[int, Face] = {}
+        self._keys: dict[tuple[int, int], int] = {}  # of the last face of each slot
+
+    def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
+        """A new face of a slot (see ``HomeStore.face``); an older one is not known any more."""
+        tensor = self.slots[home].home.face(offset, count)
+        if count:
+            self.drop(home, offset)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._faces[internals.storage_key(tensor)] = Face(home, offset, count, owned, reference)
+            self._keys[home, offset] = internals.storage_key(tensor)
+        return tensor
+
+    def drop(self, home: int, offset: int) -> None:
+        """Know the face of a slot no more, because the slot is to be something else's."""
+        key = self._keys.pop((home, offset), None)
+        if key is not None:
+            del self._faces[key]
+
+    def find(self, tensor: torch.Tensor) -> Face | None:
+        """What the storage of a tensor shows; None: no slot."""
+        found = self._faces.get(internals.storage_key(tensor))
+        return None if found is None or found.reference.expired() else found
+
+    def store_of(self, face: Face) -> HomeStore:
+        """The home that has a face's slot."""
+        return self.slots[face.home].home
+
+    def drop_cache(self, tensor: torch.Tensor) -> None:
+        """Give back physical memory that a tensor occupies for caching a slot alone."""
+        face = self.find(tensor)
+        if face is not None:
+            self.store_of(face).drop_cache(tensor)
+
+    def birth(self, count: int) -> torch.Tensor:
+        """A face of ``count`` bytes at the last home, contents unknown, for a tensor that begins its life there.
+
+        Raises:
+            SpillError: the home has no room for it.
+        """
+        self.sweep()
+        last = len(self.slots) - 1
+        return self.show(last, self.slots[last].take(count), count, owned=False)
+
+    def part(self, tensor: torch.Tensor | None) -> None:
+        """Give a tensor its bytes in a place of their own, because those where it is are to be something else's.
+
+        Args:
+            tensor: that the user has put aside; None: nobody has it any more, and there is nothing to do.
+
+        Raises:
+            SpillError: the home has no room for it.
+        """
+        if tensor is None:
+            return
+        count = tensor.untyped_storage().nbytes()
+        base = self.birth(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
+        base.copy_(internals.storage_bytes(tensor))
+        self.drop_cache(base)
+        apart = torch.empty(0, dtype=tensor.dtype)
+        set_data(tensor, apart.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()))
+
+    def disown(self, home: int, offset: int, count: int) -> None:
+        """Let a slot live as long as its face does."""
+        key = self._keys.get((home, offset))
+        if key is None:
+            self.slots[home].give(offset, count)
+        else:
+            self._faces[key].owned = False
+
+    def sweep(self) -> None:
+        """Forget faces that are gone, and give back the slots that nobody else does."""
+        for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
+            del self._faces[key]
+            if self._keys.get((face.home, face.offset)) == key:
+                del self._keys[face.home, face.offset]
+            if not face.owned:
+                self.slots[face.home].give(face.offset, face.bytes)
+
+
+# Gradients and optimizer state, as the user has them
+
+
+def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set ``parameter.grad``, wherever the two are now: PyTorch wants them on one device only at this moment."""
+    if parameter.grad is gradient:
+        return
+    data = gradient.data
+    if data.device == parameter.device:
+        parameter.grad = gradient
+        return
+    set_data(gradient, torch.empty((), dtype=data.dtype, device=parameter.device).expand(data.shape))
+    parameter.grad = gradient
+    set_data(gradient, data)
+
+
+def references_to(gradient: torch.Tensor) -> int:
+    """How many references there are to a tensor from Python: more than before, if others have it.
+
+    What is only about to be let go of, such as the variable of a loop that has ended, counts as well.
+    """
+    return sys.getrefcount(gradient)
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+class Owned:
+    """Looks at all optimizer state of a capture at once, parameter by parameter, as it is done before every step."""
+
+    def __init__(self, captured: Captured) -> None:
+        together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
+        for binding in captured.states:
+            owner = binding.owner
+            if isinstance(owner, StateOwner):
+                together.setdefault((id(owner.optimizer), id(owner.parameter)), []).append((binding, owner))
+        self._parameters: list[tuple[Optimizer, torch.Tensor, tuple[str, ...]]] = [
+            (pairs[0][1].optimizer, pairs[0][1].parameter, tuple([owner.name for _, owner in pairs]))
+            for pairs in together.values()
+        ]
+        self._pairs = [pair for pairs in together.values() for pair in pairs]
+        self._bindings = [binding for binding, _ in self._pairs]
+
+    def _live(self) -> list[torch.Tensor | None]:
+        live: list[torch.Tensor | None] = []
+        for optimizer, parameter, names in self._parameters:
+            live += map(optimizer.state.get(parameter, _NOTHING).get, names)
+        return live
+
+    def any_gone(self) -> bool:
+        """Whether an optimizer lacks state that a step has."""
+        return not all(map(is_not, self._live(), repeat(None)))
+
+    def replaced(
+        self, shown_as: Callable[[StateBinding], torch.Tensor]
+    ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
+        """Where optimizers have another tensor than the one that is shown, or None: with what they have.
+
+        Args:
+            shown_as: the tensor that is shown for a binding.
+        """
+        live, shown = self._live(), list(map(shown_as, self._bindings))
+        if all(map(is_, live, shown)):
+            return []
+        triples = zip(self._pairs, live, shown, strict=True)
+        return [(binding, owner, one) for (binding, owner), one, other in triples if one is not other]

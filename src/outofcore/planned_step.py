@@ -1,0 +1,256 @@
+"""A captured step with its plan, as frozen data: how it is planned first, and again where steps show that it was wrong.
+
+It was wrong if steps took longer or shorter than predicted, or if an op asked for memory that no plan foresaw. It is
+planned again at most once for each of the two. Nothing here touches the user's model: whoever runs a planned step makes
+its runner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain
+
+from outofcore import planning
+from outofcore.capture import Captured
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError, SpillError, ValidationError
+from outofcore.execution.slots import needed_bytes
+from outofcore.execution.store import HomeStore
+from outofcore.graph import StepGraph
+from outofcore.planning import Planned, Policy
+from outofcore.planning.placement.requests import Requests
+from outofcore.profiling.ops import OpProfile
+from outofcore.profiling.refine import is_off, refined
+from outofcore.program import CopyIn, CopyOut, Timeline
+from outofcore.proving import proved
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore")
+
+# How many steps are measured, after the first, before the prediction is judged.
+_MEASURED_STEPS = 3
+
+
+class Cause(Enum):
+    """Why a step is planned again."""
+
+    TIMES = "times"  # steps took longer or shorter than predicted
+    MEMORY = "memory"  # an op asked for memory that no plan foresaw
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A captured step, planned and proved.
+
+    Attributes:
+        captured: the step.
+        budget: bytes of the arena.
+        costs: that it was planned with.
+        planned: the plan, with its program and the simulated timeline.
+        profiles: of each op.
+        causes: why it was planned again so far, or nearly was.
+    """
+
+    captured: Captured
+    budget: int
+    costs: Costs
+    planned: Planned
+    profiles: tuple[OpProfile, ...]
+    causes: frozenset[Cause] = frozenset()
+
+    @property
+    def graph(self) -> StepGraph:
+        """The step as storages and ops."""
+        return self.captured.graph
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether anything does."""
+        return self.planned.plan.policy != "keep-all"
+
+    @property
+    def spilled(self) -> frozenset[int]:
+        """The storages that the program moves between the arena and its homes."""
+        captured, program = self.captured, self.planned.program
+        moved = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
+        ported = {captured.values[b.value].storage for b in captured.inputs} | set(captured.graph.outputs)
+        return frozenset(s for s in moved if s is not None and s not in ported)
+
+
+def plan_in_core(
+    captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
+) -> PlannedStep | None:
+    """The step with the plan in which nothing leaves; None if the budget cannot hold it, or its proof fails.
+
+    Raises:
+        SpillError: a home has no room for the gradients that do not stay.
+    """
+    found = planning.plan_in_core(captured.graph, costs, budget)
+    if found is None:
+        return None
+    try:
+        found = proved(captured.graph, costs, budget, [found])
+    except ValidationError:
+        return None  # reported already
+    check_spill(captured.graph, costs, found, stores)
+    return PlannedStep(captured, budget, costs, found, profiles)
+
+
+def plan(
+    captured: Captured,
+    costs: Costs,
+    profiles: tuple[OpProfile, ...],
+    budget: int,
+    policy: Policy,
+    stores: Sequence[HomeStore],
+) -> PlannedStep:
+    """The step with the best plan that passes the validator.
+
+    Args:
+        captured: the step.
+        costs: of its ops and homes.
+        profiles: of its ops.
+        budget: bytes of the arena.
+        policy: how to plan; the last resort is that everything leaves.
+        stores: the homes, nearest first.
+
+    Raises:
+        BudgetError: the budget cannot hold the step.
+        SpillError: a home has no room for what must leave.
+        ValidationError: no plan passes.
+    """
+    graph = captured.graph
+    plans = planning.plans_of_step(graph, costs, budget, policy, describer(captured))
+    try:
+        found = proved(graph, costs, budget, chain(plans, _everything_leaves(graph, costs, budget)))
+    except BudgetError:
+        _check_last_home(graph, costs, budget, policy, stores)
+        raise
+    check_spill(graph, costs, found, stores)
+    return PlannedStep(captured, budget, costs, found, profiles)
+
+
+def with_times(
+    step: PlannedStep, measured: Sequence[Timeline], policy: Policy, stores: Sequence[HomeStore]
+) -> PlannedStep | None:
+    """The step planned with the times that ops and copies took in steps; None where there is no such plan."""
+    costs = refined(step.costs, step.planned.program, measured, step.spilled)
+    profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
+    try:
+        again = plan(step.captured, costs, profiles, step.budget, policy, stores)
+    except (BudgetError, SpillError, ValidationError) as error:
+        _log.warning("the plan stays as it is, although its prediction was off: %s", error)
+        return None
+    _log.info(
+        "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
+        step.planned.timeline.step_seconds,
+        measured[-1].step_seconds,
+        again.planned.timeline.step_seconds,
+        again.planned.plan.policy,
+    )
+    return replace(again, causes=step.causes)
+
+
+def with_requests(
+    step: PlannedStep, surprises: Mapping[int, Requests], policy: Policy, stores: Sequence[HomeStore]
+) -> PlannedStep | None:
+    """The step planned with the requests that ops turned out to make; None where there is no such plan."""
+    profiles, ops = list(step.profiles), list(step.costs.ops)
+    for index, seen in surprises.items():
+        cost, op = ops[index], step.graph.ops[index]
+        # Never less than before: an op that asked for more may yet ask for less again.
+        ops[index] = replace(cost, workspace_bytes=max(cost.workspace_bytes, seen.workspace_bytes))
+        profiles[index] = replace(profiles[index], cost=ops[index], requests=seen)
+        _log.info(
+            "op %d (%s, %s) asked for memory that no plan foresaw: scratch memory of %s, and not of %s",
+            index,
+            op.name,
+            op.source,
+            format_bytes(seen.workspace_bytes),
+            format_bytes(cost.workspace_bytes),
+        )
+    costs = replace(step.costs, ops=tuple(ops))
+    try:
+        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores)
+    except (BudgetError, SpillError, ValidationError) as error:
+        _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
+        return None
+    _log.info(
+        "planned again for %d ops: %.3f s predicted by %s",
+        len(surprises),
+        again.planned.timeline.step_seconds,
+        again.planned.plan.policy,
+    )
+    return replace(again, causes=step.causes)
+
+
+def cause_to_plan_again(
+    step: PlannedStep, surprises: Mapping[int, Requests], runs: int, measured: Sequence[Timeline]
+) -> tuple[Cause | None, bool]:
+    """What a run has shown of a plan.
+
+    Args:
+        step: that ran.
+        surprises: by op, the requests of the last run that no plan foresaw.
+        runs: how many there have been of this plan.
+        measured: the timelines of those that count, the last run among them.
+
+    Returns:
+        what has been settled, if anything, and whether it calls for another plan.
+    """
+    # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
+    if runs == 1:
+        return None, False
+    if surprises and Cause.MEMORY not in step.causes:
+        return Cause.MEMORY, True
+    if Cause.TIMES in step.causes or len(measured) < _MEASURED_STEPS:
+        return None, False
+    return Cause.TIMES, step.leaves_device and is_off(step.planned.timeline.step_seconds, measured)
+
+
+def describer(captured: Captured) -> Callable[[int], str]:
+    """Tells of a storage of a step what it is, with its shape and dtype, for people."""
+    shapes = {}
+    for value in captured.values:
+        shapes.setdefault(value.storage, (value.shape, value.dtype))
+
+    def describe(storage: int) -> str:
+        name = captured.graph.storages[storage].name or f"storage {storage}"
+        shape, dtype = shapes.get(storage, ((), None))
+        return f"{name} {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+    return describe
+
+
+def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequence[HomeStore]) -> None:
+    """Refuse a plan that takes more of a home than there is.
+
+    Raises:
+        SpillError: it does.
+    """
+    for home, count in zip(stores, needed_bytes(graph, costs, planned.program), strict=True):
+        home.check(max(count, home.bytes))
+        _log.info("away from the device, at %s: %s at most", home.name, format_bytes(count))
+
+
+def _everything_leaves(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+    yield from planning.plans_of_step(graph, costs, budget, "offload-all")
+
+
+def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: Policy, stores: Sequence[HomeStore]) -> None:
+    """Refuse the last home where a plan would be found if that had no limit: the disk may be full.
+
+    Raises:
+        SpillError: the home has to hold so much, and has room for so much.
+    """
+    if not costs.homes or costs.homes[-1].bytes is None:
+        return
+    unlimited = replace(costs, homes=(*costs.homes[:-1], replace(costs.homes[-1], bytes=None)))
+    try:
+        found = planning.plan_step(graph, unlimited, budget, policy)
+    except BudgetError:
+        return
+    check_spill(graph, unlimited, found, stores)

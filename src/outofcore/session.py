@@ -1,0 +1,480 @@
+"""What a compiled step keeps from call to call: its planned steps, the arena, and which of them is in it.
+
+A call with inputs of a kind that is not known is captured, measured and planned; the planned step is frozen data. The
+session makes the runner of a planned step when it first brings the step's program into the arena.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import tree_flatten
+from outofcore.analysis import live_bytes
+from outofcore.capture import Captured, capture_step
+from outofcore.capture.signature import Signature, Signer
+from outofcore.capture.whole import fastest, leanest
+from outofcore.costs import Costs, Home
+from outofcore.errors import BudgetError, TransferError
+from outofcore.execution.aliases import State
+from outofcore.execution.arenas import Memory
+from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
+from outofcore.execution.interrupts import Deferred
+from outofcore.execution.memory import trim_heap
+from outofcore.execution.model_state import StateKeeper
+from outofcore.execution.opened import OpenHome
+from outofcore.execution.runner import Runner
+from outofcore.planned_step import (
+    Cause,
+    PlannedStep,
+    cause_to_plan_again,
+    plan,
+    plan_in_core,
+    with_requests,
+    with_times,
+)
+from outofcore.planning import Policy
+from outofcore.policies import OffloadAll, ProfileGuided
+from outofcore.profiling.algorithms import Algorithm, choose_algorithms
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.links import forget_link, links_to
+from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops
+from outofcore.program import Timeline
+from outofcore.progress import Tell, following, silent
+from outofcore.settled import added_bytes, known_families, settled_step, shortfall
+from outofcore.units import MIB, format_bytes
+
+_log = logging.getLogger("outofcore")
+
+# A link that is so much slower or faster in steps than it was measured is measured again by the next process.
+_OTHER_LINK = 1.25
+# With so many kinds of inputs it is said once what they cost.
+_MANY_KINDS = 4
+
+
+class Outcome(Enum):
+    """What a call that raises has made of the model: the note that the exception gets."""
+
+    # It raised before the step ran.
+    UNCHANGED = "The model and its optimizers are as they were before this step, which can be called again."
+    # It raised while the step ran, and all that had changed was brought back.
+    UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
+    # The step had ended, as where Ctrl-C waits for its end.
+    MADE = "The step has been made: the model and its optimizers are as they are after it; what it returned is lost."
+    # It raised after something that lasts had been updated.
+    TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
+
+
+@dataclass
+class _Known:
+    """A planned step, and what has come of its runs.
+
+    Attributes:
+        step: replaced as a whole when it is planned again.
+        runner: of it, as long as the states that it knows are those of the keeper.
+        runs: of this plan.
+        measured: the timelines by which its prediction is to be judged.
+    """
+
+    step: PlannedStep
+    runner: Runner | None = None
+    runs: int = 0
+    measured: list[Timeline] = field(default_factory=list[Timeline])
+
+
+class Session:
+    """Captures, plans and runs one user's step over one set of models.
+
+    Args:
+        step: the user's own.
+        models: all that it uses.
+        optimizers: likewise.
+        budget: device bytes.
+        home: where bytes live that are not on the device.
+        policy: how to plan.
+        cache: where measurements are kept, if anywhere.
+        backend: where the step runs.
+        algorithms: "eager" or "fastest".
+        vacate: called when another step over the home is to have the model; by it ``vacate`` here.
+
+    Attributes:
+        torn: why the model is part old and part new; empty: it is not.
+        outcome: of the call that runs, if it raised now.
+        shown: what the last call ran; None: there was none.
+        timeline: of the last call.
+        began_ns: when it began, since 1970.
+        arena: where the active program's blocks are.
+        links: the homes as they were measured.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        budget: int,
+        home: OpenHome,
+        policy: Policy,
+        cache: Cache | None,
+        backend: Backend,
+        algorithms: str,
+        vacate: Callable[[], None],
+    ) -> None:
+        self._step, self._models, self._optimizers = step, list(models), list(optimizers)
+        self.budget, self.home, self.policy = budget, home, policy
+        self._cache, self.backend, self._on_vacate = cache, backend, vacate
+        self.keeper = StateKeeper(home.faces)
+        self.engine = backend.engine(home.stores)
+        # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
+        weakref.finalize(self, self.engine.close).atexit = False
+        self._signer = Signer(step, self._models, self._optimizers, backend.device)
+        self._known: dict[Signature, _Known] = {}
+        self._active: _Known | None = None  # whose states are in the arena
+        self._signature: Signature | None = None  # of the last call
+        self.shown: PlannedStep | None = None
+        self.timeline: Timeline | None = None
+        self.began_ns = 0
+        self.arena: Memory | None = None
+        self.links: tuple[Home, ...] = ()
+        self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
+        self._off_plan = 0  # requests counted in arenas that are gone
+        self._planning_seconds: list[float] = []  # of each kind of inputs
+        self.torn = ""
+        self.outcome = Outcome.UNCHANGED
+        self._tell: Tell = silent
+
+    @property
+    def kinds(self) -> int:
+        """Kinds of inputs that there are plans for."""
+        return len(self._known)
+
+    @property
+    def runner(self) -> Runner | None:
+        """Of the program in the arena."""
+        return None if self._active is None else self._active.runner
+
+    @property
+    def off_plan(self) -> int:
+        """Requests of 64 KiB and more that no address was planned for, so far."""
+        return self._off_plan + (self.arena.counters().large if self.arena is not None else 0)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
+        """Run one step; ``outcome`` tells at any time what an exception would mean."""
+        self.outcome = Outcome.UNCHANGED
+        signature = self._signer(args, kwargs)
+        # What is shown outlives the mode in which the step is called.
+        with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
+            self._catch_up(signature)
+        leaves = tree_flatten((args, kwargs))[0]
+        known = self._known.get(signature)
+        if known is None:
+            if self._signature is not None:
+                _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+            begin = time.perf_counter()
+            with following(on_progress) as self._tell:
+                known = _Known(self._build(args, kwargs))
+            self._known[signature] = known
+            self._count_kinds(time.perf_counter() - begin)
+        elif known is not self._active and self._signature not in (None, signature):
+            _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+        try:
+            with torch.inference_mode(mode=False):
+                return self._go(known, signature, leaves)
+        except BaseException:
+            lazy = known.step.captured.lazy
+            if lazy is not None and self.outcome is not Outcome.MADE:
+                self.forget_plans()
+                lazy.undo()
+            raise
+
+    def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
+        if known is not self._active:
+            with Deferred("the move of the model to its place"):
+                self._activate(known)
+        self._signature = signature
+        self.began_ns = time.time_ns()
+        with Deferred("the step that runs"):
+            result = self._run(known, leaves)
+        self._judge(known)
+        return result
+
+    # Between steps
+
+    def _catch_up(self, signature: Signature) -> None:
+        """See what others and the user have done since the last call, before anything moves: it would be lost."""
+        if self.home.occupy(self, self._on_vacate) and not self.keeper.take_back():
+            self._start_anew()
+        self.refresh()
+        if self._signature is not None and signature.structure != self._signature.structure:
+            self._leave_program()  # what now has the name of something else must not take its place: it may come back
+            self.keeper.forget_all()
+        if any(known.runner is not None and known.runner.is_outdated() for known in self._known.values()):
+            _log.info("all that was captured is forgotten: an optimizer has lost state")
+            self.forget_plans()
+
+    def refresh(self) -> None:
+        """See what the user has put in place of what was shown."""
+        changed = self.keeper.refresh()
+        if changed is None:
+            self._start_anew()
+        elif changed:
+            _log.info("taken over what was put in place of %s", ", ".join(changed))
+
+    def _start_anew(self) -> None:
+        _log.info("all that was captured is forgotten: tensors share memory otherwise than before")
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Capture and plan anew at the next call."""
+        self.keeper.let_go()
+        self._leave_program()
+        self.keeper.forget_all()
+        self._known.clear()
+        self._signature = None
+
+    def vacate(self) -> None:
+        """Bring everything home, because another step that shares the home is to run."""
+        with Deferred("the move of the model out of the arena"):
+            self.engine.synchronize()
+            self.refresh()
+            self._leave_arena()
+            self.keeper.hand_over()
+
+    def close(self) -> None:
+        """Give the model memory of its own again, or leave it at a home that others share; free the rest."""
+        self.engine.close()
+        try:
+            with Deferred("the move of the model to where it stays"):
+                self.keeper.let_go()
+                if not self.home.shared:
+                    self._active = None
+                    self.keeper.give_back()
+                else:
+                    self._leave_program()
+                    self.keeper.hand_over()
+        finally:
+            self._known.clear()
+            self._release_arena()
+            self.keeper.go_back()
+            self.home.leave(self)
+            self.home.release()
+
+    # Planning
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        """Capture, profile and plan; nothing of the user's is changed."""
+        self._tell("capture", 0, 1)
+        # It puts stand-ins where the model has its tensors.
+        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self.backend.device)
+        with Deferred("the capture of the step", stops=3):
+            traced = capture()
+            if traced.lazy is not None:
+                traced.lazy.apply()
+        try:
+            return self._planned(traced, capture)
+        except BaseException:
+            if traced.lazy is not None:
+                self.keeper.forget_all()
+                traced.lazy.undo()
+            raise
+
+    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
+        self._tell("capture", 1, 1)
+        # The device is to be profiled on alone.
+        self._leave_arena()
+        self.backend.prepare()
+        alignment, stores = self.backend.alignment, self.home.stores
+        room = room_for_arena(traced, self.backend, self.budget)
+        settled = partial(settled_step, traced, capture, self._cache, self.backend)
+        try:
+            found = None
+            captured = fastest(traced).aligned(alignment)
+            if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
+                found = plan_in_core(*self._measured(captured, room), room, stores)
+            if found is None:
+                captured = leanest(traced).aligned(alignment)
+                found = plan(*self._measured(captured, room), room, self.policy, stores)
+        except BudgetError as error:
+            refused = shortfall(settled(), room, error) or error
+            raise in_terms_of_the_budget(refused, self.budget, room) from None
+        if found.planned.program.arena_bytes + added_bytes(traced) > room:
+            refused = shortfall(settled(known_families(found.captured, found.profiles)), room)
+            if refused is not None:
+                raise in_terms_of_the_budget(refused, self.budget, room)
+        self._tell("plan", 1, 1)
+        _log.info(
+            "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
+            len(found.graph.ops),
+            format_bytes(found.planned.program.arena_bytes),
+            format_bytes(self.budget),
+            found.planned.plan.policy,
+            f"{found.planned.timeline.step_seconds:.3f} s",
+            f"{found.costs.compute_seconds:.3f} s",
+        )
+        return found
+
+    def _measured(self, captured: Captured, room: int) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
+        cache, backend, fixed = self._cache, self.backend, self._algorithms
+        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
+        if fixed is not None:
+            captured, profiles = choose_algorithms(captured, profiles, room, fixed, cache, backend)
+        if not self.links:
+            self._tell("measure the home", 0, 1)
+            self.links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
+        self._tell("plan", 0, 1)
+        return captured, Costs(tuple(profile.cost for profile in profiles), self.links), profiles
+
+    def _count_kinds(self, seconds: float) -> None:
+        """Say once what it costs that inputs come in many shapes."""
+        self._planning_seconds.append(seconds)
+        if len(self._planning_seconds) == _MANY_KINDS:
+            _log.warning(
+                "inputs of %d kinds have been captured and planned, each anew, in %.1f s altogether and %.1f s for the "
+                "last; where only lengths differ, pad inputs to a few lengths, and each is planned once",
+                _MANY_KINDS,
+                sum(self._planning_seconds),
+                seconds,
+            )
+
+    def _judge(self, known: _Known) -> None:
+        """Plan again where the runs of a plan have shown that it was wrong."""
+        if known.runner is None or self.timeline is None:
+            return
+        surprises = known.runner.surprises()
+        known.runs += 1
+        if known.runs > 1:
+            known.measured.append(self.timeline)
+        cause, wrong = cause_to_plan_again(known.step, surprises, known.runs, known.measured)
+        if cause is None:
+            return
+        before, measured = known.step, known.measured
+        if cause is Cause.TIMES:
+            known.measured = []
+        known.step = replace(before, causes=before.causes | {cause})
+        if not wrong:
+            return
+        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
+            self._leave_arena()
+        stores = self.home.stores
+        if cause is Cause.TIMES:
+            again = with_times(known.step, measured, self.policy, stores)
+        else:
+            again = with_requests(known.step, surprises, self.policy, stores)
+        if again is None:
+            return
+        self._keep(before, again, None if cause is Cause.TIMES else surprises.keys())
+        if known is self._active:
+            self._make_way()
+        known.step, known.runs, known.measured = again, 0, []
+        known.runner = runner_of(again, self.keeper, known.runner.states)
+
+    def _keep(self, before: PlannedStep, again: PlannedStep, ops: Any) -> None:
+        """Have later processes know what steps have shown; of some ops alone, or of all and the links."""
+        if self._cache is None:
+            return
+        facts = self.backend.facts()
+        keep_profiles(self._cache, again.graph, again.profiles, only=ops, device=facts)
+        for store, old, new in zip(self.home.stores, before.costs.homes, again.costs.homes, strict=True):
+            if _differ(old, new):
+                forget_link(store, self._cache, facts)
+
+    # The arena
+
+    def _activate(self, known: _Known) -> None:
+        """Bring a program into the arena; planned steps get their runners here."""
+        self.engine.synchronize()
+        if known.runner is None or not known.runner.is_current():
+            known.runner = runner_of(known.step, self.keeper)
+        needed = known.step.planned.program.arena_bytes
+        self._make_way()
+        if self.arena is None or self.arena.bytes < needed:
+            self._leave_arena()
+            # What capturing and planning have used would otherwise stay with the process beside its budget.
+            gc.collect()
+            trim_heap()
+            self.keeper.evacuate()
+            self.arena = self.backend.arena(needed, self.backend.reserve(self.budget), known.step.budget)
+        known.runner.enter(self.arena)
+        self._active, self.shown = known, known.step
+
+    def _run(self, known: _Known, leaves: Sequence[Any]) -> Any:
+        """Run, or leave the model as it was before, or else torn."""
+        runner = known.runner
+        if runner is None:
+            raise RuntimeError("a step without a runner was activated; please report it")
+        self.outcome = Outcome.TORN
+        try:
+            result, self.timeline = runner.run(self.engine, leaves)
+            self.outcome = Outcome.MADE
+        except BaseException as error:
+            self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
+            if self._undone(runner, error):
+                self.torn, self.outcome = "", Outcome.UNDONE
+            raise
+        return result
+
+    def _undone(self, runner: Runner, error: BaseException) -> bool:
+        try:
+            return runner.undo(self.engine)
+        except TransferError as another:
+            error.add_note(f"It could not be undone: {another}")
+            return False
+
+    def _leave_arena(self) -> None:
+        """Bring every state home, and give the arena back."""
+        self._leave_program()
+        self._release_arena()
+
+    def _leave_program(self) -> None:
+        self.engine.synchronize()
+        with Deferred("the move of the model out of the arena"):
+            self._make_way()
+            if self.arena is not None:
+                self.keeper.leave(self.arena)
+
+    def _make_way(self) -> None:
+        """Leave the states in the arena to the next program; the one that was active is so no more."""
+        active, self._active = self._active, None
+        if active is not None and active.runner is not None:
+            active.runner.make_way()
+
+    def _release_arena(self) -> None:
+        if self.arena is not None:
+            self._off_plan += self.arena.counters().large
+            self.arena.close()
+            self.arena = None
+
+
+def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] | None = None) -> Runner:
+    """What runs a planned step.
+
+    Args:
+        step: planned.
+        keeper: which takes note of the user's tensors that the step works on.
+        states: that it knows them by, where it has taken note of this capture's before.
+    """
+    requests = [profile.requests for profile in step.profiles]
+    first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
+    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states)
+
+
+def _differ(before: Home, after: Home) -> bool:
+    """Whether the rates of a link are not what they were."""
+    return any(
+        max(a / b, b / a) > _OTHER_LINK
+        for a, b in (
+            (before.bytes_per_s_out, after.bytes_per_s_out),
+            (before.bytes_per_s_in, after.bytes_per_s_in),
+        )
+    )

@@ -1,0 +1,196 @@
+"""Interrupts training at random moments: a process of its own, since the worst outcome is a crash.
+
+Each round compiles a step over a fresh model and makes its first three calls. A SIGINT comes at a random moment of one
+of them, and sometimes a second one soon after. Whatever happens, the model must be as the note on the exception says,
+calls must go on from there, and all that was trained must equal what eager PyTorch makes of the same calls.
+
+    python tests/torch_cpu/interrupted_calls.py --seed 7 --rounds 20 --cache none
+
+Prints one line of JSON for each round; exits with 1 if a round failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import faulty
+
+import outofcore
+
+CALLS = 3
+# What the notes of an exception say of the model.
+UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
+
+
+@dataclass
+class Round:
+    """What happened in one round."""
+
+    seed: int
+    call: int  # the one that is interrupted
+    after_s: float
+    twice: bool
+    told: str = ""  # what the note says
+    where: str = ""  # the innermost lines of the library
+    faults: list[str] = field(default_factory=list)
+
+
+def reference() -> list[dict[str, torch.Tensor]]:
+    """What eager training holds before the first call and after each."""
+    model, optimizer, step = faulty.sides()
+    found = [faulty.contents(model, optimizer)]
+    for k in range(CALLS):
+        torch.manual_seed(k)
+        step(faulty.batch(k))
+        found.append(faulty.contents(model, optimizer))
+    return found
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+
+
+def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
+    """Make the calls of one round; returns the seconds of each."""
+    model, optimizer, step = faulty.sides()
+    seconds: list[float] = []
+    made = 0
+    with outofcore.compile(step, model, optimizer, **how) as ours:
+        interrupted = False
+        while made < CALLS:
+            torch.manual_seed(made)
+            batch = faulty.batch(made)
+            killer = None
+            if made == found.call and not interrupted:
+                interrupted = True
+                killer = threading.Thread(target=_interrupt, args=(found.after_s, found.twice), daemon=True)
+            begin = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                if killer is not None:
+                    killer.start()
+                ours(batch)
+                if killer is not None:
+                    killer.join()
+                    time.sleep(0.01)
+            except BaseException as caught:
+                error = caught
+            if killer is not None:
+                _outlast(killer)
+            seconds.append(time.perf_counter() - begin)
+            if error is None:
+                ours._session.keeper.check()
+                made += 1
+                continue
+            made = judge(found, error, model, optimizer, expected, made)
+            if found.faults or TORN in found.told:
+                return seconds
+        if not same(faulty.contents(model, optimizer), expected[CALLS]):
+            found.faults.append("the model is not as eager training leaves it")
+    return seconds
+
+
+def _outlast(killer: threading.Thread) -> None:
+    """Return when no signal is to come any more."""
+    for _ in range(3):  # a signal may come while another one is handled
+        with contextlib.suppress(KeyboardInterrupt):
+            killer.join()
+            time.sleep(0.01)
+
+
+def _interrupt(after_s: float, twice: bool) -> None:
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGINT)
+    if twice:
+        time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def judge(
+    found: Round,
+    error: BaseException,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: list[dict[str, torch.Tensor]],
+    made: int,
+) -> int:
+    """How many calls have been made, after one that was interrupted."""
+    found.told = " ".join(getattr(error, "__notes__", ()))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "outofcore" in f.filename]
+    found.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    if not isinstance(error, KeyboardInterrupt):
+        found.faults.append(f"{type(error).__name__}: {error}")
+    now = faulty.contents(model, optimizer)
+    if TORN in found.told:
+        return made
+    if DONE in found.told or UNCHANGED in found.told:
+        made += DONE in found.told
+        if not same(now, expected[made]):
+            found.faults.append("the model is not as the note says")
+        return made
+    # At the very borders of the call there is no note.
+    if len(frames) > 1:
+        found.faults.append("there is no note")
+    if same(now, expected[made]):
+        return made
+    if made < CALLS and same(now, expected[made + 1]):
+        return made + 1
+    found.faults.append("the model is neither as before the step nor as after it")
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", default="none", help="a folder, or 'none'")
+    parser.add_argument("--policy", default="offload-all")
+    parser.add_argument("--share", type=float, default=1.0, help="of the smallest budget")
+    parser.add_argument("--only", type=int, default=None, help="the call to interrupt")
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    expected = reference()
+    smallest = faulty.smallest_budget()
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        how: dict[str, Any] = {
+            "budget": int(smallest * given.share),
+            "home": folder,
+            "policy": given.policy,
+            "cache": False if given.cache == "none" else given.cache,
+        }
+        quiet = Round(given.seed, -1, 0.0, False)
+        lengths = play(quiet, expected, how)
+        if given.cache != "none":
+            lengths = play(quiet, expected, how)  # as it is with all measurements kept
+        print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
+        for number in range(given.rounds):
+            seed = given.seed * 1_000_003 + number
+            draw = random.Random(seed)
+            call = draw.randrange(CALLS) if given.only is None else given.only
+            found = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
+            play(found, expected, how)
+            print(json.dumps(asdict(found)), flush=True)
+            bad += bool(found.faults)
+    return int(bad > 0 or bool(quiet.faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

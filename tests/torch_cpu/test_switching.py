@@ -1,0 +1,109 @@
+"""A step that is called with inputs of several shapes: what moves when one takes the place of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sides import alike, batch, compiled, everything, plain
+
+from outofcore.execution.arena import Arena
+from outofcore.execution.model_state import move_order
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What goes between the arena and homes outside of a step."""
+    found: list[str] = []
+    for name in ("save", "load"):
+        original = getattr(Arena, name)
+
+        def counted(self: Arena, *args: Any, name: str = name, original: Any = original) -> None:
+            found.append(name)
+            original(self, *args)
+
+        monkeypatch.setattr(Arena, name, counted)
+    return found
+
+
+def test_a_switch_between_known_shapes_leaves_what_stays_in_the_arena(copies: list[str]) -> None:
+    ours, theirs = compiled(0, budget="all", home="host", shared=False), plain(0)
+    for number, rows in enumerate((8, 16, 8, 4, 16)):
+        for side in (ours, theirs):
+            torch.manual_seed(number)
+            side.train(batch(number, rows))
+        if number == 1:
+            copies.clear()  # the arena was left while the second shape was planned
+        if number == 2:
+            assert copies == []
+    assert alike(everything(ours), everything(theirs))
+    arena = ours.steps[0]._session.arena
+    assert arena is not None
+    assert arena.bytes >= ours.steps[0].budget
+    for step in ours.steps:
+        step.close()
+
+
+@pytest.mark.parametrize("budget", ["smallest", "half"])
+def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
+    ours, theirs = compiled(1, budget=budget, home="host", shared=True), plain(1)
+    for number, rows in enumerate((8, 4, 8, 2, 4, 8, 2)):
+        for side in (ours, theirs):
+            torch.manual_seed(number)
+            side.train(batch(number, rows))
+            torch.manual_seed(number)
+            side.gather(batch(number, rows))
+        for step in ours.steps:
+            step._session.keeper.check()
+        assert alike(everything(ours), everything(theirs))
+    for step in ours.steps:
+        step.close()
+
+
+@st.composite
+def arrangements(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
+    """Pieces of one region, and where they are to go."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
+
+    def laid_out() -> list[int]:
+        order, found, at = draw(st.permutations(range(len(sizes)))), [0] * len(sizes), 0
+        for index in order:
+            at += draw(st.integers(0, 2))
+            found[index] = at
+            at += sizes[index]
+        return found
+
+    begins, targets = laid_out(), laid_out()
+    return sum(sizes) + 2 * len(sizes), [(b, b + n) for b, n in zip(begins, sizes, strict=True)], targets
+
+
+@given(arrangements())
+def test_moves_write_over_nothing_that_has_yet_to_move(case: tuple[int, list[tuple[int, int]], list[int]]) -> None:
+    total, sources, targets = case
+    region: list[int | None] = [None] * total
+    for number, (begin, end) in enumerate(sources):
+        region[begin:end] = [number] * (end - begin)
+    aside: set[int] = set()
+    order = move_order(sources, targets)
+    assert sorted(n if n >= 0 else ~n for n in order) == list(range(len(sources)))
+    for number in order:
+        begin, end = sources[number if number >= 0 else ~number]
+        if number < 0:
+            aside.add(~number)
+            continue
+        moved = region[begin:end]
+        assert moved == [number] * (end - begin)
+        region[targets[number] : targets[number] + end - begin] = moved
+    for number in set(range(len(sources))) - aside:
+        begin, end = sources[number]
+        assert region[targets[number] : targets[number] + end - begin] == [number] * (end - begin)
+    if all(begin == target for (begin, _), target in zip(sources, targets, strict=True)):
+        assert not aside
+
+
+def test_a_cycle_puts_the_smallest_aside() -> None:
+    assert move_order([(0, 4), (4, 6)], [2, 0]) == [~1, 0]
+    assert move_order([(0, 4)], [2]) == [0]

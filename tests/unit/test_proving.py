@@ -1,0 +1,103 @@
+"""No plan runs that the validator does not pass."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import costs_for, graphs
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import BudgetError, ValidationError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graphfile import read_graph
+from outofcore.planfile import read_plan
+from outofcore.planning import Planned, in_core_budget, plans_of_step
+from outofcore.proving import proved
+
+
+def broken(planned: Planned) -> Planned:
+    """Its first op is never run."""
+    return replace(planned, program=replace(planned.program, instructions=planned.program.instructions[1:]))
+
+
+@given(st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_plan_that_breaks_a_promise_is_reported_and_the_next_runs(
+    caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    graph = data.draw(graphs())
+    costs = data.draw(costs_for(graph))
+    budget = in_core_budget(graph, costs)
+    folder = tmp_path_factory.mktemp("faults")
+    good = next(plans_of_step(graph, costs, budget))
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(folder))
+        assert proved(graph, costs, budget, _once(good)) is good
+        assert not caplog.records
+        assert proved(graph, costs, budget, [broken(good), good]) is good
+    (error,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
+    assert "fault of outofcore" in error
+    (archive,) = folder.glob("outofcore-fault-*.zip")
+    assert str(archive) in error
+    _check_readable(archive, folder, graph, costs, broken(good))
+
+
+def _once(planned: Planned) -> Iterator[Planned]:
+    yield planned
+    raise AssertionError("a plan passed, and another one was asked for")
+
+
+def _check_readable(archive: Path, folder: Path, graph: StepGraph, costs: Costs, planned: Planned) -> None:
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(folder)
+    found = read_graph(folder / "graph.json")
+    assert len(found.graph.ops) == len(graph.ops)
+    assert found.costs == costs
+    assert read_plan(folder / "plan.json", found.keys).program == planned.program
+
+
+def test_where_none_passes_an_error_says_so(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    graph, costs = _small()
+    good = next(plans_of_step(graph, costs, 1 << 30))
+    with pytest.raises(ValidationError, match=r"none of the 2 plans .* fault of outofcore"):
+        proved(graph, costs, 1 << 30, [broken(good), broken(good)])
+
+    def ends() -> Iterator[Planned]:
+        yield broken(good)
+        raise BudgetError("no other plan")
+
+    with pytest.raises(ValidationError, match="none of the 1 plans"):
+        proved(graph, costs, 1 << 30, ends())
+    with pytest.raises(BudgetError):
+        proved(graph, costs, 1, plans_of_step(graph, costs, 1))
+
+
+def test_a_full_disk_does_not_hide_the_fault(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    graph, costs = _small()
+    good = next(plans_of_step(graph, costs, 1 << 30))
+    assert proved(graph, costs, 1 << 30, [broken(good), good]) is good
+    assert "could not be written" in caplog.text
+
+
+def _small() -> tuple[StepGraph, Costs]:
+    storages = (
+        Storage(0, 1 << 17, StorageKind.PARAMETER),
+        Storage(1, 1 << 17, StorageKind.INPUT),
+        Storage(2, 1 << 17, StorageKind.ACTIVATION),
+    )
+    ops = (Op(0, "double", (1,), (), (2,)), Op(1, "update", (0, 2), (0,), ()))
+    return StepGraph(storages, ops), Costs((OpCost(1.0), OpCost(1.0)), (Home("home", None, 1e9, 1e9, 0.0),))
