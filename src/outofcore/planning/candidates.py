@@ -363,7 +363,7 @@ def tuning_tries(problem: Problem, params: SearchParams) -> int:
 
 def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Ints | None:
     changed, homes = choice.copy(), problem.gaps[g].homes
-    if changed[g] != KEPT and len(homes) > 1 and draw.random() < _ELSEWHERE:
+    if changed[g] != KEPT and homes[1:] and draw.random() < _ELSEWHERE:
         changed[g] = draw.choice([home for home in homes if home != changed[g]])
         return problem.within_homes(changed, but=g)
     if changed[g] != KEPT:
