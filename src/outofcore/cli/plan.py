@@ -68,7 +68,7 @@ def survey(
     kept = open_cache(cache)
     stores = homes_of(backend or CpuBackend(), home, host_budget)
     try:
-        model = work.build()
+        model = work.skeleton()
         optimizer = work.optimizer(model)
         step, batch = work.make_step(model, optimizer), next(work.batches())
         found = costed(step, [model], [optimizer], batch, {}, where=stores, cache=kept, tell=tell, backend=backend)
@@ -84,7 +84,7 @@ def imagine(work: Workload, target: Device, tell: Tell) -> Survey:
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    model = work.build()
+    model = work.skeleton()
     optimizer = work.optimizer(model)
     batch = blank_batch(next(work.batches(1)), work.options.batch)
     step = work.make_step(model, optimizer)
