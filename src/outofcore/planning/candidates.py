@@ -26,7 +26,7 @@ from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
 from outofcore.planning.remat.chains import KEPT as STAYS
 from outofcore.planning.remat.contents import AT_HOME
 from outofcore.planning.remat.selection import Snapshot
-from outofcore.planning.schedule import Schedule, schedule
+from outofcore.planning.schedule import Schedule, schedule, settled
 
 # How often a gap to change is drawn from those that ops waited for.
 _WAITED = 0.6
@@ -176,6 +176,7 @@ class Candidate:
         remainder: what else there is to choose.
         choice: shape (gaps of the remainder,), where each is.
         schedule: of the copies.
+        slack: with which they are scheduled.
         params: of the search.
     """
 
@@ -185,6 +186,7 @@ class Candidate:
     remainder: Remainder
     choice: Ints
     schedule: Schedule
+    slack: float
     params: SearchParams
 
     @property
@@ -215,12 +217,14 @@ class Candidate:
         if remainder is None:
             return None
         problem, found = remainder.problem, list[Candidate]()
+        passes = min(tuning_tries(problem, params), params.passes)
         for shares in solve(problem, {}, params.margins, weight=copy_weight(problem.costs, params), spans=params.spans):
             choice = shares.rounded(problem)
             choice = None if choice is None else _lightened(problem, choice, random.Random(0))
-            laid = None if choice is None else schedule(problem, choice, params.slack)
-            if choice is not None and laid is not None:
-                found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, params))
+            for slack in params.slacks if choice is not None else ():
+                laid = settled(problem, choice, slack, passes)
+                if laid is not None:
+                    found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, slack, params))
         return min(found, key=lambda candidate: candidate.value, default=None)
 
     def tuned(self, tries: int) -> Candidate:
@@ -242,10 +246,10 @@ class Candidate:
         choice = _lightened(remainder.problem, self.choice, random.Random(0))
         if choice is None:
             return None
-        found = schedule(remainder.problem, choice, self.params.slack)
+        tries = int(_RETUNED * tuning_tries(problem, self.params))
+        found = settled(remainder.problem, choice, self.slack, min(tries, self.params.passes))
         if found is None:
             return None
-        tries = int(_RETUNED * tuning_tries(problem, self.params))
         return _Tuning(replace(self, remainder=remainder, choice=choice, schedule=found), may_recompute=False).run(
             tries
         )
@@ -287,7 +291,7 @@ class _Tuning:
         changed = _changed(problem, best.choice, g, self.draw)
         if changed is None:
             return
-        found = schedule(problem, changed, best.params.slack, best.schedule, best.value, self.weight)
+        found = schedule(problem, changed, best.slack, best.schedule, best.value, self.weight)
         if found is not None:
             self.best = replace(best, choice=changed, schedule=found)
             if self.may_recompute:
@@ -315,7 +319,7 @@ class _Tuning:
         changed = _lightened(remainder.problem, full[remainder.gaps], draw) if remainder.problem.is_feasible else None
         found = None
         if changed is not None:
-            found = schedule(remainder.problem, changed, best.params.slack, best.schedule, best.value, self.weight)
+            found = schedule(remainder.problem, changed, best.slack, best.schedule, best.value, self.weight)
         if changed is None or found is None:
             choices.undo(change)
             return
@@ -338,7 +342,7 @@ def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Int
     changed, homes = choice.copy(), problem.gaps[g].homes
     if changed[g] != KEPT and len(homes) > 1 and draw.random() < _ELSEWHERE:
         changed[g] = draw.choice([home for home in homes if home != changed[g]])
-        return problem.within_homes(changed)
+        return problem.within_homes(changed, but=g)
     if changed[g] != KEPT:
         changed[g] = KEPT
         return _lightened(problem, changed, draw, g)

@@ -24,7 +24,8 @@ class SearchParams:
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
-        slack: how much earlier than just in time copies in may start, in multiples of their own seconds.
+        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is tried.
+        passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         copy_weight: seconds of a step that a second of copying counts for where the home's ``compute_slowdown`` is
             smaller: of plans that are equally quick, the one that moves less wins.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
@@ -46,7 +47,8 @@ class SearchParams:
     zooms: int = 2
     long_ops: int = 3000
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
-    slack: float = 1.5
+    slacks: tuple[float, ...] = (1.5, 30.0)
+    passes: int = 8
     copy_weight: float = 0.002
     tuned: int = 4
     tuning_ops: int = 60_000

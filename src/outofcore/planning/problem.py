@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,7 +190,9 @@ class Problem:
                     at_home[key] = segment
         return needed
 
-    def within_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
+    def within_homes(
+        self, choice: Ints, shares: NDArray[np.float64] | None = None, but: int | None = None
+    ) -> Ints | None:
         """The choice with storages moved to other homes where a limited one would be given more than it holds.
 
         Those stay whose share was the largest, and of these the ones that are copied the most for each op over which they
@@ -198,6 +201,7 @@ class Problem:
         Args:
             choice: shape (gaps,).
             shares: shape (gaps, homes), how much of each gap had best go where; None: all alike.
+            but: a gap whose storage stays where the choice has it, as long as that home can hold it at all.
 
         Returns:
             Shape (gaps,); None if the homes cannot hold what leaves.
@@ -219,7 +223,7 @@ class Problem:
             gaps, home = stays[key], key[1]
             first, last = self._span(gaps)
             share = 0.0 if shares is None else float(shares[gaps, home].mean())
-            return -share, -len(gaps) / max(last - first, 1)
+            return (-inf if but in gaps else -share), -len(gaps) / max(last - first, 1)
 
         for storage, wanted in sorted(stays, key=lambda key: (rank(key), key)):
             gaps = stays[storage, wanted]

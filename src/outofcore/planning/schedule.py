@@ -21,6 +21,9 @@ import numpy as np
 from outofcore.plan import Decision, Residency
 from outofcore.planning.problem import KEPT, Ints, Problem
 
+# A schedule that is no shorter than this, as a share of the one before, ends the passes.
+_SHORTER = 0.9999
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -66,6 +69,26 @@ def schedule(
         before = _Walk(scene, flowing, None, slack, inf).run()
     found = _Walk(scene, before.flowing, before.starts, slack, most).run()
     return found if found.seconds <= most else None
+
+
+def settled(problem: Problem, choice: Ints, slack: float, passes: int) -> Schedule | None:
+    """The schedule of a choice, made again with the last one in mind for as long as it gets shorter.
+
+    Args:
+        problem: the step under its limit.
+        choice: shape (gaps,), where each gap's bytes are; must fit.
+        slack: see ``schedule``.
+        passes: schedules at most.
+    """
+    best = schedule(problem, choice, slack)
+    for _ in range(passes - 1):
+        if best is None or not best.waited:
+            break
+        found = schedule(problem, choice, slack, best, best.seconds)
+        if found is None or found.seconds >= best.seconds * _SHORTER:
+            break
+        best = found
+    return best
 
 
 @dataclass(frozen=True)
