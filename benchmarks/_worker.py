@@ -26,7 +26,7 @@ from _blocks import checkpoint_blocks, checkpoint_chains
 
 import outofcore
 from outofcore import _torch_internals as internals
-from outofcore.cli.plan import survey
+from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
 from outofcore.report import step_report, write_picture
@@ -120,7 +120,7 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
     work = workload(spec["model"], spec["options"])
     facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if spec["mode"] == "survey":
-        found = survey(work, spec["home"], lambda *_: None)
+        found = subject_of(plain_step(work), home=spec["home"])
         answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": found.smallest_budget})
         return
     training = _Training(work, spec)

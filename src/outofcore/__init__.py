@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         estimate,
         load,
         materialize,
-        minimum_budget,
+        smallest_budget,
         open_home,
         save,
     )
@@ -31,7 +31,7 @@ __all__ = [
     "estimate",
     "load",
     "materialize",
-    "minimum_budget",
+    "smallest_budget",
     "open_home",
     "save",
 ]

@@ -18,14 +18,14 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
 from outofcore.errors import InputError
-from outofcore.estimation import costed
+from outofcore.estimate.costing import costed
+from outofcore.estimate.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.opened import OpenHome
-from outofcore.execution.opening import open_backend, open_device_homes, open_homes
+from outofcore.execution.opening import homes_of, open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
-from outofcore.forecast import Estimate, estimated
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.kept import OpProfile
 from outofcore.profiling.ops import profile_ops
@@ -170,7 +170,7 @@ def compile(
     return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
 
 
-def minimum_budget(
+def smallest_budget(
     step: Callable[..., Any],
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -217,7 +217,7 @@ def estimate(
     inputs: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     budgets: Sequence[int | str] = (),
-    gpu: str | None = None,
+    device: str | torch.device | None = None,
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
     policy: str = "auto",
@@ -235,9 +235,10 @@ def estimate(
         inputs: the positional arguments of the step.
         kwargs: its keyword arguments.
         budgets: to be looked at, besides those that suit the step.
-        gpu: a device that need not be here, by its name in ``outofcore.presets`` such as "h100"; None: this machine.
-        home: as for ``compile``; of no matter where a device is named.
-        host_budget: likewise.
+        device: where the step is to run and is measured, as for ``compile``; or a device that need not be here and
+            is simulated, by its name in ``outofcore.presets``, such as "h100".
+        home: as for ``compile``; ignored for a device that is simulated.
+        host_budget: as for ``compile``; ignored for a device that is simulated.
         policy: as for ``compile``.
         cache: as for ``compile``.
 
@@ -250,20 +251,28 @@ def estimate(
     if policy not in planning.POLICIES:
         raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
     wanted = [parse_bytes(budget) for budget in budgets]
-    device = None if gpu is None else presets.device(gpu)
+    preset = None if device is None else presets.simulated(str(device))
+    backend = open_backend(None if preset else device)
     kept = open_cache(cache)
-    where = device or open_homes(home, host_budget)
+    stores = [] if preset else homes_of(backend, home, host_budget)
     try:
         with following() as tell:
             graph, costs = costed(
-                step, models, optimizers, tuple(inputs), kwargs or {}, where=where, cache=kept, tell=tell
+                step,
+                models,
+                optimizers,
+                tuple(inputs),
+                kwargs or {},
+                where=preset or stores,
+                cache=kept,
+                tell=tell,
+                backend=backend,
             )
-            machine = "" if device is None else device.describe()
+            machine = preset.describe() if preset else ""
             return estimated(graph, costs, budgets=wanted, policy=policy, machine=machine, tell=tell)
     finally:
-        if not isinstance(where, presets.Device):
-            for store in where:
-                store.close()
+        for store in stores:
+            store.close()
 
 
 def save(
@@ -344,7 +353,7 @@ __all__ = [
     "estimate",
     "load",
     "materialize",
-    "minimum_budget",
     "open_home",
     "save",
+    "smallest_budget",
 ]

@@ -64,7 +64,7 @@ class Device:
     in_bytes_per_s: float
 
     def home(self) -> Home:
-        """The host's memory, as large as one likes."""
+        """The host's memory, without a limit."""
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
@@ -132,11 +132,30 @@ def device(key: str) -> Device:
 
     Raises:
         InputError: there is no such preset, or more than one.
+
+    >>> device("h100").name
+    'NVIDIA H100 SXM 80 GB, PCIe 5'
     """
     known = devices()
     exact = [found for found in known if found.key == key.lower()]
     found = exact or [found for found in known if found.key.startswith(key.lower()) and key]
     if len(found) == 1:
         return found[0]
-    what = "fits several devices" if found else "is no device that is known"
-    raise InputError(f"{key!r} {what}; choose one of {', '.join(d.key for d in found or known)}")
+    if found:
+        raise InputError(f"{key!r} fits several devices; choose one of {', '.join(d.key for d in found)}")
+    names = ", ".join(d.key for d in known)
+    raise InputError(f"{key!r} is no device; choose cpu or cuda for one that is here, or to simulate one of {names}")
+
+
+def simulated(name: str | None) -> Device | None:
+    """The preset that a device's name stands for; None for a device that is here: "cpu", "cuda" or "cuda:0", or None.
+
+    Raises:
+        InputError: it is neither.
+
+    >>> simulated("cuda:1") is None
+    True
+    >>> simulated("k40c").home().name
+    'host'
+    """
+    return None if name is None or name.partition(":")[0] in ("cpu", "cuda") else device(name)

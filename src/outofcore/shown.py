@@ -15,7 +15,7 @@ from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.planning import Planned
 from outofcore.program import Timeline
-from outofcore.reporting import report_step, trace_step
+from outofcore.estimate.reports import report_step, trace_step
 
 
 def versions() -> str:

@@ -25,8 +25,8 @@ finally:
     "arguments",
     [
         # 1.6 billion parameters: 6.4 GB with nothing but the weights.
-        ["plan", "--layers", "2", "--width", "8192", "--gpu", "h100", "--no-curve"],
-        ["report", "--layers", "2", "--width", "8192", "--gpu", "h100", "--budget", "60GiB", "--no-curve"],
+        ["plan", "--layers", "2", "--width", "8192", "--device", "h100", "--no-curve"],
+        ["report", "--layers", "2", "--width", "8192", "--device", "h100", "--budget", "60GiB", "--no-curve"],
         # Ops are measured, each on scratch tensors of its own: 1.4 GB of weights.
         ["plan", "--layers", "28", "--width", "1024", "--optimizer", "sgd"],
     ],

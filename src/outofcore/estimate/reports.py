@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outofcore.costs import Costs, Home
+from outofcore.estimate.sweep import POINTS, insight
 from outofcore.graph import StepGraph
-from outofcore.insight import POINTS, insight
 from outofcore.planning import Planned
 from outofcore.program import Timeline
 from outofcore.progress import following
