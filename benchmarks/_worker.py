@@ -29,7 +29,7 @@ from outofcore import _torch_internals as internals
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
-from outofcore.report import step_report, write_picture
+from outofcore.report import page_content, step_report, write_report
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.units import KIB
 from outofcore.zoo import Workload
@@ -94,8 +94,9 @@ class _Training:
         if step is None:
             return {}
         timelines = [("measured", step.timeline), ("predicted", step.planned.timeline)]
-        graph, program = step.captured.graph, step.planned.program
-        write_picture(path, graph, program, timelines, budget=step.budget, title=self._work.describe())
+        graph, planned, title = step.captured.graph, step.planned, self._work.describe()
+        page = page_content(graph, planned.plan, planned.program, timelines, budget=step.budget, title=title)
+        write_report(path, page)
         return {"picture": str(path)}
 
     def close(self) -> None:

@@ -19,8 +19,17 @@ from outofcore.graphfile import GraphFile, read_graph, write_graph
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import POLICIES, Planned
 from outofcore.progress import following, silent
-from outofcore.report import Line, StepReport, columns, moved_text, step_report, step_text, write_chart, write_picture
-from outofcore.units import MIB, format_bytes, format_seconds
+from outofcore.report import (
+    StepReport,
+    columns,
+    moved_text,
+    page_content,
+    step_report,
+    step_text,
+    write_report,
+    write_sweep,
+)
+from outofcore.units import format_bytes, format_seconds
 from outofcore.validator import validate
 
 # Parts of the budget at which nothing needs to leave; the smallest budget is added to them.
@@ -152,9 +161,10 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
             write_plan(wish.save_plan, content, subject.file.keys)
         if wish.picture is not None:
             timelines = [("simulated" if subject.simulated else "predicted", timeline)]
-            write_picture(
-                wish.picture, subject.graph, planned.program, timelines, budget=found.budget, title=subject.title
+            page = page_content(
+                subject.graph, planned.plan, planned.program, timelines, budget=found.budget, title=subject.title
             )
+            write_report(wish.picture, page)
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     forecast = _forecast(subject, budget, wish) if wish.curve else None
     if wish.as_json:
@@ -390,19 +400,16 @@ def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
 
 
 def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
-    lines: list[Line] = []
-    for policy in POLICIES:
-        points = [
-            (cell.answer.budget / MIB, cell.answer.report.seconds)
+    lines = {
+        policy: sorted(
+            (cell.answer.budget, cell.answer.report.seconds)
             for cell in cells
             if cell.answer.policy == policy and cell.answer.report is not None
-        ]
-        lines.append(Line(policy, tuple(sorted(points)), bold=policy == "auto"))
-    compute = subject.costs.compute_seconds
+        )
+        for policy in POLICIES
+    }
     title = subject.title + (f" (simulated: {subject.simulated})" if subject.simulated else "")
-    write_chart(
-        path, lines, title=title, x="budget in MiB", y="seconds a step, predicted", floor=("ops alone", compute)
-    )
+    write_sweep(path, lines, title=title, floor=subject.costs.compute_seconds)
 
 
 def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, trace: Path | None, curve: bool) -> None:

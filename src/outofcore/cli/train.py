@@ -21,7 +21,7 @@ import outofcore
 from outofcore.cli.subjects import build, find_workload, is_script
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
-from outofcore.report import moved_text, step_report, step_text, write_picture
+from outofcore.report import moved_text, page_content, step_report, step_text, write_report
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
 from outofcore.zoo import Workload
@@ -156,7 +156,10 @@ def train(
         if picture is not None:
             planned, graph = step.planned, step.captured.graph
             timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
-            write_picture(picture, graph, planned.program, timelines, budget=budget, title=work.describe())
+            title = work.describe()
+            write_report(
+                picture, page_content(graph, planned.plan, planned.program, timelines, budget=budget, title=title)
+            )
             print(f"picture: {picture}")
 
 

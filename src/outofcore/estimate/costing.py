@@ -1,8 +1,8 @@
 """What a step costs, found out without training it: measured here, or worked out for a device that is not here.
 
 For a device that is not here, operations and bytes are counted from shapes, and a roofline gives seconds. Operations
-are counted for convolutions, products of matrices and fused attention; every other op is taken to be bound by memory. Bytes
-are those of the tensors that an op is given and gives back, each once.
+are counted for convolutions, products of matrices and fused attention; every other op is taken to be bound by memory.
+Bytes are those of the tensors that an op is given and gives back, each once.
 
 Limits: the graph is that of the CPU, so ops that a GPU would fuse or split otherwise count as they are
 here; no workspace is assumed; caches do not help; tensor cores reach their share whatever the shapes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Plan
-from outofcore.program import CopyOut, Program, Queue, Run, Timeline, queue_of
+from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import resident_bytes
 
 # What crosses to the caller and back in every step, whatever the plan: no movement that a plan could be blamed for.
@@ -156,27 +156,6 @@ def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> 
 def _sampled(level: list[tuple[float, int]], times: Iterable[float]) -> Iterable[int]:
     starts = [time for time, _ in level]
     return (level[bisect_right(starts, time) - 1][1] for time in times)
-
-
-def queue_spans(program: Program, timeline: Timeline, closest: float = 0.0) -> dict[Queue, list[tuple[float, float]]]:
-    """When each queue was at work.
-
-    Args:
-        program: of which the timeline is.
-        timeline: simulated or measured.
-        closest: pauses of at most so many seconds are left out.
-
-    Returns:
-        For every queue its spans (start, end) in seconds, in order and apart from each other.
-    """
-    spans: dict[Queue, list[tuple[float, float]]] = {queue: [] for queue in Queue}
-    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
-        line = spans[queue_of(instruction)]
-        if line and start - line[-1][1] <= closest:
-            line[-1] = line[-1][0], max(end, line[-1][1])
-        else:
-            line.append((start, end))
-    return spans
 
 
 @dataclass(frozen=True, slots=True)
