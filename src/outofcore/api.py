@@ -18,8 +18,8 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
 from outofcore.errors import InputError
-from outofcore.estimate.costing import costed
-from outofcore.estimate.sweep import Estimate, estimated
+from outofcore.estimation.costing import costed
+from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
@@ -81,6 +81,13 @@ def open_home(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+
+    >>> import torch
+    >>> import outofcore
+    >>> with outofcore.open_home("host") as home:
+    ...     model = outofcore.build(lambda: torch.nn.Linear(256, 256), home=home)
+    ...     home.bytes >= 256 * 256 * 4
+    True
     """
     return _opened(home, host_budget, check, kept=True)
 
@@ -88,7 +95,7 @@ def open_home(
 def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # What is on the CPU goes to a device by and by, as the plan has it: it need not fit there.
+            # CPU tensors are moved to the device on demand, as planned: the model need not fit there.
             if tensor.device != wanted and tensor.device.type != "cpu":
                 which = f"model {number}: " if len(models) > 1 else ""
                 raise InputError(
@@ -142,10 +149,25 @@ def compile(
             of eager PyTorch to the last bit, nor sure to be those of another process.
 
     Returns:
-        The step, to be called as the one given. Nothing is captured before its first call.
+        A callable with the signature of ``step``. Nothing is captured before its first call.
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> with outofcore.compile(train_step, model, optimizer, budget="4MiB") as step:
+    ...     losses = [step(torch.ones(64, 256)).item() for _ in range(3)]
+    >>> losses[0] > losses[1] > losses[2]
+    True
     """
     if not callable(step):
         raise InputError(f"step must be a function, not {type(step).__name__}")
@@ -196,6 +218,19 @@ def smallest_budget(
     Raises:
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
+    True
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
@@ -242,9 +277,29 @@ def estimate(
         policy: as for ``compile``.
         cache: as for ``compile``.
 
+    Returns:
+        Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
+
     Raises:
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(8192, 8192, device="meta")
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> x = torch.empty(64, 8192, device="meta")
+    >>> found = outofcore.estimate(train_step, model, optimizer, inputs=(x,), device="h100")
+    >>> found.fits("100MiB"), found.fits("1GiB")
+    (False, True)
+    >>> found.at("1GiB").seconds < 0.1
+    True
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
@@ -292,7 +347,15 @@ def save(
         home: where tensors live, if anywhere.
         extra: as for ``Step.save``.
 
-    Raises: as ``Step.save``.
+    Raises:
+        InputError: the folder cannot be written to, or something of the model or of ``extra`` cannot be saved.
+        TransferError: a file could not be written; the checkpoint that was there before is as it was.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
@@ -320,7 +383,7 @@ def load(
         home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
 
     Returns:
-        what was saved as ``extra``; tuples come back as lists.
+        What was saved as ``extra``; tuples come back as lists.
 
     Raises:
         InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer; nothing has been
@@ -328,6 +391,14 @@ def load(
         TransferError: a file cannot be read or is not as it was saved; do not use the model before another checkpoint
             has been loaded.
         SpillError: the home has no room.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
+    >>> outofcore.load("checkpoint", model, optimizer)
+    {'epoch': 3}
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")

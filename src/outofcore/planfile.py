@@ -134,6 +134,13 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
     Raises:
         InputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_plan(Path(folder) / "plan.json", file, keys=())
+    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
+    True
     """
     plan, program = file.plan, file.program
 
@@ -194,6 +201,13 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
         InputError: the file cannot be read.
         GraphError: it is not a plan file, a number is out of its range, or it names a storage that the graph file has
             not; says where. Whether the program is right is another question: see ``validator.validate``.
+
+    >>> import tempfile
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_plan(Path(folder) / "plan.json", file, keys=())
+    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
+    True
     """
     file = decode_json(path, FORMAT, _File)
     numbers = {key: number for number, key in enumerate(keys)}

@@ -115,7 +115,11 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """All presets."""
+    """All presets.
+
+    >>> [device.key for device in devices()][:2]
+    ['k40c-12gb', 'v100-16gb-pcie3']
+    """
     return (
         _device("k40c-12gb", "NVIDIA Tesla K40c 12 GB, PCIe 3", 12, 288, 10.0, fp32=4.29),
         _device("v100-16gb-pcie3", "NVIDIA V100 16 GB, PCIe 3", 16, 900, 12.0, fp32=14.0, half=112),

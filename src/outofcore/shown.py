@@ -13,9 +13,9 @@ import torch
 
 from outofcore.capture import Captured
 from outofcore.costs import Costs
+from outofcore.estimation.reports import report_step, trace_step
 from outofcore.planning import Planned
 from outofcore.program import Timeline
-from outofcore.estimate.reports import report_step, trace_step
 
 
 def versions() -> str:

@@ -12,8 +12,8 @@ from time import perf_counter
 from outofcore import planning
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.estimate.reports import report_step, trace_step
-from outofcore.estimate.sweep import Estimate, estimated, points_text
+from outofcore.estimation.reports import report_step, trace_step
+from outofcore.estimation.sweep import Estimate, estimated, points_text
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 from outofcore.planfile import PlanFile, read_plan, write_plan

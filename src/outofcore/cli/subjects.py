@@ -16,7 +16,7 @@ import torch
 from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.errors import InputError, OutOfCoreError
-from outofcore.estimate.costing import costed
+from outofcore.estimation.costing import costed
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graphfile import GraphFile
 from outofcore.planning import smallest_budget

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outofcore.costs import Costs, Home
-from outofcore.estimate.sweep import POINTS, insight
+from outofcore.estimation.sweep import POINTS, insight
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned
 from outofcore.program import Timeline

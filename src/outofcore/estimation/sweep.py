@@ -231,6 +231,17 @@ class Estimate:
         graph: the step.
         costs: of its ops and of the link.
         policy: that plans.
+
+    >>> found = Estimate(4 << 20, 9 << 20, 16 << 20, 0.25, (Point(8 << 20, 0.5, "auto"),))
+    >>> found.fits("5MiB"), found.at("8MiB").seconds
+    (True, 0.5)
+    >>> print(found)
+      smallest budget     4.00 MiB
+      nothing lost from   9.00 MiB
+      nothing moves from  16.0 MiB
+      ops alone           250 ms a step
+      budget      step  bytes out  bytes in  again  policy
+      8.00 MiB  500 ms        0 B       0 B      -    auto
     """
 
     smallest_budget: int
