@@ -109,15 +109,21 @@ class Remainder:
         return Plan("auto", self.problem.limit, tuple(sorted((*self.again, *decisions), key=lambda d: d.gap)))
 
 
-def eased(choices: Choices, problem: Problem) -> Remainder | None:
+def eased(choices: Choices, problem: Problem, spared: Ints | None = None) -> Remainder | None:
     """The remainder of a step, with less computed again where that takes too much room; None if it always does.
 
-    What a chain reads need not be back by then: the chain can copy it in for itself. What is computed again early can be
-    computed later. And what takes too long a chain can be offloaded after all.
+    What a chain reads need not be back by then: the chain can copy it in for itself. What is computed again early can
+    be computed later. And what takes too long a chain can be offloaded after all.
+
+    Args:
+        choices: what is computed again; changed where that takes too much room.
+        problem: the step under its true limit.
+        spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does.
     """
+    least: Ints | int = 0 if spared is None else np.clip(problem.free, 0, spared)
     for _ in range(_EASINGS):
         remainder = Remainder.of(choices, problem)
-        short = np.flatnonzero(remainder.problem.free < 0)
+        short = np.flatnonzero(remainder.problem.free < least)
         if not len(short):
             return remainder
         changed: set[int] = set()
@@ -240,19 +246,33 @@ class Candidate:
         """The candidate with bytes left free at each op, of shape (ops,), as far as possible; None if that cannot be."""
         if not spared.any():
             return self
-        problem = self.remainder.problem
+        start = self._with_less_again(spared)
+        problem = start.remainder.problem
         free: Ints = np.where(problem.free > 0, np.maximum(problem.free - spared, 0), problem.free)
-        remainder = replace(self.remainder, problem=replace(problem, free=free))
-        choice = _lightened(remainder.problem, self.choice, random.Random(0))
+        remainder = replace(start.remainder, problem=replace(problem, free=free))
+        choice = _lightened(remainder.problem, start.choice, random.Random(0))
         if choice is None:
             return None
         tries = int(_RETUNED * tuning_tries(problem, self.params))
         found = settled(remainder.problem, choice, self.slack, min(tries, self.params.passes))
         if found is None:
             return None
-        return _Tuning(replace(self, remainder=remainder, choice=choice, schedule=found), may_recompute=False).run(
-            tries
-        )
+        found = replace(start, remainder=remainder, choice=choice, schedule=found)
+        return _Tuning(found, may_recompute=False).run(tries)
+
+    def _with_less_again(self, spared: Ints) -> Candidate:
+        """The candidate with less computed again where that leaves fewer bytes free than wanted; its schedule is old."""
+        whole = self.kept.problem
+        if not self.again or not bool((self.remainder.problem.free < np.clip(whole.free, 0, spared)).any()):
+            return self
+        choices = Choices(whole, self.kept.contents, like=self.kept)
+        choices.restore(self.again)
+        remainder = eased(choices, whole, spared)
+        if remainder is None:
+            return self
+        full = np.array([info.homes[0] if info.homes else KEPT for info in whole.gaps], dtype=np.int64)
+        full[self.remainder.gaps] = self.choice
+        return replace(self, again=choices.snapshot(), remainder=remainder, choice=full[remainder.gaps])
 
 
 class _Tuning:

@@ -32,6 +32,8 @@ class SearchParams:
         tuning_ops: ops that the schedules of one tuning may run through.
         tunings: schedules of one tuning at most.
         recompute_changes: share of the changes of a tuning that are about what is computed again.
+        rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
+            not fit.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
@@ -54,6 +56,7 @@ class SearchParams:
     tuning_ops: int = 60_000
     tunings: int = 600
     recompute_changes: float = 0.5
+    rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
     polish_tries: int = 800

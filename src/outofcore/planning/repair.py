@@ -23,6 +23,8 @@ from outofcore.units import PAGE_BYTES
 
 # After how many attempts storages also leave between two ops in a row, where blocks stick out.
 _PATIENCE = 5
+# After how many attempts in a row without lower blocks no more are made.
+_STALE = 6
 # By how many ops the stretch in which blocks stick out is widened each time.
 _WIDER = 4
 # Over how many ops a block that sticks out may be held for its neighbours to leave between ops in a row.
@@ -41,9 +43,10 @@ class Attempts:
         budget: bytes of the arena.
         spared: shape (ops,), bytes that the next plan should leave free.
         made: how many plans were tried.
-        ended: whether no plan will do, because the homes cannot hold what leaves.
+        ended: whether no plan will do: the homes cannot hold what leaves, or blocks come no lower any more.
         generous: spare the more bytes the more blocks stick out together.
         height: how high the blocks of the last plan reached, in bytes.
+        repeated: whether the last plan was the one before, so that there was nothing to place.
     """
 
     graph: StepGraph
@@ -54,11 +57,13 @@ class Attempts:
     ended: bool = False
     generous: bool = False
     height: float = 0.0
+    repeated: bool = False
 
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
         self._apart: set[int] = set()
         self._last: tuple[Plan, _Stuck] | None = None
+        self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
         """The plan, placed; None, with ``spared`` raised, if its blocks cannot be placed within the budget."""
@@ -66,8 +71,10 @@ class Attempts:
         if self._apart and costs.homes:
             decisions = (*plan.decisions, *_parted(graph, plan, self._apart))
             plan = replace(plan, decisions=tuple(sorted(decisions, key=lambda d: d.gap)))
-        if self._last is not None and self._last[0] == plan:
+        self.repeated = self._last is not None and self._last[0] == plan
+        if self._last is not None and self.repeated:
             stuck = self._last[1]
+            self._stale += 1
         else:
             lowered = lower(graph, costs, plan)
             if room_at_homes(graph, costs, lowered) is None:
@@ -77,8 +84,11 @@ class Attempts:
             self.height = program.arena_bytes
             if program.arena_bytes <= self.budget:
                 return finish(graph, costs, plan, program)
+            self._stale = 0 if self.height < self._lowest else self._stale + 1
+            self._lowest = min(self._lowest, self.height)
             stuck = _stuck(program, self.budget, n)
             self._last = plan, stuck
+        self.ended = self._stale >= _STALE
         more = np.zeros(n, dtype=np.int64)
         for first, last, over in stuck:
             # Ever more ops around them: what is in the way of a block need not be so over all of its life.

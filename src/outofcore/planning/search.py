@@ -45,12 +45,17 @@ _log = logging.getLogger("outofcore.planning")
 
 # A step that takes no longer than this, in multiples of its ops, is not worth more search.
 _GOOD = 1.0005
+# A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
+# of the limit free.
+_KEPT_PROMISE, _LEAST_FREED = 1.02, 64
+# Candidates whose value is no worse, times this, are looked for again in later rounds.
+_AMONG_BEST = 1.05
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
 _LENGTH, _LEAST_PLACED = 2000, 4
 # How many times as many candidates are placed where none fits.
-_STUBBORN = 2
+_STUBBORN = 1
 # How many candidates are repaired more generously where none fits.
-_FALLEN_BACK = 16
+_FALLEN_BACK = 4
 # How often a plan without homes is made again with more bytes left free.
 _REPAIRS_WITHOUT_HOMES = 6
 
@@ -84,7 +89,9 @@ class _Search:
     planned: list[tuple[str, Planned]] = field(default_factory=list[tuple[str, Planned]])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     candidates: list[Candidate] = field(default_factory=list[Candidate])
-    race: list[Candidate] = field(default_factory=list[Candidate])
+    turn: str = ""
+    values: dict[str, float] = field(default_factory=dict[str, float])  # of the last candidate of each name
+    shares: dict[float, None] = field(default_factory=dict[float, None])  # that were tried
 
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph, self.costs, room_for_large(self.graph, self.costs, self.budget))
@@ -111,20 +118,51 @@ class _Search:
 
     def mix(self) -> None:
         """What does not stay is offloaded or computed again."""
-        kept = Choices(self.problem, self.contents)
-        self.kept = kept
+        promised = inf
+        for turn in range(1, self.params.rounds + 1):
+            self._consider_all(f"round {turn}, " if turn > 1 else "")
+            if not self.candidates:
+                break
+            promised = min(promised, self.candidates[0].value)
+            best = min((worth(self.costs, planned) for _, planned in self.planned), default=inf)
+            if best <= promised * _KEPT_PROMISE:
+                break
+            self._leave_free()
+        if not self.planned:
+            self._fall_back()
+
+    def _consider_all(self, turn: str) -> None:
+        """Find candidates and place the best of them."""
+        self.turn = turn
+        self.candidates = []
+        self.kept = kept = Choices(self.problem, self.contents)
         self._consider("nothing computed again", Choices(self.problem, self.contents, like=kept))
         if not self._is_good():
-            self._ask_relaxation(kept)
-            self._try_shares(kept)
+            self._consider_rest(kept)
         tries = tuning_tries(self.problem, self.params)
         self.candidates.sort(key=lambda candidate: candidate.value)
         count = self.params.tuned // (2 if self._is_long else 1)
         tuned = [replace(c, how=f"{c.how}, tuned") for c in (c.tuned(tries) for c in self.candidates[:count])]
-        self.race = [*tuned, *self.candidates]
-        self._race(self.race)
-        if not self.planned:
-            self._fall_back([*tuned, *self.candidates])
+        self._race([*tuned, *self.candidates])
+
+    def _consider_rest(self, kept: Choices) -> None:
+        """In the first round everything; later what was among the best before."""
+        near = [how for how, value in self.values.items() if value <= min(self.values.values()) * _AMONG_BEST]
+        if not self.turn or any(how.startswith("relaxation") for how in near):
+            self._ask_relaxation(kept)
+        if self.turn:
+            for share in [share for share in self.shares if _share_name(share) in near]:
+                self._share(kept, share)
+        else:
+            self._try_shares(kept)
+
+    def _leave_free(self) -> None:
+        """Leave so many more bytes free at each op, as far as it does, as the lowest blocks were too high."""
+        heights = [outcome.arena_bytes for outcome in self.outcomes if self.budget < outcome.arena_bytes < inf]
+        over = int(min(heights, default=self.budget)) - self.budget
+        over = max(over, self.problem.limit // _LEAST_FREED)
+        free = self.problem.free
+        self.problem = replace(self.problem, free=np.where(free > 0, np.maximum(free - over, 0), free))
 
     @property
     def _is_long(self) -> bool:
@@ -135,11 +173,13 @@ class _Search:
 
     def _consider(self, how: str, choices: Choices) -> float:
         """Add the candidate that computes this again; returns its value."""
+        name, how = how, self.turn + how
         candidate = Candidate.of(how, choices, self.params, self.kept)
         if candidate is None:
             _log.debug("%s: does not fit", how)
             return inf
         _log.debug("%s: %.6f s scheduled", how, candidate.schedule.seconds)
+        self.values[name] = candidate.value
         if not any(candidate.is_same(other) for other in self.candidates):
             self.candidates.append(candidate)
         return candidate.value
@@ -175,8 +215,9 @@ class _Search:
     def _share(self, kept: Choices, share: float) -> float:
         excess = max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
         limit = self.problem.limit + int(excess * share)
+        self.shares.setdefault(share)
         choices = Choices(self.problem, self.contents, limit, like=kept)
-        return self._consider(f"{share:.0%} of the excess offloaded", choices) if drop(choices) else inf
+        return self._consider(_share_name(share), choices) if drop(choices) else inf
 
     # Placing
 
@@ -186,7 +227,7 @@ class _Search:
             self._note(how, planned)
             return planned
         over = "the homes cannot hold what leaves"
-        if not tried.ended:
+        if tried.height < inf:
             over = f"its blocks reach {format_bytes(int(tried.height))}, above the budget"
         _log.debug("%s: %s", how, over)
         self.outcomes.append(Outcome(how, plan, tried.height, None, over))
@@ -215,15 +256,15 @@ class _Search:
         while heap and heap[0][0] < best and made < (most if self.planned else self.params.placed * _STUBBORN):
             _, number, found, tried, candidate = heapq.heappop(heap)
             planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
-            made += 1
+            made += not tried.repeated
             if planned is None:
                 enter(number, candidate, tried)
             else:
                 best = min(best, worth(self.costs, planned))
 
-    def _fall_back(self, candidates: list[Candidate]) -> None:
+    def _fall_back(self) -> None:
         """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""
-        for candidate in candidates[:_FALLEN_BACK]:
+        for candidate in self.candidates[:_FALLEN_BACK]:
             tried = Attempts(self.graph, self.costs, self.budget, generous=True)
             while tried.made < ATTEMPTS and not tried.ended:
                 found = candidate.sparing(tried.spared)
@@ -264,6 +305,10 @@ class _Search:
             )
             ranked[0] = replace(chosen, candidates=outcomes)
         return ranked
+
+
+def _share_name(share: float) -> str:
+    return f"{share:.1%} of the excess offloaded"
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
