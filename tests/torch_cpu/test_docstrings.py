@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import outofcore
-from outofcore import graphfile, planfile, presets, units
+from outofcore import graphfile, planfile, presets, progress, units
 
 # Modules whose public functions users call, besides what the package itself exports.
-MODULES: tuple[ModuleType, ...] = (graphfile, planfile, presets, units)
+MODULES: tuple[ModuleType, ...] = (graphfile, planfile, presets, progress, units)
 # Of what the package exports, what has no example yet; a name goes when it gets one.
 WITHOUT = frozenset({"OpenHome", "Step", "StepStats", "build", "materialize"})
 

@@ -47,7 +47,7 @@ _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
 def given_memory(models: Sequence[nn.Module], inputs: Any) -> Generator[Any]:
     """Models without contents (on the device "meta") as models on the CPU, while the context lasts.
 
-    Their memory is never written, so it takes no room. Yields the inputs likewise.
+    Their memory is never written, so it takes no room. Yields the inputs, treated alike.
     """
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     states = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
@@ -108,7 +108,7 @@ def costed(
         kwargs: of the step.
         where: the homes whose links are measured, nearest first, or the device.
         cache: where measurements are kept.
-        tell: told how far things are.
+        tell: progress callback ``(stage, done, total)``.
         backend: where the step is to run, and ops are measured; None: on the CPU.
 
     Raises:

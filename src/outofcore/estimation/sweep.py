@@ -30,7 +30,7 @@ _MUCH, _LITTLE = 0.02, 0.005
 # A prediction that is off by more deserves a word.
 _FAR = 0.1
 
-# Called with how many plans are made, and how many are to be.
+# Progress callback: how many plans are made, and how many are to be.
 Count = Callable[[int, int], None]
 
 
@@ -77,7 +77,7 @@ def curve(
         costs: measured or assumed.
         budgets: bytes.
         policy: one of ``planning.POLICIES``.
-        tell: called with (points found, points) after each.
+        tell: progress callback ``(points found, points)``.
     """
     wanted = sorted(set(budgets))
     found: list[Point] = []
@@ -106,7 +106,7 @@ def lossless_budget(
         graph: the step.
         costs: measured or assumed.
         points: of ``curve``, the last of them with room for everything.
-        policy: as there.
+        policy: as for ``curve``.
         tries: how often the interval is halved.
 
     Returns:
@@ -147,7 +147,7 @@ def insight(
         measured: the step as it ran, if it did: the verdict is on that.
         count: of budgets to plan for besides; 0: none, and nothing is said of a larger budget.
         policy: to plan with.
-        tell: called with (plans made, plans to make) after each.
+        tell: progress callback ``(plans made, plans to make)``.
     """
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     here = point_of(graph, costs, budget, planned)
@@ -318,7 +318,7 @@ def estimated(
         budgets: bytes, to be looked at besides those that suit the step.
         policy: one of ``planning.POLICIES``.
         machine: what the costs are of, where that is not this machine.
-        tell: told how far things are.
+        tell: progress callback ``(stage, done, total)``.
 
     Raises:
         GraphError: the step has no ops.
