@@ -139,7 +139,7 @@ def test_a_step_that_ran_is_reported_and_traced(tmp_path: Path) -> None:
         e for e in events if e.get("cat") == "compute" and e["args"].get("op", "").startswith("aten.convolution_ba")
     ]
     assert theirs, sorted({e["name"] for e in events if e.get("cat") == "cpu_op"})
-    # The last of theirs is of the step that is shown, and lies within ours if the clocks agree, here to a tenth of a second.
+    # The last of theirs is of the step that is shown, and lies within ours: both clocks agree to a tenth of a second.
     last = max(e["ts"] for e in theirs)
     assert min(e["ts"] for e in ours) - 1e5 < last < max(e["ts"] + e["dur"] for e in ours) + 1e5
 
