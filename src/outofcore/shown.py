@@ -14,7 +14,7 @@ import torch
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.estimation.reports import report_step, trace_step
-from outofcore.planning import Planned
+from outofcore.planning import Planned, Policy
 from outofcore.program import Timeline
 
 
@@ -31,7 +31,7 @@ class Shown(ABC):
     """The part of a step that shows what it did."""
 
     budget: int
-    policy: str
+    policy: Policy
     _step: Callable[..., Any]
     _began_ns: int  # when the last run began, in nanoseconds since 1970
 

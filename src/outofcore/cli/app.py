@@ -14,9 +14,9 @@ import typer
 
 import outofcore
 from outofcore.cli import answer
-from outofcore.errors import OutOfCoreError, ValidationError
+from outofcore.errors import InputError, OutOfCoreError, ValidationError
 from outofcore.graphfile import write_graph
-from outofcore.planning import POLICIES
+from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import devices, simulated
 from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.units import format_bytes, parse_bytes
@@ -138,7 +138,24 @@ ForDevice = Annotated[
         f"simulated: {', '.join(d.key for d in devices())}.",
     ),
 ]
-Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
+
+
+def _known_policy(text: str) -> str:
+    """The option as it is, refused before anything else is done if there is no such policy."""
+    try:
+        policy_of(text)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+Policy = Annotated[
+    str,
+    typer.Option(
+        callback=_known_policy,
+        help=f"How to plan: {', '.join(POLICIES)}; with values for fields as in 'window(reach=2)' or window:reach=2.",
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")]
 CacheFolder = Annotated[
     Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")

@@ -31,7 +31,7 @@ from outofcore.execution.homes import HomeStore
 from outofcore.graph import Op, StepGraph
 from outofcore.presets import Device, Number, Work
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.device_links import links_to
+from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
 from outofcore.units import MIB

@@ -9,7 +9,7 @@ from outofcore import planning
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError, GraphError
 from outofcore.graph import StepGraph
-from outofcore.planning import Planned
+from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import columns, step_report
@@ -34,11 +34,11 @@ _FAR = 0.1
 Count = Callable[[int, int], None]
 
 
-def point(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Point:
+def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
     """What is predicted for one budget.
 
     Raises:
-        ValueError: the policy is not known.
+        InputError: there is no such policy.
     """
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
@@ -65,7 +65,7 @@ def budgets_between(smallest: int, everything: int, count: int = POINTS) -> tupl
 
 
 def curve(
-    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: str = "auto", tell: Count | None = None
+    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Count | None = None
 ) -> tuple[Point, ...]:
     """Step time over budgets.
 
@@ -76,7 +76,7 @@ def curve(
         graph: the step.
         costs: measured or assumed.
         budgets: bytes.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan; see ``planning.plan_step``.
         tell: progress callback ``(points found, points)``.
     """
     wanted = sorted(set(budgets))
@@ -96,7 +96,7 @@ def _no_slower(new: Point, before: Sequence[Point]) -> Point:
 
 
 def lossless_budget(
-    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: str = "auto", tries: int = 3
+    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto", tries: int = 3
 ) -> tuple[int, tuple[Point, ...]]:
     """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
 
@@ -134,7 +134,7 @@ def insight(
     *,
     measured: Timeline | None = None,
     count: int = POINTS,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     tell: Count | None = None,
 ) -> Insight:
     """What a planned step would be under other budgets, and what would help it most.
@@ -252,7 +252,7 @@ class Estimate:
     machine: str = ""
     graph: StepGraph = field(repr=False, compare=False, default_factory=lambda: StepGraph((), ()))
     costs: Costs = field(repr=False, compare=False, default_factory=lambda: Costs(()))
-    policy: str = "auto"
+    policy: PolicyLike = "auto"
 
     def fits(self, budget: int | str) -> bool:
         """Whether a budget can hold the step.
@@ -306,7 +306,7 @@ def estimated(
     costs: Costs,
     *,
     budgets: Sequence[int] = (),
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     machine: str = "",
     tell: Tell,
 ) -> Estimate:
@@ -316,7 +316,7 @@ def estimated(
         graph: the step.
         costs: what it costs.
         budgets: bytes, to be looked at besides those that suit the step.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan; see ``planning.plan_step``.
         machine: what the costs are of, where that is not this machine.
         tell: progress callback ``(stage, done, total)``.
 
