@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -75,6 +75,7 @@ __all__ = [
     "precision_of",
     "real_tensors",
     "register_optimizer_step_pre_hook",
+    "result_leaves",
     "sdp_backends_enabled",
     "set_activation_memory_budget",
     "shares_storage",
@@ -86,6 +87,7 @@ __all__ = [
     "tree_unflatten",
     "without_compiled_code",
     "without_hooks",
+    "without_modes",
 ]
 
 # Where Python code enters the autograd engine: (module, attribute), all bound to one function.
@@ -163,13 +165,16 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def tensor_leaves(result: Any) -> list[torch.Tensor]:
-    """The tensors in what an op returned, nested lists and tuples flattened in order."""
-    if isinstance(result, torch.Tensor):
-        return [result]
+def result_leaves(result: Any) -> list[Any]:
+    """What an op returned, nested lists and tuples flattened in order; None where it left a tensor undefined."""
     if isinstance(result, list | tuple):
-        return [leaf for item in result for leaf in tensor_leaves(item)]
-    return []
+        return [leaf for item in result for leaf in result_leaves(item)]
+    return [result]
+
+
+def tensor_leaves(result: Any) -> list[torch.Tensor]:
+    """The tensors among ``result_leaves``."""
+    return [leaf for leaf in result_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,6 +204,13 @@ def without_compiled_code() -> Iterator[None]:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run ops on tensors as they are, past all modes of this thread."""
+    with DisableTorchFunction(), _disable_current_modes():
         yield
 
 

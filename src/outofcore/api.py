@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.step import capture_step
+from outofcore.capture.whole import leanest
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
@@ -30,8 +32,25 @@ from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
+from outofcore.settled import known_families, settled_step
 from outofcore.step import Step
 from outofcore.units import parse_bytes
+
+
+def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """The models and optimizers of a step as lists.
+
+    Raises:
+        InputError: one of the three is something else.
+    """
+    if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
+        what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
+        raise InputError(
+            f"the first argument must be the training function, and is {what}: write the step as a function, such as "
+            "def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad(); "
+            "return loss - and give outofcore.compile(step, model, optimizer, budget=...)"
+        )
+    return _as_list(model, nn.Module, "model"), _as_list(optimizer, Optimizer, "optimizer")
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -96,8 +115,13 @@ def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # CPU tensors are moved to the device on demand, as planned: the model need not fit there.
+            which = f"model {number}: " if len(models) > 1 else ""
+            if tensor.device.type == "meta":
+                raise InputError(
+                    f"{which}{name} is on the device meta and has no memory yet: outofcore.materialize(model) gives it "
+                    "some; only outofcore.estimate takes such models"
+                )
             if tensor.device != wanted and tensor.device.type != "cpu":
-                which = f"model {number}: " if len(models) > 1 else ""
                 raise InputError(
                     f"{which}{name} is on {tensor.device} and the step is to run on {wanted}; "
                     f"move the model there first: model.to({str(wanted)!r})"
@@ -170,10 +194,7 @@ def compile(
     >>> losses[0] > losses[1] > losses[2]
     True
     """
-    if not callable(step):
-        raise InputError(f"step must be a function, not {type(step).__name__}")
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)
     chosen = policy_of(policy)
     if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
@@ -204,7 +225,7 @@ def smallest_budget(
     device: str | torch.device | None = None,
     cache: bool | str | os.PathLike[str] = True,
 ) -> int:
-    """The smallest budget in bytes with which ``compile`` can run the step on these inputs.
+    """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
 
     Each family of ops is run once on scratch tensors to learn its workspace; nothing of the user's is changed.
 
@@ -234,15 +255,19 @@ def smallest_budget(
     >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
     True
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
-    captured = capture_whole(step, models, optimizers, inputs, kwargs or {}, backend.device).aligned(backend.alignment)
+    capture = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    traced = capture()
+    captured = leanest(traced).aligned(backend.alignment)
     backend.prepare()
     profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
     smallest = planning.smallest_budget(captured.graph, _costs(profiles))
+    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles))
+    if settled is not None:
+        smallest = max(smallest, planning.smallest_budget(settled[0].graph, settled[1]))
     return smallest + beside_the_arena(captured, backend, smallest)
 
 
@@ -303,8 +328,7 @@ def estimate(
     >>> found.at("1GiB").seconds < 0.1
     True
     """
-    models = _as_list(model, nn.Module, "model")
-    optimizers = _as_list(optimizer, Optimizer, "optimizer")
+    models, optimizers = _checked(step, model, optimizer)
     chosen = policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
     preset = None if device is None else presets.simulated(str(device))

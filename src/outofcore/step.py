@@ -43,6 +43,7 @@ from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replan import Entry, Planner, check_spill, describer
+from outofcore.settled import added_bytes, known_families, settled_step, shortfall
 from outofcore.shown import Shown
 from outofcore.units import MIB, format_bytes
 
@@ -82,7 +83,7 @@ class Step(Shown, Lasting):
         self._engine = backend.engine(home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self._engine.close).atexit = False
-        self._signer = Signer(step, self._models, self._optimizers)
+        self._signer = Signer(step, self._models, self._optimizers, backend.device)
         self._entries: dict[Signature, Entry] = {}
         self._active: Entry | None = None  # whose states are in the arena
         self._shown: Entry | None = None  # of the last call
@@ -136,8 +137,14 @@ class Step(Shown, Lasting):
             self._entries[signature] = entry
         elif entry is not self._active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-        with torch.inference_mode(mode=False):
-            return self._go(entry, signature, leaves)
+        try:
+            with torch.inference_mode(mode=False):
+                return self._go(entry, signature, leaves)
+        except BaseException:
+            if entry.captured.lazy is not None:
+                self._forget_plans()
+                entry.captured.lazy.undo()
+            raise
 
     def _catch_up(self, signature: Signature) -> None:
         """See what others and the user have done since the last call, before anything moves: it would be lost."""
@@ -200,18 +207,37 @@ class Step(Shown, Lasting):
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Capture, profile and plan; nothing of the user's is changed."""
         self._tell("capture", 0, 1)
-        traced = capture_step(self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
+        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self._backend.device)
+        traced = capture()
+        if traced.lazy is not None:
+            traced.lazy.apply()
+        try:
+            return self._planned(traced, capture)
+        except BaseException:
+            if traced.lazy is not None:
+                self._keeper.forget_all()
+                traced.lazy.undo()
+            raise
+
+    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> Entry:
         self._tell("capture", 1, 1)
         # The device is to be profiled on alone.
         self._leave_arena()
         self._backend.prepare()
         alignment = self._backend.alignment
         self._planner = replace(self._planner, budget=room_for_arena(traced, self._backend, self.budget))
+        room = self._planner.budget
+        settled = partial(settled_step, traced, capture, self._cache, self._backend)
         try:
             entry = self._in_core(fastest(traced).aligned(alignment))
             entry = entry or self._out_of_core(leanest(traced).aligned(alignment))
         except BudgetError as error:
-            raise in_terms_of_the_budget(error, self.budget, self._planner.budget) from None
+            refused = shortfall(settled(), room, error) or error
+            raise in_terms_of_the_budget(refused, self.budget, room) from None
+        if entry.planned.program.arena_bytes + added_bytes(traced) > room:
+            refused = shortfall(settled(known_families(entry.captured, entry.profiles)), room)
+            if refused is not None:
+                raise in_terms_of_the_budget(refused, self.budget, room)
         check_spill(entry, self.home.stores)
         self._tell("plan", 1, 1)
         _log.info(

@@ -106,7 +106,7 @@ def test_things_that_are_no_model_or_optimizer() -> None:
 def test_a_model_on_another_device() -> None:
     _, _, step = make()
     model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(InputError, match=r"weight is on meta .*model\.to"):
+    with pytest.raises(InputError, match=r"weight is on the device meta .*outofcore\.materialize"):
         outofcore.compile(step, model, budget="1GiB")
 
 

@@ -247,9 +247,9 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
         assert not any(isinstance(key, str) for key in optimizer.state)
 
 
-def test_a_lazy_parameter_is_refused() -> None:
-    with pytest.raises(CaptureError, match="weight has no shape yet"):
-        capture_step(lambda x: x, [nn.LazyLinear(3)], [], (torch.ones(1),), {})
+def test_a_lazy_parameter_among_the_arguments_is_refused() -> None:
+    with pytest.raises(CaptureError, match="argument 0 has no shape yet"):
+        capture_step(lambda x: x, [], [], (nn.LazyLinear(3).weight,), {})
 
 
 def test_the_users_own_error_comes_through_unchanged() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import outofcore
 from outofcore.execution.binding import BoundRun, Draws
-from outofcore.profiling.ops import spread_offsets
+from outofcore.profiling.scratch import PLAIN
 
 grouped: Any = torch.ops.aten._grouped_mm.default
 WORDS, WIDTH, EXPERTS = 32, 64, 4
@@ -120,7 +120,7 @@ def test_groups_are_measured_with_work_in_them(
         ((torch.ones(one), torch.ones(other)), {"offs": offsets}),
     ):
         offsets.zero_()
-        spread_offsets(BoundRun(0, 0, grouped, args, kwargs, (), (), 1, False, Draws.FREELY))
+        PLAIN.fill(BoundRun(0, 0, grouped, args, kwargs, (), (), 1, False, Draws.FREELY))
         assert offsets.tolist() == expected
         assert grouped(*args, **kwargs).abs().sum() > 0
 
@@ -128,6 +128,6 @@ def test_groups_are_measured_with_work_in_them(
 def test_other_ops_are_left_alone() -> None:
     index = torch.zeros(3, dtype=torch.int64)
     for func in (torch.ops.aten.index_select.default, print):
-        spread_offsets(BoundRun(0, 0, func, (torch.ones(4, 4), 0, index), {}, (), (), 1, False, Draws.FREELY))
-    spread_offsets(BoundRun(0, 0, grouped, (torch.ones(2, 4, 4),) * 2, {}, (), (), 1, False, Draws.FREELY))
+        PLAIN.fill(BoundRun(0, 0, func, (torch.ones(4, 4), 0, index), {}, (), (), 1, False, Draws.FREELY))
+    PLAIN.fill(BoundRun(0, 0, grouped, (torch.ones(2, 4, 4),) * 2, {}, (), (), 1, False, Draws.FREELY))
     assert index.tolist() == [0, 0, 0]

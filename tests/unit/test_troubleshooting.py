@@ -18,6 +18,7 @@ SPEAKING = (
     *("capture", "report", "checkpoint", "materialization.py"),
     *("lasting.py", "cli/subjects.py", "profiling/cache.py", "jsonfile.py"),
     *("planning/policy.py", "planning/registry.py"),
+    "profiling/ops.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "opening", "windows")),
     "execution/cuda",
@@ -30,7 +31,7 @@ OUR_FAULTS = re.compile(
 )
 RAISERS = {
     *("InputError", "UnitError", "BudgetError", "SpillError", "CaptureError", "ArenaError", "TransferError"),
-    *("StateError", "GraphError", "refusal"),
+    *("StateError", "GraphError", "refusal", "_refusal"),
 }
 
 
@@ -51,7 +52,8 @@ def messages() -> Iterator[str]:
     ]
     for path in sorted(files):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RAISERS:
+            named = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and named in RAISERS:
                 text = text_of(node.args[0]) if node.args else None
                 # What is made of parts is told by whoever makes the parts.
                 if text and not re.fullmatch(r"[§:;. ]*", text) and not OUR_FAULTS.search(text):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
+from outofcore.capture.lazy import LazyInitialisation
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.units import round_up
 
@@ -48,8 +49,9 @@ class Call:
     Attributes:
         func: called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``. Every other
             argument is a constant; refs may stand inside lists and tuples.
-        results: for each tensor among the leaves of what ``func`` returns, in order, the index of its
-            value if this op creates its storage, else None (it aliases an argument).
+        results: for each leaf of what ``func`` returns, nested lists and tuples flattened in order, the index of
+            its value if it is a tensor whose storage this op creates, else None (it aliases an argument, is left
+            undefined, or is no tensor).
         rehearse: called in place of ``func``, with the same arguments, when the op is only measured
             on scratch tensors. None: ``func`` itself has no effect beyond its arguments.
         rehearse_first: likewise, if its first run asks for other memory than later ones; else None.
@@ -136,6 +138,7 @@ class Captured:
         device: where the step runs.
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
+        lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
     """
 
     graph: StepGraph
@@ -151,6 +154,7 @@ class Captured:
     device: torch.device = CPU
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
+    lazy: LazyInitialisation | None = None
 
     def own_bytes(self, storage: int) -> int:
         """The bytes of a storage outside of the arena."""

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from outofcore._torch_internals import FakeTensor
+from outofcore.capture.lazy import lazy_modules
+from outofcore.capture.location import where_defined, where_set
 from outofcore.capture.provenance import join, module_paths
-from outofcore.capture.variables import owner_of, variables_of
+from outofcore.capture.tables import tensors_in
+from outofcore.capture.variables import functions_of, owner_of, variables_of
 from outofcore.errors import CaptureError
 
 # Lists and dicts of the user's that are longer than this are not looked through.
@@ -45,7 +48,9 @@ class Guard:
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
+        self._step = step
         self._paths = module_paths(models)
+        self._lazy = {id(module) for module in lazy_modules(models)}
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
         self._attributes = [
@@ -139,13 +144,17 @@ class Guard:
                     found.append((join(self._paths[id(module)], name), old, new))
         return found
 
-    def check(self) -> None:
+    def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> None:
         """Refuse a step that leaves something behind where the captured graph could not.
+
+        Args:
+            source: the user's line that made a fake tensor.
 
         Raises:
             CaptureError: a module, variable or container of the user's would hold a tensor or a count
                 of the capture; or random numbers were drawn that the graph cannot draw again.
         """
+        self._source = source
         for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True):
             self._check_module(module, kept, tables)
         for kept in self._attributes_of_owner:
@@ -155,60 +164,89 @@ class Guard:
             self._check_left(variable.label, variable.before, variable.read())
         for label, live, before in self._containers:
             if _holds_fake(live) or (isinstance(live, list) and len(live) != len(before)):
-                raise _left_behind(label, "a list, dict or set that the step adds to")
+                raise self._left_behind(label, "a list, dict or set that the step adds to", live)
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
-                raise CaptureError(
+                raise self._refusal(
                     f"the step gives {type(optimizer).__name__} another group of parameters: it would get one in each "
-                    "step; add it before the step"
+                    "step; add it before the step",
+                    "add_param_group",
                 )
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
-                    raise CaptureError(
+                    raise self._refusal(
                         f"the step changes the settings of {type(optimizer).__name__}: the change would happen once "
-                        "and not in each step; change them, or call the scheduler, after the step"
+                        "and not in each step; change them, or call the scheduler, after the step",
+                        "param_groups",
                     )
         if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
-            raise CaptureError(
+            raise self._refusal(
                 "the step draws random numbers from Python or NumPy: they would be frozen into the step; draw them "
-                "before the step and pass them as arguments, or use torch's generator"
+                "before the step and pass them as arguments, or use torch's generator",
+                "random",
             )
 
     def _check_module(self, module: nn.Module, kept: _Kept, tables: list[_Kept]) -> None:
         parameters, buffers, children = tables
         if _differs(parameters.live, parameters.before) or _differs(children.live, children.before):
-            raise CaptureError(
+            name = next((n for table in (parameters, children) for n in _changed(table)), "")
+            raise self._refusal(
                 f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old "
-                "one; change the parameter in place, under torch.no_grad()"
+                "one; change the parameter in place, under torch.no_grad()",
+                name,
+                module,
             )
         if buffers.live.keys() != buffers.before.keys():
-            raise CaptureError(f"the step adds or removes a buffer of {kept.label}: register it before the step")
+            raise self._refusal(
+                f"the step adds or removes a buffer of {kept.label}: register it before the step",
+                "register_buffer",
+                module,
+            )
         recomputed = {
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }
         for name, new in kept.live.items():
             old = kept.before.get(name)
             # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
-            if name not in recomputed:
-                self._check_left(f"{kept.label}.{name}", old, new)
+            # And a lazy module learns its sizes once.
+            if name not in recomputed and (id(module) not in self._lazy or _holds_fake(new)):
+                self._check_left(f"{kept.label}.{name}", old, new, module)
 
-    def _check_left(self, label: str, old: Any, new: Any) -> None:
+    def _check_left(self, label: str, old: Any, new: Any, module: nn.Module | None = None) -> None:
         if new is old:
             return
         if _holds_fake(new):
-            raise _left_behind(label, "a tensor that the step stores")
+            raise self._left_behind(label, "a tensor that the step stores", new, module)
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and not _same(old, new):
-            raise CaptureError(
+            raise self._refusal(
                 f"the step changes {label} from {old!r} to {new!r}: the change would happen once and not in each step; "
-                "count outside of the step, or keep the count in a buffer"
+                "count outside of the step, or keep the count in a buffer",
+                label.rpartition(".")[2],
+                module,
             )
 
+    def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
+        made = next((line for tensor in tensors_in(held) if (line := self._source(tensor))), "")
+        return self._refusal(
+            f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
+            "register it as a buffer of the model, or return it from the step",
+            label.rpartition(".")[2],
+            module,
+            made,
+        )
 
-def _left_behind(label: str, what: str) -> CaptureError:
-    return CaptureError(
-        f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
-        "register it as a buffer of the model, or return it from the step"
-    )
+    def _refusal(self, text: str, name: str, module: nn.Module | None = None, made: str = "") -> CaptureError:
+        """The error for what the step has done to something of that name, with the user's line."""
+        functions = list(functions_of(self._step))
+        if module is not None:
+            functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]
+        where = where_set(name, functions) or made or where_defined(next(iter(functions), None))
+        return CaptureError(f"{where}: {text}" if where else text, where)
+
+
+def _changed(table: _Kept) -> list[str]:
+    names = dict.fromkeys((*table.before, *table.live))
+    return [name for name in names if table.live.get(name) is not table.before.get(name)]
 
 
 def _holds_fake(value: Any) -> bool:

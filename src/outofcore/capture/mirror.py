@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,9 +21,10 @@ from outofcore._torch_internals import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from outofcore.capture.captured import Value
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
-from outofcore.errors import CaptureError
+from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
@@ -78,13 +79,20 @@ class Mirror:
         fakes: the fake of each real tensor, by id.
     """
 
-    def __init__(self, mode: FakeTensorMode, tables: Tables) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, tables: Tables, gradients: Mapping[int, Value | None] | None = None
+    ) -> None:
+        """``gradients`` is as for ``capture_step``."""
         self._mode = mode
         self._tables = tables
+        self._assumed = gradients or {}
         self.states: list[Mirrored] = []
         self.gradients: dict[int, Mirrored] = {}
         self.inputs: list[MirroredInput] = []
         self.fakes: dict[int, torch.Tensor] = {}
+        self.names: dict[int, str] = {}  # of states, by the id of their fakes
+        self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
+        self._lazy: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Mirror every parameter and buffer, each once however often it is tied.
@@ -93,12 +101,21 @@ class Mirror:
         """
         found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in _states_of(models, optimizers):
-            found.setdefault(id(entry[3]), entry)
+            (self._lazy if is_lazy(entry[3]) else found).setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
             self.fakes[id(real)] = self._fake(name, real)
+            if id(real) in self._assumed:
+                self._assume(self.fakes[id(real)], self._assumed[id(real)])
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
+            self._add_state(key, name, kind, real)
+
+    def add_lazy(self, real: torch.Tensor) -> None:
+        """Mirror a parameter or buffer that had no shape until now; any other tensor is not the step's concern."""
+        if id(real) in self._lazy:
+            key, name, kind, _ = self._lazy.pop(id(real))
+            self.fakes[id(real)] = self._fake(name, real)
             self._add_state(key, name, kind, real)
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
@@ -122,14 +139,28 @@ class Mirror:
                 )
         return moved
 
+    def _assume(self, fake: torch.Tensor, gradient: Value | None) -> None:
+        """Give the fake of a parameter the gradient that it is taken to have."""
+        fake.grad = None
+        if gradient is not None:
+            with self._mode, torch.no_grad():
+                fake.grad = torch.empty_strided(
+                    gradient.shape, gradient.stride, dtype=gradient.dtype, device=self._tables.device
+                )
+
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
-        self.states.append(self._mirrored(key, name, kind, real, fake))
+        state = self._mirrored(key, name, kind, real, fake)
+        self.states.append(state)
+        self.names[id(fake)], self.by_real[id(real)] = name, state
         _copy_hooks(real, fake)
-        if real.is_leaf and real.grad is not None and fake.grad is not None:
-            _check_kind(f"{name}.grad", real.grad)
-            self.fakes[id(real.grad)] = fake.grad
-            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, real.grad, fake.grad)
+        assumed = id(real) in self._assumed
+        grad = fake.grad if assumed else real.grad
+        if real.is_leaf and grad is not None and fake.grad is not None:
+            if not assumed:
+                _check_kind(f"{name}.grad", grad)
+                self.fakes[id(grad)] = fake.grad
+            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
             self.gradients[len(self.states) - 1] = gradient
 
     def _mirrored(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> Mirrored:
@@ -217,10 +248,35 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     return [f"{getattr(path[1], 'idx', getattr(path[1], 'key', ''))}{keystr(path[2:])}" for path in paths]
 
 
+def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse an argument whose bytes a step on a device cannot take.
+
+    Raises:
+        CaptureError: it is not a plain dense tensor.
+        InputError: it has no memory, or is on a device from which it does not come by itself.
+    """
+    _check_kind(f"argument {name}", tensor)
+    if tensor.device.type == "meta":
+        raise InputError(
+            f"argument {name} is on the device meta, where tensors have no contents: make it on {device}; only "
+            "outofcore.estimate takes such tensors"
+        )
+    if tensor.device.type != "cpu" and tensor.device != device:
+        raise InputError(
+            f"argument {name} is on {tensor.device} and the step is to run on {device}; move it there first: "
+            f".to({str(device)!r})"
+        )
+    if tensor.numel() and not tensor.data_ptr():
+        raise InputError(
+            f"the memory of argument {name} has been given back: its storage was resized to nothing; pass a tensor "
+            "that has its contents"
+        )
+
+
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise CaptureError(
-            f"{name} has no shape yet: it is an uninitialised lazy parameter; run the model once on a small input first"
+            f"{name} has no shape yet: it is an uninitialised lazy parameter; run its module on a small input first"
         )
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(

@@ -1,22 +1,34 @@
-"""Attributes replaced for a while and put back exactly."""
+"""Attributes replaced for a while and put back exactly, for the thread that captures alone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+# Held while a step is captured or measured: captures replace functions of PyTorch, and ops measured side by side
+# would slow each other down.
+TURN = threading.RLock()
+
+
+def capturing_thread() -> Callable[[], bool]:
+    """Tells whether it is called in the thread that calls this function now, or in one of the autograd engine's."""
+    here = threading.get_ident()
+    # A thread that Python has not started is the engine's; it runs backward for the one that captures.
+    return lambda: threading.get_ident() == here or threading.current_thread().name.startswith("Dummy-")
 
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` and leave no trace afterwards.
+    """Set ``owner.name`` to ``value`` and leave no trace afterwards; other threads go on calling what was there.
 
     What is looked at is ``owner.__dict__``: a method of a class is put back as the descriptor that it
     was, and an attribute that the owner only inherited is deleted again.
     """
     own = vars(owner)
     existed, old = name in own, own.get(name)
-    setattr(owner, name, value)
+    setattr(owner, name, _for_this_thread(value, old if existed else getattr(owner, name)))
     try:
         yield
     finally:
@@ -24,3 +36,17 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, old)
         else:
             delattr(owner, name)
+
+
+def _for_this_thread(value: Any, original: Any) -> Any:
+    if isinstance(value, classmethod):
+        return classmethod(_for_this_thread(value.__func__, original.__func__))
+    if not callable(value):
+        return value
+    ours = capturing_thread()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return value(*args, **kwargs) if ours() else original(*args, **kwargs)
+
+    call.__dict__.update(vars(value))
+    return call

@@ -14,6 +14,7 @@ from outofcore._torch_internals import (
     OpOverload,
     TorchDispatchMode,
     current_autograd_node,
+    result_leaves,
 )
 from outofcore.capture import schema
 from outofcore.capture.captured import Call, Ref
@@ -119,7 +120,10 @@ class Recorder(TorchDispatchMode):
         module, source = self._provenance.here()
         creates: list[int] = []
         results: list[int | None] = []
-        for tensor in tensors_in(result):
+        for tensor in result_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                results.append(None)
+                continue
             self._check(tensor)
             if tables.known(tensor) is None:
                 creates.append(self._create(func, tensor, module))

@@ -12,7 +12,7 @@ from outofcore._torch_internals import (
     UnsupportedMutationAliasingException,
     UnsupportedOperatorException,
 )
-from outofcore.capture.location import called_from, user_line
+from outofcore.capture.location import called_from, name_on_the_stack, user_line
 from outofcore.errors import CaptureError
 
 NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"
@@ -85,9 +85,9 @@ def grad_scaler() -> CaptureError:
 
 def undeclared(tensor: torch.Tensor) -> CaptureError:
     """Refuse a tensor that reaches the step from outside without having been declared."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype, name = str(tensor.dtype).removeprefix("torch."), name_on_the_stack(tensor)
     return refusal(
-        f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside",
+        f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside{name and f', {name}'}",
         "it is neither an argument of the step nor a parameter or buffer of the models given, "
         "so its changes would go unnoticed",
         "pass it as an argument of the step, register it as a buffer of the model, or add the module that it "

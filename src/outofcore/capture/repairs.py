@@ -7,7 +7,8 @@ with torch 2.13; where a later release mends a fake, the repair changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,32 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     if not tensors:
         return result
     repair = _REPAIRS_BY_DEVICE.get(tensors[0].device.type, {}).get(func._schema.name)
-    if repair is None:
+    mask = _output_mask(func, given)
+    if repair is None and all(mask):
         return result
-    if isinstance(result, torch.Tensor):
-        return repair(given, [result])[0]
-    return type(result)(repair(given, list(result)))
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    if repair is not None:
+        results = repair(given, results)
+    for place, wanted in enumerate(mask):
+        if not wanted and not isinstance(results[place], list):
+            results[place] = None
+    return results[0] if isinstance(result, torch.Tensor) else type(result)(results)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask_argument(func: OpOverload) -> str:
+    """The argument that says of each result whether it is wanted; empty: there is none."""
+    returns = func._schema.returns
+    if len(returns) < 2 or any(each.alias_info is not None for each in returns):
+        return ""
+    masks = [a.name for a in func._schema.arguments if a.name.endswith("mask") and str(a.type) == "List[bool]"]
+    return masks[0] if len(masks) == 1 else ""
+
+
+def _output_mask(func: OpOverload, given: Given) -> Sequence[bool]:
+    """Which results the kernel makes; the others it leaves undefined, whatever the fake does."""
+    name = _mask_argument(func)
+    return given.get(name, ()) if name else ()
 
 
 def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:

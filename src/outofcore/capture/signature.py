@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
-from outofcore.capture.mirror import is_plain_leaf, leaf_names
+from outofcore.capture.captured import CPU
+from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.variables import Variable, owner_of, variables_of
 
@@ -58,13 +61,16 @@ class Signer:
         step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device = CPU,
     ) -> None:
+        """``device`` is where the step runs."""
+        self._device = device
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._variables = variables_of(step)
         owner = owner_of(step)
         self._owner: dict[str, Any] = {} if owner is None else owner.__dict__
-        self._structures: dict[tuple[int, ...], int] = {}
+        self._structures: dict[tuple[Any, ...], int] = {}
         self._held: list[Any] = []
         self._names: list[str] = []
         self._walk()
@@ -93,21 +99,31 @@ class Signer:
         tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
         self._filled: list[dict[str, Any]] = [table for table in tables if table]
         self._empty: list[dict[str, Any]] = [table for table in tables if not table]
+        self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
         # Ids stay those of the same objects only as long as these live.
         self._held.append((list(self._modules), list(self._parameters), buffers))
         self._current = self._ids()
-        self._number = self._structures.setdefault(self._current, len(self._structures))
+        self._lazy = tuple(k for k, parameter in enumerate((*self._parameters, *buffers)) if is_lazy(parameter))
+        self._number = self._structures.setdefault((*self._current, self._lazy), len(self._structures))
 
     def _ids(self) -> tuple[int, ...]:
         values = chain.from_iterable([table.values() for table in self._filled])
         return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call of the step with these arguments, now."""
-        if any(self._empty) or self._ids() != self._current or self._regrouped():
+        """The signature of a call of the step with these arguments, now.
+
+        Raises:
+            CaptureError: a tensor among the arguments is not a plain dense one.
+            InputError: one has no memory, or is on another device.
+        """
+        if self._lazy or any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
         leaves, spec = tree_flatten((args, kwargs))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not self._is_plain(leaf):
+                check_argument(leaf_names(args, kwargs)[index], leaf, self._device)
         parameters = self._parameters
         return Signature(
             tuple([self._leaf(leaf) for leaf in leaves]),
@@ -118,14 +134,26 @@ class Signer:
             tuple(map(is_, map(_GRAD, parameters), repeat(None))),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             _surroundings(),
-            (*[_variable(variable) for variable in self._variables], *_plain_items(self._owner)),
+            (*[_variable(v) for v in self._variables], *_plain_items(self._owner), *self._begun_averages()),
         )
+
+    def _begun_averages(self) -> list[tuple[str, Any]]:
+        """Whether each ``AveragedModel`` has averaged a model: it copies the first."""
+        counts = [module.n_averaged for module in self._averages]
+        return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
     def _regrouped(self) -> bool:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         return len(groups) != len(self._groups) or any(
             one is not other for one, other in zip(groups, self._groups, strict=True)
         )
+
+    def _is_plain(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf can surely be an argument; what remains is looked at more closely."""
+        if id(leaf) in self._state_numbers:
+            return True
+        plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+        return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

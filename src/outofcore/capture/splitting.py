@@ -36,9 +36,12 @@ def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
     if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
         return [(op, call)]
     wanted = [bool(flag) for flag in call.args[_MASK]]
-    if not wanted[0] or not any(wanted[1:]) or len(call.results) != sum(wanted):
+    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
         return [(op, call)]
-    halves = (([False, *wanted[1:]], call.results[1:]), ([True, False, False], call.results[:1]))
+    halves = (
+        ([False, *wanted[1:]], (None, *call.results[1:])),
+        ([True, False, False], (call.results[0], None, None)),
+    )
     parts: list[tuple[Op, Call]] = []
     for mask, results in halves:
         args = [*call.args[:_MASK], mask, *call.args[_MASK + 1 :]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,18 +14,20 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, tree_flatten
 from outofcore.capture.assembly import Ending, assemble
-from outofcore.capture.captured import CPU, Captured
+from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
+from outofcore.capture.lazy import LazyInitialisation
+from outofcore.capture.location import users_part
 from outofcore.capture.mirror import Mirror
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.randomness import recorded_generators
 from outofcore.capture.recorder import Recorder
 from outofcore.capture.refusals import translated
 from outofcore.capture.stepping import StepRecorder
-from outofcore.capture.substitute import Substitute
-from outofcore.capture.tables import Tables
+from outofcore.capture.substitute import Substitute, average_counts
+from outofcore.capture.tables import Tables, source_of
 from outofcore.capture.uncompiled import uncompiled
 from outofcore.errors import CaptureError
 
@@ -36,12 +39,13 @@ def capture_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device | None = None,
+    gradients: Mapping[int, Value | None] | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
     The step runs once, on tensors without contents, so it needs no memory and computes nothing.
     The user's models, optimizers, gradients, arguments and random generators are left as they are,
-    whether the capture succeeds or not.
+    whether the capture succeeds or not. Captures in several threads take turns.
 
     Args:
         step: the user's own function. It may use the models, the optimizers and plain Python values from
@@ -50,6 +54,8 @@ def capture_step(
         optimizers: all optimizers that the step uses.
         device: where the step is to run. Parameters, buffers and arguments that are elsewhere are taken to be there
             when it runs. None: where the model is.
+        gradients: by the id of a parameter the gradient that it is taken to have before the step, in place of the
+            one that it has; None stands for no gradient. What is captured with such gradients cannot be run.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
@@ -57,19 +63,54 @@ def capture_step(
             graph cannot say. The message names the user's line where there is one.
         Exception: what the user's own code raises, unchanged.
     """
+    with TURN:
+        lazy = LazyInitialisation(models)
+        try:
+            return _captured(step, models, optimizers, args, kwargs, device, gradients or {}, lazy)
+        except CaptureError as error:
+            # What led to it inside of the capture tells the user nothing.
+            raise error.with_traceback(users_part(error.__traceback__)) from None
+        finally:
+            lazy.undo()
+
+
+def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
+    """The gradients that later calls of a step begin with, where they are others than before its first call.
+
+    Returns:
+        By the id of a parameter its gradient, or None where there was one and is none any more: what ``capture_step``
+        takes as ``gradients`` to capture the step as it is from its second call on.
+    """
+    states = captured.states
+    left = {states[left.parameter].tensor: captured.values[left.value] for left in captured.gradients_left}
+    found: dict[int, Value | None] = {id(p): value for p, value in left.items() if p is not None and p.grad is None}
+    cleared = [states[place].tensor for place in captured.gradients_cleared]
+    return found | {id(p): None for p in cleared if p is not None and p.grad is not None}
+
+
+def _captured(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None,
+    gradients: Mapping[int, Value | None],
+    lazy: LazyInitialisation,
+) -> Captured:
     guard = Guard(step, models, optimizers)
+    counts = average_counts(models)
     if device is None:
         device = _device_of(models, optimizers, args, kwargs)
     tables = Tables(device)
     mode = FakeTensorMode()
     with guard:
-        mirror = Mirror(mode, tables)
+        mirror = Mirror(mode, tables, gradients)
         mirror.add_states(models, optimizers)
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
-        names = {id(state.fake): state.name for state in mirror.states}
-        provenance = Provenance(models, names)
+        provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals(), device.type)
+        substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
         recorder = Recorder(tables, provenance, device, substitute)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.
@@ -78,6 +119,7 @@ def capture_step(
             recorded_generators(recorder),
             steps.standing_in(),
             provenance.following(),
+            lazy.learning(mirror.add_lazy),
             uncompiled(models),
         ):
             result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
@@ -88,11 +130,11 @@ def capture_step(
 
         ending = read_ending(result, mirror, tables, guard, run)
         del result
-        guard.check()
+        guard.check(lambda tensor: source_of(tables, tensor))
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
-    return assemble(tables, mirror, steps.bindings, ending)
+    return replace(assemble(tables, mirror, steps.bindings, ending), lazy=lazy if lazy else None)
 
 
 def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from outofcore._torch_internals import (
@@ -26,7 +27,7 @@ from outofcore.capture.optimizers import (
     is_torchs_own,
     updates_each_alone,
 )
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import refusal
 from outofcore.capture.schema import value_text
@@ -64,7 +65,7 @@ class StepRecorder:
         self._optimizers = list(optimizers)
         self._tables = tables
         self._provenance = provenance
-        self._by_real = {id(state.real): state for state in mirror.states}
+        self._by_real = mirror.by_real
         self._pending: list[_Pending] = []
         self.bindings: list[StateBinding] = []
 
@@ -76,9 +77,11 @@ class StepRecorder:
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given."""
-        ours = {id(optimizer) for optimizer in self._optimizers}
+        ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
+            if not here():
+                return
             name = type(optimizer).__name__
             if id(optimizer) in ours:
                 raise refusal(
@@ -119,13 +122,14 @@ class StepRecorder:
             (group_index, self._by_real[id(parameter)])
             for group_index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
+            if not is_lazy(parameter)  # of a module that was not called
         ]
         found = [(group, state, self._gradient(state)) for group, state in members]
         if not updates_each_alone(optimizer):
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [state.real for _, state in members]
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
         for member, parameter in zip(found, parameters, strict=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, FOREACH_TENSOR_TYPES, FakeTensor
@@ -26,6 +29,8 @@ _METADATA = frozenset(
         *("get_device", "is_pinned"),
     )
 )
+_ADDITIONS = frozenset({"__iadd__", "add_"})
+_COMPARISONS = {"__eq__": operator.eq, "eq": operator.eq, "__gt__": operator.gt, "gt": operator.gt}
 # Python functions that make a tensor of the data given.
 _FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
 
@@ -40,9 +45,19 @@ class Substitute(TorchFunctionMode):
         first_refusal: the first refusal raised, kept in case the user's code swallows it.
     """
 
-    def __init__(self, fakes: dict[int, torch.Tensor], reals: Iterable[torch.Tensor], device_type: str) -> None:
-        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, held so that the ids stay theirs."""
+    def __init__(
+        self,
+        fakes: dict[int, torch.Tensor],
+        reals: Iterable[torch.Tensor],
+        device_type: str,
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
+        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, held so that the ids stay theirs.
+
+        ``counts`` are the values, by id, of counts that the step may compare with zero (see ``average_counts``).
+        """
         super().__init__()
+        self._counts = dict(counts or {})
         self._fakes = fakes
         self._reals = list(reals)
         self._device_type = device_type
@@ -80,6 +95,10 @@ class Substitute(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
+        if args and id(args[0]) in self._counts:
+            known = self._counted(name, args)
+            if known is not None:
+                return known
         try:
             if name in _READS:
                 raise value_read(name)
@@ -103,6 +122,17 @@ class Substitute(TorchFunctionMode):
             if known is None:
                 raise
             raise self._refused(known) from error
+
+    def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        """Whether a count is zero, if that is the question; a change of it is followed."""
+        key, number = id(args[0]), args[1] if len(args) > 1 else None
+        if name in _ADDITIONS and type(number) is int:
+            self._counts[key] += number
+        elif name.endswith("_") and not name.startswith("__"):
+            del self._counts[key]
+        elif name in _COMPARISONS and type(number) is int and number == 0:
+            return _COMPARISONS[name](self._counts[key], 0)
+        return None
 
     def _refused(self, error: CaptureError) -> CaptureError:
         self.first_refusal = self.first_refusal or error
@@ -151,6 +181,20 @@ class Substitute(TorchFunctionMode):
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
             yield
+
+
+def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
+    """How many models each ``AveragedModel`` has averaged, by the id of its count.
+
+    It copies the first and averages the others, so whether its count is zero decides which ops there are. Where the
+    count has no value, it is one.
+    """
+    return {
+        id(module.n_averaged): 1 if module.n_averaged.is_meta else int(module.n_averaged)
+        for model in models
+        for module in model.modules()
+        if isinstance(module, AveragedModel)
+    }
 
 
 def _autocast_now(device_type: str) -> tuple[str, torch.dtype] | None:

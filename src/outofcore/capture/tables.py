@@ -122,6 +122,12 @@ class Tables:
             self.storages[storage].created = True
 
 
+def source_of(tables: Tables, tensor: torch.Tensor) -> str:
+    """The user's line of the op that made the storage of a fake tensor; empty if none did."""
+    storage = tables.known(tensor)
+    return next((op.source for op in tables.ops if storage in op.creates), "")
+
+
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
     """A tensor as a window onto a storage, in a step that runs on ``device``."""
     offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type

@@ -34,7 +34,7 @@ def variables_of(step: Callable[..., Any]) -> list[Variable]:
     Decorators that keep to ``functools.wraps``, partial functions and callable objects are looked through.
     """
     found: list[Variable] = []
-    for function in _functions(step):
+    for function in functions_of(step):
         code, module = function.__code__, function.__globals__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if not _is_empty(cell):
@@ -56,7 +56,8 @@ def owner_of(step: Callable[..., Any]) -> Any | None:
     return owner
 
 
-def _functions(step: Any) -> Iterator[FunctionType]:
+def functions_of(step: Any) -> Iterator[FunctionType]:
+    """The functions written in Python that a step consists of, whatever is wrapped around them."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
             step = step.func

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 import outofcore
+from outofcore.compiling import COMPILERS
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.native import COMPILERS, Flavor, load_native
+from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import open_homes
 from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import storage_key
 from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT
@@ -91,7 +92,7 @@ class Backend(Protocol):
 def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
     """Bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
     given = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
-    tensors = [binding.tensor for binding in captured.states if binding.tensor is not None]
+    tensors = [b.tensor for b in captured.states if b.tensor is not None and not is_lazy(b.tensor)]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
     return backend.beside(budget, given, sum(moved.values()))
 

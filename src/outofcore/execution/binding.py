@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis.requests import Requests, Result, Scratch
 from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.errors import GraphError
 from outofcore.execution.arena import STOCK
 from outofcore.execution.arenas import Memory
 from outofcore.graph import StepGraph
+from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
 
 # Queues are numbered: ops first, then for each home copies out and copies in.
@@ -130,6 +130,12 @@ class _Binder:
         return item
 
 
+def unseen_results(graph: StepGraph) -> frozenset[int]:
+    """Storages that an op creates and that neither another op nor the user looks at."""
+    seen = set(graph.outputs)
+    return frozenset(s for s in graph.creator if s not in seen and len(graph.uses[s]) == 1)
+
+
 def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((queue_number(wait.queue, wait.home), wait.count) for wait in waits)
 
@@ -151,6 +157,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
     random_again = {
         i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
     }
+    unseen = unseen_results(captured.graph)
     counts = [0] * (1 + 2 * homes)
     runs: list[BoundRun] = []
     copies: list[list[BoundCopy]] = [[] for _ in range(2 * homes)]
@@ -172,7 +179,8 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                     continue
                 value = captured.values[value_index]
                 target = binder.tensor(value_index, blocks[value.storage])
-                if target.numel():
+                # What nobody looks at need not be in its place, nor be there at all.
+                if target.numel() and value.storage not in unseen:
                     results.append((leaf, target.data_ptr(), target))
             draws = Draws.FREELY
             if op.id in random_again:
@@ -247,4 +255,15 @@ def scopes(
     return found
 
 
-__all__ = ["COMPUTE", "Bound", "BoundCopy", "BoundRun", "Draws", "bind", "queue_number", "scopes", "tensor_on"]
+__all__ = [
+    "COMPUTE",
+    "Bound",
+    "BoundCopy",
+    "BoundRun",
+    "Draws",
+    "bind",
+    "queue_number",
+    "scopes",
+    "tensor_on",
+    "unseen_results",
+]

@@ -332,7 +332,7 @@ class CpuEngine:
                 if run.draws is Draws.AGAIN:
                     generators.after()
             if run.results:
-                leaves = (out,) if isinstance(out, torch.Tensor) else internals.tensor_leaves(out)
+                leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
                 for leaf, address, target in run.results:
                     result = leaves[leaf]
                     if result.data_ptr() != address or result.stride() != target.stride():

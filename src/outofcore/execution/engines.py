@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -97,12 +97,12 @@ class GeneratorStates:
             generator.set_state(state)
 
 
-def place_results(run: BoundRun, results: Sequence[torch.Tensor]) -> None:
+def place_results(run: BoundRun, results: Sequence[Any]) -> None:
     """Copy what an op has returned to where the plan has it, as far as it lies elsewhere.
 
     Args:
         run: the op.
-        results: the tensors among the leaves of what it returned.
+        results: the leaves of what it returned.
     """
     for leaf, address, target in run.results:
         result = results[leaf]

@@ -150,7 +150,9 @@ def choose_algorithms(
     candidates = alternatives(backend.device)
     firsts = [ops[0] for ops in members.values()]
     tried = [
-        profile_some(run_by(captured, dict.fromkeys(firsts, algorithm)), firsts, cache=cache, backend=backend)
+        profile_some(
+            run_by(captured, dict.fromkeys(firsts, algorithm)), firsts, cache=cache, backend=backend, leave_out=True
+        )
         for algorithm in candidates
     ]
     found, chosen = list(profiles), dict[int, Algorithm]()
@@ -158,8 +160,8 @@ def choose_algorithms(
         first = ops[0]
         if family not in fixed:
             own = profiles[first].cost
-            # An op that an algorithm cannot run, or of whose memory nothing is known, has no requests.
-            able = [i for i, profile in enumerate(tried) if profile[first].requests.requests]
+            # An op of whose memory nothing is known has no requests.
+            able = [i for i, profile in enumerate(tried) if first in profile and profile[first].requests.requests]
             others = [tried[i][first].cost for i in able]
             beside = sum(placed_bytes(storages[s].bytes) for s in captured.graph.ops[first].touched)
             which = choose(own, others, room - beside)
@@ -177,7 +179,7 @@ def choose_algorithms(
                 )
         algorithm = fixed[family]
         place = next((i for i, candidate in enumerate(candidates) if candidate == algorithm), None)
-        if algorithm is not None and place is not None:
+        if algorithm is not None and place is not None and first in tried[place]:
             for op in ops:
                 chosen[op], found[op] = algorithm, tried[place][first]
     return run_by(captured, chosen), tuple(found)

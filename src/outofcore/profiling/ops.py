@@ -7,16 +7,16 @@ whose step does not fit is measured all the same: only one op is in memory at a 
 Kept in a cache are families whose name says all there is to say: those of PyTorch's own operators and optimizers. An
 operator or an optimizer of the user's may change while its name does not.
 
-Limits: scratch tensors hold one number throughout, and whole numbers are zero, which any index may
-be; an op whose speed depends on what its inputs hold is measured for those.
+Limits: an op whose speed depends on what its inputs hold is measured for what scratch tensors hold (``scratch``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -24,12 +24,12 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, placed_bytes
-from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch, workspace_layout
-from outofcore.capture import schema
-from outofcore.capture.captured import Captured
+from outofcore.capture.captured import Call, Captured
+from outofcore.capture.patching import TURN
 from outofcore.capture.pieces import PIECE_ELEMENTS
+from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
-from outofcore.errors import ArenaError, GraphError
+from outofcore.errors import ArenaError, CaptureError, GraphError, OutOfCoreError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend
@@ -38,7 +38,17 @@ from outofcore.execution.interrupts import Deferred
 from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
+from outofcore.planning.placement.requests import (
+    Elsewhere,
+    Placement,
+    Request,
+    Requests,
+    Result,
+    Scratch,
+    workspace_layout,
+)
 from outofcore.profiling.cache import Cache, Shelf, number_in
+from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
 from outofcore.units import MIB
@@ -48,8 +58,6 @@ _log = logging.getLogger("outofcore.profiling")
 # An op is repeated until its measurements add up to this, or number _REPEATS.
 _ENOUGH_SECONDS = 0.03
 _REPEATS = 5
-# Bytes per second assumed for an op that cannot run on scratch tensors.
-_ASSUMED_BYTES_PER_S = 4e9
 # Nothing that was measured lies above these.
 _MOST_SECONDS, _MOST_BYTES = 1e6, 1 << 44
 
@@ -81,6 +89,9 @@ def profile_ops(
         measure_time: False learns only what is asked of the allocator, in a single run of each family.
         cache: where families that were measured before are found, and the others are kept.
         backend: where the step runs; None: on the CPU.
+
+    Raises:
+        CaptureError: an op does not run on tensors of made-up contents, or returns other tensors than captured.
     """
     ops = range(len(captured.graph.ops))
     found = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
@@ -95,8 +106,9 @@ def profile_some(
     measure_time: bool = True,
     cache: Cache | None = None,
     backend: Backend | None = None,
+    leave_out: bool = False,
 ) -> dict[int, OpProfile]:
-    """Measure some ops of a captured step; as ``profile_ops`` measures all."""
+    """Measure some ops of a captured step, as ``profile_ops`` measures all; ``leave_out`` those that do not run."""
     backend = backend or CpuBackend()
     kept = KeptProfiles(cache, backend.facts())
     # Of updates that are alike, those that have yet to make their state ask for other memory.
@@ -105,22 +117,33 @@ def profile_some(
         first = captured.calls[op.id].rehearse_first is not None
         families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
     found: dict[int, OpProfile] = {}
-    states = [(generator, generator.get_state()) for generator in backend.generators()]
-    try:
-        with _Bench(captured, backend) as bench:
+    with TURN, _generators_kept(backend), _Bench(captured, backend) as bench:
+        try:
             for number, members in enumerate(families.values(), 1):
-                # An interrupt between two ops finds nothing half done.
-                with Deferred("the measurement of an op"):
-                    profile = bench.profile(members[0], measure_time, kept)
-                for member in members:
-                    found[member] = profile
+                try:
+                    # An interrupt between two ops finds nothing half done.
+                    with Deferred("the measurement of an op"):
+                        profile = bench.profile(members[0], measure_time, kept)
+                except CaptureError:
+                    if not leave_out:
+                        raise
+                    continue
+                found.update(dict.fromkeys(members, profile))
                 if advance is not None:
                     advance(number, len(families))
+        finally:
+            kept.save()
+    return found
+
+
+@contextlib.contextmanager
+def _generators_kept(backend: Backend) -> Iterator[None]:
+    states = [(generator, generator.get_state()) for generator in backend.generators()]
+    try:
+        yield
     finally:
         for generator, state in states:
             generator.set_state(state)
-        kept.save()
-    return found
 
 
 class _Bench:
@@ -168,25 +191,26 @@ class _Bench:
         known = kept.find(op, timed=measure_time, first=first_differs, results=len(call.results))
         if known is not None:
             return known
-        try:
-            first = self._record(op, call.rehearse_first) if call.rehearse_first is not None else None
-            requests = self._record(op, call.rehearse or call.func)
-            seconds = self._time(op, requests) if measure_time else 0.0
-        except (RuntimeError, ValueError, IndexError) as error:
-            # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
-            count = sum(captured.graph.storages[s].bytes for s in op.touched)
-            _log.warning(
-                "op %d (%s, %s) cannot be measured on scratch tensors (%s); its time is taken from its bytes",
-                index,
-                op.name,
-                op.source,
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
-            )
-            return OpProfile(OpCost(count / _ASSUMED_BYTES_PER_S), Requests((), 0))
-        workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
-        profile = OpProfile(OpCost(seconds, workspace), requests, first)
+        profile = self._measured(op, call, measure_time)
         kept.add(op, profile, timed=measure_time)
         return profile
+
+    def _measured(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
+        failed: Exception | None = None
+        for contents in contents_to_try(self._captured.device):
+            try:
+                first = self._record(op, call.rehearse_first, contents) if call.rehearse_first is not None else None
+                requests = self._record(op, call.rehearse or call.func, contents)
+                seconds = self._time(op, requests, contents) if measure_time else 0.0
+            except (OutOfCoreError, MemoryError):
+                raise
+            except Exception as error:
+                # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
+                failed = failed or error
+                continue
+            workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
+            return OpProfile(OpCost(seconds, workspace), requests, first)
+        raise _unmeasurable(op, failed) from failed
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """A program of this op alone; where its arguments end, and where everything ends."""
@@ -217,16 +241,16 @@ class _Bench:
         return Program((run,), tuple(blocks), offset), arguments_end, offset
 
     def _bound(
-        self, op: Op, requests: Requests, *, fill: bool
+        self, op: Op, requests: Requests, contents: Contents | None
     ) -> tuple[BoundRun, Memory, list[list[tuple[int, int]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
-        for block in program.blocks if fill else ():
+        for block in program.blocks if contents is not None else ():
             if block.storage is not None and block.storage not in op.creates:
                 self._fill(block.storage, arena, block)
-        if fill:
-            spread_offsets(bound.runs[0])
+        if contents is not None:
+            contents.fill(bound.runs[0])
         return bound.runs[0], arena, scopes(self._captured, program, {op.id: requests}), arguments_end
 
     def _fill(self, storage: int, arena: Memory, block: Block) -> None:
@@ -245,25 +269,38 @@ class _Bench:
         else:
             target.zero_()
 
-    def _record(self, op: Op, func: Callable[..., object]) -> Requests:
+    def _record(self, op: Op, func: Callable[..., object], contents: Contents) -> Requests:
         captured = self._captured
-        run, arena, _, arguments_end = self._bound(op, Requests((), 0), fill=True)
+        run, arena, _, arguments_end = self._bound(op, Requests((), 0), contents)
         arena.discard(arguments_end, arena.bytes - arguments_end)
         with internals.below_autograd():
             with self._recorder as recorder:
                 out = func(*run.args, **run.kwargs)
-            leaves = internals.tensor_leaves(out)
+            leaves = internals.result_leaves(out)
+            self._check(op, run, leaves)
             pointers = {
                 leaves[leaf].untyped_storage().data_ptr(): leaf
                 for leaf, value in enumerate(captured.calls[op.id].results)
-                if value is not None
+                if value is not None and leaves[leaf] is not None
             }
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
-    def _time(self, op: Op, requests: Requests) -> float:
+    def _check(self, op: Op, run: BoundRun, leaves: Sequence[object]) -> None:
+        """Refuse an op whose kernel returns other tensors than its description on tensors without contents."""
+        for leaf, _, wanted in run.results:
+            given = leaves[leaf] if leaf < len(leaves) else None
+            if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+                raise refusal(
+                    f"result {leaf} of the operator {op.name} is {_kind(given)}, and was captured as {_kind(wanted)}",
+                    "what it returns for tensors without contents is not what its kernel returns",
+                    "correct its fake or meta implementation (torch.library.register_fake), or use another operator",
+                    op.source,
+                )
+
+    def _time(self, op: Op, requests: Requests, contents: Contents) -> float:
         # The arguments lie where the recording left them, unless a larger arena has to be made.
         grown = self._arena is None or self._layout(op, requests.workspace_bytes)[2] > self._arena.bytes
-        run, arena, planned, _ = self._bound(op, requests, fill=grown)
+        run, arena, planned, _ = self._bound(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
@@ -290,27 +327,28 @@ class _Bench:
         return statistics.median(seconds[1:])
 
 
+def _kind(item: object) -> str:
+    if not isinstance(item, torch.Tensor):
+        return "undefined" if item is None else f"a {type(item).__name__}"
+    return f"a {str(item.dtype).removeprefix('torch.')} tensor of shape {tuple(item.shape)}"
+
+
+def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
+    first = (str(error) or type(error).__name__).splitlines()[0]
+    return refusal(
+        f"the operator {op.name} runs on none of the tensors made up to measure it ({first})",
+        "its memory has to be known before the first step, and it refuses constants, identity matrices and random "
+        "numbers",
+        "use an operator that reports what it refuses in its results, such as torch.linalg.cholesky_ex, or call it "
+        "before the step",
+        op.source,
+    )
+
+
 def _aligned(offset: int, count: int) -> int:
     """Blocks begin on the boundaries on which ``placed_bytes`` lets them end."""
     step = placed_bytes(1) if count < 65536 else 4096
     return -(-offset // step) * step
-
-
-def spread_offsets(run: BoundRun) -> None:
-    """Let the offsets of a product of ragged groups of matrices divide what there is evenly.
-
-    Zeros, which do for any index, would leave all groups empty and the op without work. How uneven groups are in
-    training is not known before: routers of mixtures of experts are trained to keep them even.
-    """
-    if not isinstance(run.func, internals.OpOverload) or run.func._schema.name != "aten::_grouped_mm":
-        return
-    given = schema.by_name(run.func, run.args, run.kwargs)
-    one, other, offsets = given["self"], given["mat2"], given.get("offs")
-    if offsets is None:
-        return
-    extent = other.shape[-1] if one.ndim == 3 else one.shape[0 if other.ndim == 3 else 1]
-    groups = offsets.numel()
-    offsets.copy_(torch.arange(1, groups + 1, dtype=torch.int64) * extent // groups)
 
 
 def machine_facts() -> dict[str, object]:
@@ -341,6 +379,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
         "arena": load_native().library is not None,
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
+        "results": "by leaf",  # how the requests of results are numbered
     }
     return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
 

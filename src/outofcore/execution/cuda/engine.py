@@ -332,7 +332,7 @@ def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorSta
         try:
             out = run.func(*run.args, **run.kwargs)
             if run.results:
-                place_results(run, internals.tensor_leaves(out))
+                place_results(run, internals.result_leaves(out))
         except RuntimeError as error:
             raise as_arena_error(error) or error from error
         finally:
