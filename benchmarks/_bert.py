@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outofcore.cli.common import find_workload
+from outofcore.cli.subjects import find_workload
 from outofcore.zoo import Workload, ZooOptions
 
 _LABELS = 2

@@ -20,7 +20,7 @@ from _blocks import blocks_of, checkpoint_blocks
 
 import outofcore
 from outofcore import _torch_internals as internals
-from outofcore.cli.common import find_workload
+from outofcore.cli.subjects import find_workload
 from outofcore.errors import OutOfCoreError
 from outofcore.zoo import Workload
 

@@ -26,10 +26,10 @@ from _blocks import checkpoint_blocks, checkpoint_chains
 
 import outofcore
 from outofcore import _torch_internals as internals
-from outofcore.cli.plan import survey
+from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
-from outofcore.report import step_report, write_picture
+from outofcore.report import page_content, step_report, write_report
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.units import KIB
 from outofcore.zoo import Workload
@@ -79,8 +79,9 @@ class _Training:
             told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
             moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
             answer["plan"] = {**asdict(told), "moved": moved}
-            if isinstance(self._step._session.arena, Arena):
-                answer["arena_rss"] = _resident_bytes(self._step._session.arena.address, self._step._session.arena.bytes)
+            arena = self._step._session.arena
+            if isinstance(arena, Arena):
+                answer["arena_rss"] = _resident_bytes(arena.address, arena.bytes)
         return answer
 
     def forget_peak(self) -> Answer:
@@ -94,8 +95,9 @@ class _Training:
         if step is None:
             return {}
         timelines = [("measured", step.timeline), ("predicted", step.planned.timeline)]
-        graph, program = step.captured.graph, step.planned.program
-        write_picture(path, graph, program, timelines, budget=step.budget, title=self._work.describe())
+        graph, planned, title = step.captured.graph, step.planned, self._work.describe()
+        page = page_content(graph, planned.plan, planned.program, timelines, budget=step.budget, title=title)
+        write_report(path, page)
         return {"picture": str(path)}
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
     work = workload(spec["model"], spec["options"])
     facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if spec["mode"] == "survey":
-        found = survey(work, spec["home"], lambda *_: None)
+        found = subject_of(plain_step(work), home=spec["home"])
         answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": found.smallest_budget})
         return
     training = _Training(work, spec)

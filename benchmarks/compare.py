@@ -21,11 +21,11 @@ from _common import RESULTS, console, write_result
 from outofcore.planning.bounds import lower_bound_seconds
 
 from outofcore import planning
-from outofcore.cli.compare import COMPARED
+from outofcore.cli.answer import COMPARED
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
-from outofcore.graphfile import GraphFile, read_graph, write_graph
+from outofcore.graphfile import read_graph, write_graph
 from outofcore.presets import device
 from outofcore.units import format_bytes
 from outofcore.validator import validate
@@ -66,11 +66,9 @@ class Step:
 
 def capture(model: str, gpu: str, path: Path) -> None:
     """Capture a step and write its graph file."""
-    from outofcore.cli.common import find_workload  # noqa: PLC0415 - the one place that needs PyTorch
-    from outofcore.cli.plan import imagine  # noqa: PLC0415
+    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - the one place that needs PyTorch
 
-    survey = imagine(find_workload(model, MODELS[model]), device(gpu), lambda *_: None)
-    write_graph(path, GraphFile.of(survey.graph, survey.costs))
+    write_graph(path, subject_of(find_step(model, MODELS[model]), device=gpu).file)
 
 
 def compared(step: Step, name: str, budget: int, policies: Sequence[str]) -> Answer:

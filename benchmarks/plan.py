@@ -27,9 +27,8 @@ from outofcore.planning.addresses import place
 from rich.table import Table
 
 from outofcore import planning
-from outofcore.graphfile import GraphFile, read_graph, write_graph
+from outofcore.graphfile import read_graph, write_graph
 from outofcore.lowering import lower, wire
-from outofcore.presets import device
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.simulator import simulate
 from outofcore.units import format_bytes
@@ -58,17 +57,16 @@ def _children() -> float:
 
 def capture(depth: int, batch: int, path: Path, stats: Path | None) -> None:
     """Capture a step and write its graph file; tells how long capturing took."""
-    from outofcore.cli.common import find_workload  # noqa: PLC0415 - the one place that needs PyTorch
-    from outofcore.cli.plan import imagine  # noqa: PLC0415
+    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - the one place that needs PyTorch
 
-    work = find_workload(f"resnet{depth}", {"batch": batch})
+    plain = find_step(f"resnet{depth}", {"batch": batch})
     with cProfile.Profile() if stats else _Nothing() as profile:
         start = time.process_time()
-        survey = imagine(work, device(_GPU), lambda *_: None)
+        subject = subject_of(plain, device=_GPU)
         facts = _facts(time.process_time() - start)
     if stats is not None and isinstance(profile, cProfile.Profile):
         profile.dump_stats(stats)
-    write_graph(path, GraphFile.of(survey.graph, survey.costs))
+    write_graph(path, subject.file)
     _say(**facts)
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
         estimate,
         load,
         materialize,
-        minimum_budget,
         open_home,
         save,
+        smallest_budget,
     )
 
 __version__ = "0.1.0"
@@ -31,9 +31,9 @@ __all__ = [
     "estimate",
     "load",
     "materialize",
-    "minimum_budget",
     "open_home",
     "save",
+    "smallest_budget",
 ]
 
 

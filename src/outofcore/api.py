@@ -19,14 +19,14 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
 from outofcore.errors import InputError
-from outofcore.estimation import costed
+from outofcore.estimation.costing import costed
+from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.opened import OpenHome
-from outofcore.execution.opening import open_backend, open_device_homes, open_homes
+from outofcore.execution.opening import homes_of, open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
-from outofcore.forecast import Estimate, estimated
 from outofcore.materialization import allocate, build, materialize
 from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
@@ -100,6 +100,13 @@ def open_home(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+
+    >>> import torch
+    >>> import outofcore
+    >>> with outofcore.open_home("host") as home:
+    ...     model = outofcore.build(lambda: torch.nn.Linear(256, 256), home=home)
+    ...     home.bytes >= 256 * 256 * 4
+    True
     """
     return _opened(home, host_budget, check, kept=True)
 
@@ -107,7 +114,7 @@ def open_home(
 def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # What is on the CPU goes to a device by and by, as the plan has it: it need not fit there.
+            # CPU tensors are moved to the device on demand, as planned: the model need not fit there.
             which = f"model {number}: " if len(models) > 1 else ""
             if tensor.device.type == "meta":
                 raise InputError(
@@ -167,27 +174,25 @@ def compile(
             of eager PyTorch to the last bit, nor sure to be those of another process.
 
     Returns:
-        The step, to be called as the one given. Nothing is captured before its first call.
+        A callable with the signature of ``step``. Nothing is captured before its first call.
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
 
-    Example:
-        >>> import torch
-        >>> import outofcore
-        >>> model = torch.nn.Linear(64, 64)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> def train(x, y):
-        ...     loss = torch.nn.functional.mse_loss(model(x), y)
-        ...     loss.backward()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        ...     return loss
-        >>> step = outofcore.compile(train, model, optimizer, budget="64MiB")
-        >>> losses = [step(torch.ones(8, 64), torch.zeros(8, 64)).item() for _ in range(3)]
-        >>> losses[2] < losses[0]
-        True
-        >>> step.close()
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> with outofcore.compile(train_step, model, optimizer, budget="4MiB") as step:
+    ...     losses = [step(torch.ones(64, 256)).item() for _ in range(3)]
+    >>> losses[0] > losses[1] > losses[2]
+    True
     """
     models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)
@@ -210,7 +215,7 @@ def compile(
     return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
 
 
-def minimum_budget(
+def smallest_budget(
     step: Callable[..., Any],
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -236,6 +241,19 @@ def minimum_budget(
     Raises:
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
+    True
     """
     models, optimizers = _checked(step, model, optimizer)
     backend = open_backend(device)
@@ -261,7 +279,7 @@ def estimate(
     inputs: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     budgets: Sequence[int | str] = (),
-    gpu: str | None = None,
+    device: str | torch.device | None = None,
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
     policy: PolicyLike = "auto",
@@ -279,33 +297,62 @@ def estimate(
         inputs: the positional arguments of the step.
         kwargs: its keyword arguments.
         budgets: to be looked at, besides those that suit the step.
-        gpu: a device that need not be here, by its name in ``outofcore.presets`` such as "h100"; None: this machine.
-        home: as for ``compile``; of no matter where a device is named.
-        host_budget: likewise.
+        device: where the step is to run and is measured, as for ``compile``; or a device that need not be here and
+            is simulated, by its name in ``outofcore.presets``, such as "h100".
+        home: as for ``compile``; ignored for a device that is simulated.
+        host_budget: as for ``compile``; ignored for a device that is simulated.
         policy: as for ``compile``.
         cache: as for ``compile``.
+
+    Returns:
+        Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
 
     Raises:
         InputError: an argument cannot be used.
         CaptureError: the step cannot become one graph.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(8192, 8192, device="meta")
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> x = torch.empty(64, 8192, device="meta")
+    >>> found = outofcore.estimate(train_step, model, optimizer, inputs=(x,), device="h100")
+    >>> found.fits("100MiB"), found.fits("1GiB")
+    (False, True)
+    >>> found.at("1GiB").seconds < 0.1
+    True
     """
     models, optimizers = _checked(step, model, optimizer)
     chosen = policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
-    device = None if gpu is None else presets.device(gpu)
+    preset = None if device is None else presets.simulated(str(device))
+    backend = open_backend(None if preset else device)
     kept = open_cache(cache)
-    where = device or open_homes(home, host_budget)
+    stores = [] if preset else homes_of(backend, home, host_budget)
     try:
         with following() as tell:
             graph, costs = costed(
-                step, models, optimizers, tuple(inputs), kwargs or {}, where=where, cache=kept, tell=tell
+                step,
+                models,
+                optimizers,
+                tuple(inputs),
+                kwargs or {},
+                where=preset or stores,
+                cache=kept,
+                tell=tell,
+                backend=backend,
             )
-            machine = "" if device is None else device.describe()
+            machine = preset.describe() if preset else ""
             return estimated(graph, costs, budgets=wanted, policy=chosen, machine=machine, tell=tell)
     finally:
-        if not isinstance(where, presets.Device):
-            for store in where:
-                store.close()
+        for store in stores:
+            store.close()
 
 
 def save(
@@ -325,7 +372,15 @@ def save(
         home: where tensors live, if anywhere.
         extra: as for ``Step.save``.
 
-    Raises: as ``Step.save``.
+    Raises:
+        InputError: the folder cannot be written to, or something of the model or of ``extra`` cannot be saved.
+        TransferError: a file could not be written; the checkpoint that was there before is as it was.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
@@ -353,7 +408,7 @@ def load(
         home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
 
     Returns:
-        what was saved as ``extra``; tuples come back as lists.
+        What was saved as ``extra``; tuples come back as lists.
 
     Raises:
         InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer; nothing has been
@@ -361,6 +416,14 @@ def load(
         TransferError: a file cannot be read or is not as it was saved; do not use the model before another checkpoint
             has been loaded.
         SpillError: the home has no room.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
+    >>> outofcore.load("checkpoint", model, optimizer)
+    {'epoch': 3}
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
@@ -386,7 +449,7 @@ __all__ = [
     "estimate",
     "load",
     "materialize",
-    "minimum_budget",
     "open_home",
     "save",
+    "smallest_budget",
 ]

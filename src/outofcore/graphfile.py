@@ -6,17 +6,29 @@ So that graphs can come from anywhere, and be planned without PyTorch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import fsum
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.jsonfile import Node, read_json, write_json
+from outofcore.jsonfile import decode_json, refuse, write_json
 
 FORMAT = "outofcore-graph/1"
 
-Key = int | str  # what a file calls a storage
+# What a file may say. Planning adds up bytes in 64 bits, and solves linear programs in float64, in which numbers from
+# 1e20 on count as infinite.
+Key = Annotated[int, Meta(ge=-(2**62), le=2**62)] | str  # what a file calls a storage
+Bytes = Annotated[int, Meta(ge=0, le=2**50)]  # of a storage or a workspace: up to a PiB
+Capacity = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Rate = Annotated[float, Meta(ge=1e3, le=1e15)]  # bytes a second
+_MOST_BYTES = 2**60  # of all storages
+_MOST_SECONDS = 1e9  # of all ops
 
 
 @dataclass(frozen=True)
@@ -31,12 +43,59 @@ class GraphFile:
 
     graph: StepGraph
     costs: Costs
-    keys: tuple[Key, ...]
+    keys: tuple[int | str, ...]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
-        """A graph that did not come from a file: storages are called by their numbers."""
+        """A graph that did not come from a file: storages are called by their numbers.
+
+        >>> from outofcore.costs import Costs
+        >>> from outofcore.graph import StepGraph, Storage, StorageKind
+        >>> graph = StepGraph((Storage(0, 4096, StorageKind.PARAMETER), Storage(1, 64, StorageKind.INPUT)), ())
+        >>> GraphFile.of(graph, Costs(())).keys
+        (0, 1)
+        """
         return GraphFile(graph, costs, tuple(range(len(graph.storages))))
+
+
+class _Storage(Struct, omit_defaults=True):
+    id: Key
+    bytes: Bytes
+    kind: StorageKind
+    name: str | None = None
+
+
+class _Op(Struct, omit_defaults=True):
+    seconds: Seconds
+    name: str | None = None
+    reads: tuple[Key, ...] = ()
+    mutates: tuple[Key, ...] = ()
+    creates: tuple[Key, ...] = ()
+    discards: tuple[Key, ...] = ()
+    workspace_bytes: Bytes = 0
+    rerunnable: bool = True
+    random: bool = False
+    family: str = ""
+    module: str = ""
+    source: str = ""
+
+
+class _Home(Struct, omit_defaults=True):
+    name: str
+    bytes_per_s_out: Rate
+    bytes_per_s_in: Rate
+    bytes: Capacity | None = None
+    latency_s: Seconds = 0.0
+    contention: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    compute_slowdown: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+
+
+class _File(Struct):
+    format: str
+    storages: tuple[_Storage, ...]
+    ops: tuple[_Op, ...]
+    outputs: tuple[Key, ...] = ()
+    homes: tuple[_Home, ...] = ()
 
 
 def read_graph(path: Path) -> GraphFile:
@@ -48,25 +107,45 @@ def read_graph(path: Path) -> GraphFile:
 
     Raises:
         InputError: the file cannot be read.
-        GraphError: it is not a graph file, or contradicts itself; says where.
+        GraphError: it is not a graph file, a number is out of its range, or the file contradicts itself; says where.
+
+    >>> import tempfile
+    >>> from outofcore.costs import Costs
+    >>> from outofcore.graph import StepGraph, Storage, StorageKind
+    >>> graph = StepGraph((Storage(0, 4096, StorageKind.PARAMETER, "weight"),), ())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_graph(Path(folder) / "graph.json", GraphFile.of(graph, Costs(())))
+    ...     read_graph(Path(folder) / "graph.json").graph == graph
+    True
     """
-    root = read_json(path, FORMAT)
-    found = [(node.at("id"), _storage(index, node)) for index, node in enumerate(root.at("storages").items())]
-    keys: dict[Key, int] = {}
-    for node, storage in found:
-        if node.key() in keys:
-            node.refuse(f"is {node.value!r}, and so is that of storages[{keys[node.key()]}]: an id must be unique")
-        keys[node.key()] = storage.id
-    op_nodes = list(root.at("ops").items())
-    ops = [_op(index, node, keys) for index, node in enumerate(op_nodes)]
+    file = decode_json(path, FORMAT, _File)
+    keys: dict[int | str, int] = {}
+    for number, storage in enumerate(file.storages):
+        if storage.id in keys:
+            refuse(
+                path, f"$.storages[{number}].id", f"is {storage.id!r}, and so is that of $.storages[{keys[storage.id]}]"
+            )
+        keys[storage.id] = number
+    for what, total, most in (
+        ("storages", sum(storage.bytes for storage in file.storages), _MOST_BYTES),
+        ("ops", fsum(op.seconds for op in file.ops), _MOST_SECONDS),
+    ):
+        if total > most:
+            unit = "bytes" if what == "storages" else "seconds"
+            refuse(path, f"$.{what}", f"have {total:g} {unit} together; at most {most:g} can be planned for")
+    ops = tuple(_op(path, number, op, keys) for number, op in enumerate(file.ops))
     created = {storage for op in ops for storage in op.creates}
-    storages = [_settled(node, storage, storage.id in created) for node, storage in found]
-    outputs = root.find("outputs")
-    homes = root.find("homes")
-    graph = StepGraph(tuple(storages), tuple(ops), () if outputs is None else _storages(outputs, keys))
+    graph = StepGraph(
+        tuple(_storage(path, number, storage, number in created) for number, storage in enumerate(file.storages)),
+        ops,
+        _numbers(path, "$.outputs", file.outputs, keys),
+    )
     costs = Costs(
-        tuple(OpCost(_seconds(node.at("seconds")), _count(node, "workspace_bytes")) for node in op_nodes),
-        () if homes is None else tuple(_home(node) for node in homes.items()),
+        tuple(OpCost(op.seconds, op.workspace_bytes) for op in file.ops),
+        tuple(
+            Home(h.name, h.bytes, h.bytes_per_s_out, h.bytes_per_s_in, h.latency_s, h.contention, h.compute_slowdown)
+            for h in file.homes
+        ),
     )
     try:
         graph.check()
@@ -76,160 +155,103 @@ def read_graph(path: Path) -> GraphFile:
     return GraphFile(graph, costs, tuple(keys))
 
 
-def _storage(index: int, node: Node) -> Storage:
-    named = node.at("kind")
-    try:
-        kind = StorageKind(named.text())
-    except ValueError:
-        named.refuse(f"is {named.value!r}; it must be one of {', '.join(kind.value for kind in StorageKind)}")
-    name, key = node.find("name"), node.at("id").key()
-    text = name.text() if name is not None else key if isinstance(key, str) else ""
-    return Storage(index, node.at("bytes").count(), kind, text)
+def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Storage:
+    kind = storage.kind
+    if created and kind is StorageKind.CONSTANT:
+        refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")
+    if created and kind is StorageKind.INPUT:
+        kind = StorageKind.ACTIVATION
+    if not created and kind in (StorageKind.ACTIVATION, StorageKind.OUTPUT):
+        kind = StorageKind.INPUT
+    return Storage(number, storage.bytes, kind, _unnamed(storage.id) if storage.name is None else storage.name)
 
 
-def _settled(node: Node, storage: Storage, created: bool) -> Storage:
-    if created and storage.kind is StorageKind.CONSTANT:
-        node.refuse(f"is {node.value!r}, of a constant that an op creates: a constant must exist before the step")
-    if created and storage.kind is StorageKind.INPUT:
-        return replace(storage, kind=StorageKind.ACTIVATION)
-    if not created and storage.kind in (StorageKind.ACTIVATION, StorageKind.OUTPUT):
-        return replace(storage, kind=StorageKind.INPUT)
-    return storage
+def _unnamed(key: int | str) -> str:
+    """What people call a storage that has no name."""
+    return key if isinstance(key, str) else ""
 
 
-def _op(index: int, node: Node, keys: Mapping[Key, int]) -> Op:
-    lists: list[tuple[int, ...]] = []
-    for field in ("reads", "mutates", "creates", "discards"):
-        found = node.find(field)
-        lists.append(() if found is None else _storages(found, keys))
-    texts: list[str] = []
-    for field, default in (("name", f"op {index}"), ("family", ""), ("module", ""), ("source", "")):
-        found = node.find(field)
-        texts.append(default if found is None else found.text())
-    name, family, module, source = texts
-    reads, mutates, creates, discards = lists
-    rerunnable, random = node.find("rerunnable"), node.find("random")
+def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
+    def storages(field: str, named: Sequence[int | str]) -> tuple[int, ...]:
+        return _numbers(path, f"$.ops[{number}].{field}", named, keys)
+
     return Op(
-        index,
-        name,
-        reads,
-        mutates,
-        creates,
-        rerunnable=rerunnable is None or rerunnable.flag(),
-        random=random is not None and random.flag(),
-        family=family,
-        module=module,
-        source=source,
-        discards=discards,
+        number,
+        f"op {number}" if op.name is None else op.name,
+        storages("reads", op.reads),
+        storages("mutates", op.mutates),
+        storages("creates", op.creates),
+        rerunnable=op.rerunnable,
+        random=op.random,
+        family=op.family,
+        module=op.module,
+        source=op.source,
+        discards=storages("discards", op.discards),
     )
 
 
-def _storages(node: Node, keys: Mapping[Key, int]) -> tuple[int, ...]:
-    """The numbers of the storages that an array names, each once."""
-    found: dict[int, None] = {}
-    for item in node.items():
-        number = keys.get(item.key())
-        if number is None:
-            item.refuse(f"is {item.value!r}, and no storage has that id")
-        found[number] = None
-    return tuple(found)
-
-
-def _count(node: Node, field: str) -> int:
-    found = node.find(field)
-    return 0 if found is None else found.count()
-
-
-def _seconds(node: Node) -> float:
-    found = node.number()
-    if found < 0:
-        node.refuse(f"must not be negative, and is {found:g}")
-    return found
-
-
-def _home(node: Node) -> Home:
-    capacity, latency = node.find("bytes"), node.find("latency_s")
-    contention, slowdown = node.find("contention"), node.find("compute_slowdown")
-    return Home(
-        node.at("name").text(),
-        None if capacity is None or capacity.value is None else capacity.count(),
-        _rate(node.at("bytes_per_s_out")),
-        _rate(node.at("bytes_per_s_in")),
-        0.0 if latency is None else _seconds(latency),
-        0.0 if contention is None else _share(contention),
-        0.0 if slowdown is None else _seconds(slowdown),
-    )
-
-
-def _share(node: Node) -> float:
-    found = node.number()
-    if not 0 <= found <= 1:
-        node.refuse(f"must lie from 0 to 1, and is {found:g}")
-    return found
-
-
-def _rate(node: Node) -> float:
-    found = node.number()
-    if found <= 0:
-        node.refuse(f"must be above zero, and is {found:g}")
-    return found
+def _numbers(path: Path, where: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
+    """The numbers of storages, each once."""
+    for index, key in enumerate(named):
+        if key not in keys:
+            refuse(path, f"{where}[{index}]", f"is {key!r}, and no storage has that id")
+    return tuple(dict.fromkeys(keys[key] for key in named))
 
 
 def write_graph(path: Path, file: GraphFile) -> None:
     """Write a graph file; read again, it gives an equal graph and equal costs.
 
+    Args:
+        path: the file; through gzip if its name ends in ``.gz``.
+        file: what to write.
+
     Raises:
         InputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> from outofcore.costs import Costs
+    >>> from outofcore.graph import StepGraph
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_graph(Path(folder) / "graph.json", GraphFile.of(StepGraph((), ()), Costs(())))
+    ...     (Path(folder) / "graph.json").read_text()
+    '{"format":"outofcore-graph/1","storages":[],"ops":[],"outputs":[],"homes":[]}\\n'
     """
     graph, costs, keys = file.graph, file.costs, file.keys
+
+    def named(storages: Sequence[int]) -> tuple[int | str, ...]:
+        return tuple(keys[storage] for storage in storages)
+
     write_json(
         path,
-        {
-            "format": FORMAT,
-            "storages": [_storage_content(storage, keys[storage.id]) for storage in graph.storages],
-            "ops": [_op_content(op, cost, keys) for op, cost in zip(graph.ops, costs.ops, strict=True)],
-            "outputs": [keys[storage] for storage in graph.outputs],
-            "homes": [_home_content(home) for home in costs.homes],
-        },
+        _File(
+            format=FORMAT,
+            storages=tuple(
+                _Storage(keys[s.id], s.bytes, s.kind, None if s.name == _unnamed(keys[s.id]) else s.name)
+                for s in graph.storages
+            ),
+            ops=tuple(
+                _Op(
+                    seconds=cost.seconds,
+                    name=op.name,
+                    reads=named(op.reads),
+                    mutates=named(op.mutates),
+                    creates=named(op.creates),
+                    discards=named(op.discards),
+                    workspace_bytes=cost.workspace_bytes,
+                    rerunnable=op.rerunnable,
+                    random=op.random,
+                    family=op.family,
+                    module=op.module,
+                    source=op.source,
+                )
+                for op, cost in zip(graph.ops, costs.ops, strict=True)
+            ),
+            outputs=named(graph.outputs),
+            homes=tuple(
+                _Home(
+                    h.name, h.bytes_per_s_out, h.bytes_per_s_in, h.bytes, h.latency_s, h.contention, h.compute_slowdown
+                )
+                for h in costs.homes
+            ),
+        ),
     )
-
-
-def _storage_content(storage: Storage, key: Key) -> dict[str, object]:
-    content: dict[str, object] = {"id": key, "bytes": storage.bytes, "kind": storage.kind.value}
-    if storage.name != (key if isinstance(key, str) else ""):
-        content["name"] = storage.name
-    return content
-
-
-def _home_content(home: Home) -> dict[str, object]:
-    content: dict[str, object] = {
-        "name": home.name,
-        "bytes": home.bytes,
-        "bytes_per_s_out": home.bytes_per_s_out,
-        "bytes_per_s_in": home.bytes_per_s_in,
-        "latency_s": home.latency_s,
-    }
-    for field, value in (("contention", home.contention), ("compute_slowdown", home.compute_slowdown)):
-        if value:
-            content[field] = value
-    return content
-
-
-def _op_content(op: Op, cost: OpCost, keys: Sequence[Key]) -> dict[str, object]:
-    content: dict[str, object] = {
-        "name": op.name,
-        "reads": [keys[storage] for storage in op.reads],
-        "mutates": [keys[storage] for storage in op.mutates],
-        "creates": [keys[storage] for storage in op.creates],
-        "seconds": cost.seconds,
-        "workspace_bytes": cost.workspace_bytes,
-        "rerunnable": op.rerunnable,
-    }
-    if op.random:
-        content["random"] = True
-    if op.discards:
-        content["discards"] = [keys[storage] for storage in op.discards]
-    for field, text in (("family", op.family), ("module", op.module), ("source", op.source)):
-        if text:
-            content[field] = text
-    return content

@@ -7,22 +7,22 @@ its class under ``do``; only storages are called what the graph file calls them.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-from outofcore.graphfile import Key
-from outofcore.jsonfile import Node, read_json, write_json
-from outofcore.plan import Plan
-from outofcore.program import Instruction, Program
+from msgspec import Meta, Struct
+
+from outofcore.graphfile import Capacity, Key
+from outofcore.jsonfile import decode_json, refuse, write_json
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Queue, Run, Wait
 
 FORMAT = "outofcore-plan/1"
 
-# Fields, of whatever class, that number storages.
-_STORAGE_FIELDS = frozenset({"storage", "results", "staying"})
+_Index = Annotated[int, Meta(ge=0, le=2**62)]  # of an op, a block, an instruction or a home
+_Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,89 @@ class PlanFile:
     predicted_step_seconds: float
 
 
-def write_plan(path: Path, file: PlanFile, keys: Sequence[Key]) -> None:
+class _Gap(Struct):
+    storage: Key
+    start: _Whole
+    end: _Whole
+
+
+class _Decision(Struct, omit_defaults=True):
+    gap: _Gap
+    residency: Residency
+    release_by: _Whole
+    fetch_at: _Whole
+    home: _Index = 0
+
+
+class _Plan(Struct):
+    policy: str
+    budget: _Whole
+    decisions: tuple[_Decision, ...]
+    staying: tuple[Key, ...] = ()
+
+
+class _Wait(Struct, omit_defaults=True):
+    queue: Queue
+    count: _Index
+    home: _Index = 0
+
+
+class _Run(Struct, tag_field="do", tag="Run", omit_defaults=True):
+    op: _Index
+    blocks: tuple[_Index, ...]
+    workspace: _Index | None = None
+    waits: tuple[_Wait, ...] = ()
+    again: bool = False
+
+
+class _Copy(Struct, tag_field="do", omit_defaults=True):
+    block: _Index
+    version: _Index
+    waits: tuple[_Wait, ...] = ()
+    home: _Index = 0
+
+
+class _CopyOut(_Copy, tag="CopyOut"):
+    pass
+
+
+class _CopyIn(_Copy, tag="CopyIn"):
+    pass
+
+
+class _Block(Struct, omit_defaults=True):
+    id: _Index
+    storage: Key | None
+    bytes: Capacity
+    born: _Index
+    dies: _Index
+    wraps: bool = False
+    offset: Annotated[int, Meta(ge=-1, le=2**62)] = -1
+
+
+class _Lodging(Struct):
+    storage: Key
+    home: _Index
+
+
+class _Program(Struct):
+    instructions: tuple[_Run | _CopyOut | _CopyIn, ...]
+    blocks: tuple[_Block, ...]
+    arena_bytes: Capacity = 0
+    results: tuple[Key, ...] = ()
+    lodgings: tuple[_Lodging, ...] = ()
+    staying: tuple[Key, ...] = ()
+
+
+class _File(Struct):
+    format: str
+    budget: Capacity
+    predicted_step_seconds: Annotated[float, Meta(ge=0)]
+    plan: _Plan
+    program: _Program
+
+
+def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
     """Write a plan file; read again, it is equal.
 
     Args:
@@ -52,20 +134,63 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[Key]) -> None:
 
     Raises:
         InputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_plan(Path(folder) / "plan.json", file, keys=())
+    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
+    True
     """
+    plan, program = file.plan, file.program
+
+    def named(storages: Sequence[int]) -> tuple[int | str, ...]:
+        return tuple(keys[storage] for storage in storages)
+
+    def waits(of: Instruction) -> tuple[_Wait, ...]:
+        return tuple(_Wait(wait.queue, wait.count, wait.home) for wait in of.waits)
+
+    def instruction(one: Instruction) -> _Run | _CopyOut | _CopyIn:
+        if isinstance(one, Run):
+            return _Run(one.op, one.blocks, one.workspace, waits(one), one.again)
+        kind = _CopyOut if isinstance(one, CopyOut) else _CopyIn
+        return kind(one.block, one.version, waits(one), one.home)
+
     write_json(
         path,
-        {
-            "format": FORMAT,
-            "budget": file.budget,
-            "predicted_step_seconds": file.predicted_step_seconds,
-            "plan": _content(file.plan, keys),
-            "program": _content(file.program, keys),
-        },
+        _File(
+            FORMAT,
+            file.budget,
+            file.predicted_step_seconds,
+            _Plan(
+                plan.policy,
+                plan.budget,
+                tuple(
+                    _Decision(
+                        _Gap(keys[d.gap.storage], d.gap.start, d.gap.end), d.residency, d.release_by, d.fetch_at, d.home
+                    )
+                    for d in plan.decisions
+                ),
+                named(plan.staying),
+            ),
+            _Program(
+                tuple(map(instruction, program.instructions)),
+                tuple(
+                    _Block(
+                        b.id, None if b.storage is None else keys[b.storage], b.bytes, b.born, b.dies, b.wraps, b.offset
+                    )
+                    for b in program.blocks
+                ),
+                program.arena_bytes,
+                named(program.results),
+                tuple(_Lodging(keys[lodging.storage], lodging.home) for lodging in program.lodgings),
+                named(program.staying),
+            ),
+        ),
     )
 
 
-def read_plan(path: Path, keys: Sequence[Key]) -> PlanFile:
+def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
     """Read a plan file.
 
     Args:
@@ -74,74 +199,76 @@ def read_plan(path: Path, keys: Sequence[Key]) -> PlanFile:
 
     Raises:
         InputError: the file cannot be read.
-        GraphError: it is not a plan file, or names a storage that the graph file has not; says where.
+        GraphError: it is not a plan file, a number is out of its range, or it names a storage that the graph file has
+            not; says where. Whether the program is right is another question: see ``validator.validate``.
+
+    >>> import tempfile
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_plan(Path(folder) / "plan.json", file, keys=())
+    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
+    True
     """
-    root = read_json(path, FORMAT)
+    file = decode_json(path, FORMAT, _File)
     numbers = {key: number for number, key in enumerate(keys)}
+    plan, program = file.plan, file.program
+
+    def number(key: int | str, where: str) -> int:
+        if key not in numbers:
+            refuse(
+                path, where, f"is {key!r}, and the graph has no storage with that id: is it the plan of another graph?"
+            )
+        return numbers[key]
+
+    def all_of(named: Sequence[int | str], where: str) -> tuple[int, ...]:
+        return tuple(number(key, f"{where}[{index}]") for index, key in enumerate(named))
+
     return PlanFile(
-        root.at("budget").count(),
-        _read(root.at("plan"), Plan, numbers),
-        _read(root.at("program"), Program, numbers),
-        root.at("predicted_step_seconds").number(),
+        file.budget,
+        Plan(
+            plan.policy,
+            plan.budget,
+            tuple(
+                Decision(
+                    Gap(number(d.gap.storage, f"$.plan.decisions[{index}].gap.storage"), d.gap.start, d.gap.end),
+                    d.residency,
+                    d.release_by,
+                    d.fetch_at,
+                    d.home,
+                )
+                for index, d in enumerate(plan.decisions)
+            ),
+            all_of(plan.staying, "$.plan.staying"),
+        ),
+        Program(
+            tuple(map(_instruction, program.instructions)),
+            tuple(
+                Block(
+                    b.id,
+                    None if b.storage is None else number(b.storage, f"$.program.blocks[{index}].storage"),
+                    b.bytes,
+                    b.born,
+                    b.dies,
+                    b.wraps,
+                    b.offset,
+                )
+                for index, b in enumerate(program.blocks)
+            ),
+            program.arena_bytes,
+            all_of(program.results, "$.program.results"),
+            tuple(
+                Lodging(number(lodging.storage, f"$.program.lodgings[{index}].storage"), lodging.home)
+                for index, lodging in enumerate(program.lodgings)
+            ),
+            all_of(program.staying, "$.program.staying"),
+        ),
+        file.predicted_step_seconds,
     )
 
 
-def _content(value: object, keys: Sequence[Key], *, storage: bool = False) -> object:
-    if isinstance(value, tuple):
-        return [_content(item, keys, storage=storage) for item in cast("tuple[object, ...]", value)]
-    if isinstance(value, Enum):
-        return value.value
-    if not is_dataclass(value):
-        return keys[value] if storage and isinstance(value, int) else value
-    named = {f.name: _content(getattr(value, f.name), keys, storage=f.name in _STORAGE_FIELDS) for f in fields(value)}
-    return {"do": type(value).__name__, **named} if isinstance(value, Instruction) else named
-
-
-def _read(node: Node, hint: Any, numbers: Mapping[Key, int], *, storage: bool = False) -> Any:
-    """A value of the type that a hint names."""
-    if get_origin(hint) is tuple:
-        member = get_args(hint)[0]  # all tuples of the vocabulary are of one type throughout
-        return tuple(_read(item, member, numbers, storage=storage) for item in node.items())
-    if get_origin(hint) in (types.UnionType, Union):
-        return _read(node, _chosen(node, get_args(hint)), numbers, storage=storage)
-    if hint is types.NoneType:
-        return None
-    if storage and hint is int:
-        number = numbers.get(node.key())
-        if number is None:
-            node.refuse(
-                f"is {node.value!r}, and the graph has no storage with that id: is it the plan of another graph?"
-            )
-        return number
-    if is_dataclass(hint):
-        return _read_fields(node, hint, numbers)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        try:
-            return hint(node.value)
-        except ValueError:
-            node.refuse(f"is {node.value!r}; it must be one of {', '.join(str(member.value) for member in hint)}")
-    readers = {bool: node.flag, int: node.whole, float: node.number, str: node.text}
-    return readers[hint]()
-
-
-def _chosen(node: Node, options: Sequence[Any]) -> Any:
-    """Which type of a union a value has."""
-    if types.NoneType in options:
-        others = [option for option in options if option is not types.NoneType]
-        return types.NoneType if node.value is None else others[0]
-    name = node.at("do")
-    found = next((option for option in options if option.__name__ == name.value), None)
-    if found is None:
-        name.refuse(f"is {name.value!r}; it must be one of {', '.join(option.__name__ for option in options)}")
-    return found
-
-
-def _read_fields(node: Node, kind: Any, numbers: Mapping[Key, int]) -> Any:
-    hints = get_type_hints(kind)
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        optional = field.default is not MISSING or field.default_factory is not MISSING
-        value = node.find(field.name) if optional else node.at(field.name)
-        if value is not None:
-            found[field.name] = _read(value, hints[field.name], numbers, storage=field.name in _STORAGE_FIELDS)
-    return kind(**found)
+def _instruction(one: _Run | _CopyOut | _CopyIn) -> Instruction:
+    waits = tuple(Wait(wait.queue, wait.count, wait.home) for wait in one.waits)
+    if isinstance(one, _Run):
+        return Run(one.op, one.blocks, one.workspace, waits, one.again)
+    kind = CopyOut if isinstance(one, _CopyOut) else CopyIn
+    return kind(one.block, one.version, waits, one.home)

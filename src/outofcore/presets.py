@@ -64,7 +64,7 @@ class Device:
     in_bytes_per_s: float
 
     def home(self) -> Home:
-        """The host's memory, as large as one likes."""
+        """The host's memory, without a limit."""
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
@@ -115,7 +115,11 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """All presets."""
+    """All presets.
+
+    >>> [device.key for device in devices()][:2]
+    ['k40c-12gb', 'v100-16gb-pcie3']
+    """
     return (
         _device("k40c-12gb", "NVIDIA Tesla K40c 12 GB, PCIe 3", 12, 288, 10.0, fp32=4.29),
         _device("v100-16gb-pcie3", "NVIDIA V100 16 GB, PCIe 3", 16, 900, 12.0, fp32=14.0, half=112),
@@ -132,11 +136,30 @@ def device(key: str) -> Device:
 
     Raises:
         InputError: there is no such preset, or more than one.
+
+    >>> device("h100").name
+    'NVIDIA H100 SXM 80 GB, PCIe 5'
     """
     known = devices()
     exact = [found for found in known if found.key == key.lower()]
     found = exact or [found for found in known if found.key.startswith(key.lower()) and key]
     if len(found) == 1:
         return found[0]
-    what = "fits several devices" if found else "is no device that is known"
-    raise InputError(f"{key!r} {what}; choose one of {', '.join(d.key for d in found or known)}")
+    if found:
+        raise InputError(f"{key!r} fits several devices; choose one of {', '.join(d.key for d in found)}")
+    names = ", ".join(d.key for d in known)
+    raise InputError(f"{key!r} is no device; choose cpu or cuda for one that is here, or to simulate one of {names}")
+
+
+def simulated(name: str | None) -> Device | None:
+    """The preset that a device's name stands for; None for a device that is here: "cpu", "cuda" or "cuda:0", or None.
+
+    Raises:
+        InputError: it is neither.
+
+    >>> simulated("cuda:1") is None
+    True
+    >>> simulated("k40c").home().name
+    'host'
+    """
+    return None if name is None or name.partition(":")[0] in ("cpu", "cuda") else device(name)

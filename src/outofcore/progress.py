@@ -1,4 +1,4 @@
-"""What goes on while a step is captured, measured and planned: shown on a terminal, and nowhere else."""
+"""Progress of capturing, measuring and planning: a bar on a terminal, or the user's callback."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ Tell = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Tells nobody."""
+    """A callback that does nothing.
+
+    >>> silent("plan", 1, 4)
+    """
 
 
 @contextmanager
 def following(tell: Tell | None = None, *, show: bool | None = None) -> Generator[Tell]:
-    """Somebody to tell how far things are, while the context lasts.
+    """A progress callback, while the context lasts.
 
     Args:
-        tell: the user's own; it is told alone.
+        tell: user callback ``(stage, done, total)``. If given, no progress bar is shown.
         show: a bar on standard error, with the time that has passed and that is left. By default only where standard
             error is a terminal.
+
+    >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
+    ...     tell("plan", 1, 4)
+    plan: 1 of 4
     """
     if tell is not None:
         yield tell
@@ -44,7 +51,7 @@ def _bar() -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        transient=True,  # what is done is no news
+        transient=True,  # remove finished bars
         refresh_per_second=4,  # drawing takes time from what is measured
     )
 

@@ -19,6 +19,7 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
 from outofcore.errors import InputError, StateError
+from outofcore.estimation.reports import report_step, trace_step
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.opened import OpenHome
 from outofcore.execution.stats import StepStats, measure_step
@@ -28,7 +29,6 @@ from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
-from outofcore.reporting import report_step, trace_step
 from outofcore.session import Outcome, Session
 from outofcore.units import format_bytes, format_seconds
 

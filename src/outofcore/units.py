@@ -30,6 +30,8 @@ _UNITS = {
     "TB": 10**12,
     "TIB": TIB,
 }
+# Bytes are counted in 64 bits.
+_MOST = 1 << 60
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -40,7 +42,10 @@ def parse_bytes(text: object) -> int:
     ``KB``, ``MB``, ``GB`` and ``TB`` are powers of 1000. A fraction is rounded down to whole bytes.
 
     Raises:
-        UnitError: the text is not a byte count, or is not above zero.
+        UnitError: the text is not a byte count, is not above zero, or is above 2^60.
+
+    >>> parse_bytes("1.5KiB"), parse_bytes("2 GB"), parse_bytes(4096)
+    (1536, 2000000000, 4096)
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise UnitError(f"a byte count is a whole number or text such as '6GiB', not {type(text).__name__} {text!r}")
@@ -52,14 +57,23 @@ def parse_bytes(text: object) -> int:
         if match is None or factor is None:
             raise UnitError(f"cannot read {text!r} as a byte count; write for example '6GiB', '512MiB' or 1073741824")
         number = match.group(1)
-        count = int(float(number) * factor) if "." in number else int(number) * factor
+        try:
+            count = int(float(number) * factor) if "." in number else int(number) * factor
+        except (ValueError, OverflowError):  # thousands of digits
+            count = _MOST + 1
+    if count > _MOST:
+        raise UnitError(f"a byte count must be at most {format_bytes(_MOST)}, and {str(text)[:40]!r} is more")
     if count <= 0:
         raise UnitError(f"a byte count must be above zero, and {text!r} is not; write for example '6GiB'")
     return count
 
 
 def format_bytes(count: float) -> str:
-    """Write a byte count in binary units with three significant digits, such as ``1.50 GiB``."""
+    """Write a byte count in binary units with three significant digits.
+
+    >>> format_bytes(1.5 * GIB), format_bytes(-4096), format_bytes(12)
+    ('1.50 GiB', '-4.00 KiB', '12 B')
+    """
     sign = "-" if count < 0 else ""
     count = abs(count)
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -71,7 +85,11 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three significant digits in a fitting unit, such as ``1.20 ms``."""
+    """Write a duration with three significant digits in a fitting unit.
+
+    >>> format_seconds(0.0012), format_seconds(90)
+    ('1.20 ms', '90.0 s')
+    """
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= factor:
             value = seconds / factor
@@ -81,5 +99,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``count``."""
+    """The least multiple of ``multiple`` that is not below ``count``.
+
+    >>> round_up(5000, 4096)
+    8192
+    """
     return -(-count // multiple) * multiple

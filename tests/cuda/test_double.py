@@ -12,7 +12,7 @@ from double import POISON, FakeBackend, FakeCuda, RaceError
 from worlds import WORLDS, World, convolutional, dense, eager, same
 
 from outofcore.costs import Home
-from outofcore.estimation import costed
+from outofcore.estimation.costing import costed
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.host import HostHome

@@ -76,7 +76,7 @@ def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: st
     functions = [(side.train, side.optimizer), (side.renew, side.optimizer), (side.gather, None), (side.evaluate, None)]
     found: list[outofcore.Step] = []
     for function, optimizer in functions:
-        smallest = outofcore.minimum_budget(function, side.model, optimizer, inputs=(batch(0),))
+        smallest = outofcore.smallest_budget(function, side.model, optimizer, inputs=(batch(0),))
         if function is side.gather:
             smallest *= 2  # it adds to gradients, too
         room = {"smallest": smallest, "half": 3 * smallest // 2, "all": 1 << 28}[budget]

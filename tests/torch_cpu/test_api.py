@@ -48,7 +48,7 @@ def test_budgets_that_are_none(budget: Any) -> None:
 def test_a_budget_too_small_names_the_op_and_the_smallest_that_would_do() -> None:
     model, optimizer, step = make()
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(X,))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(X,))
     compiled = outofcore.compile(step, model, optimizer, budget=smallest - 1)
     with pytest.raises(BudgetError) as caught:
         compiled(X)
@@ -131,7 +131,7 @@ def test_spill_directories_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_a_spill_directory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, optimizer, step = make()
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(X,))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(X,))
     before = [p.data_ptr() for p in model.parameters()]
     compiled = outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path)
     monkeypatch.setattr("outofcore.execution.spill.free_bytes", lambda directory: 1 << 16)
@@ -171,7 +171,7 @@ def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None
 def test_public_names() -> None:
     assert outofcore.__all__ == [
         *("Estimate", "OpenHome", "Step", "StepStats"),
-        *("build", "compile", "estimate", "load", "materialize", "minimum_budget", "open_home", "save"),
+        *("build", "compile", "estimate", "load", "materialize", "smallest_budget", "open_home", "save"),
     ]
     for name in outofcore.__all__:
         assert getattr(outofcore, name).__doc__

@@ -139,7 +139,7 @@ def test_a_first_layer_is_trained_bit_for_bit_out_of_core(name: str) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, ours)]
     x = torch.randn(shape)
     step = step_of(ours, optimizers[1])
-    budget = outofcore.minimum_budget(step, ours, optimizers[1], inputs=(x,))
+    budget = outofcore.smallest_budget(step, ours, optimizers[1], inputs=(x,))
     compiled = outofcore.compile(step, ours, optimizers[1], budget=budget, policy="offload-all")
     eager = step_of(plain, optimizers[0])
     for number in range(2):

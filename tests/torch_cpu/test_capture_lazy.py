@@ -55,7 +55,7 @@ def test_a_lazy_model_is_trained_bit_for_bit(make: Callable[[], nn.Module], smal
     (plain, one), (ours, other) = pair(make)
     x = torch.randn(32, 64)
     step = train(ours, other)
-    budget = outofcore.minimum_budget(step, ours, other, inputs=(x,)) if smallest else "64MiB"
+    budget = outofcore.smallest_budget(step, ours, other, inputs=(x,)) if smallest else "64MiB"
     assert any(nn.parameter.is_lazy(p) for p in ours.parameters())
     compiled = outofcore.compile(step, ours, other, budget=budget, policy="offload-all" if smallest else "auto")
     results = []

@@ -52,7 +52,7 @@ def test_the_smallest_budget_holds_all_calls(ending: Callable[[Any], object]) ->
     model, optimizer, step = make(ending)
     plain = make(ending)[2]
     x = torch.randn(8, WIDTH)
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(x,))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
     assert all(p.grad is None for p in model.parameters())
     compiled = outofcore.compile(step, model, optimizer, budget=smallest, policy="offload-all")
     for _ in range(3):
@@ -63,9 +63,9 @@ def test_the_smallest_budget_holds_all_calls(ending: Callable[[Any], object]) ->
 def test_a_budget_for_the_first_call_alone_is_refused_before_it() -> None:
     model, optimizer, step = make(set_to_zero)
     x = torch.randn(8, WIDTH)
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(x,))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
     other, others, clearing = make(clear)
-    assert outofcore.minimum_budget(clearing, other, others, inputs=(x,)) < smallest
+    assert outofcore.smallest_budget(clearing, other, others, inputs=(x,)) < smallest
     before = [p.clone() for p in model.parameters()]
     for budget in (smallest - 4096, smallest // 2):
         compiled = outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all")

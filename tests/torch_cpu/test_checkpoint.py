@@ -90,7 +90,7 @@ def assert_alike(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
 @pytest.fixture(scope="module")
 def budget() -> int:
     model, optimizer, step = make()
-    return outofcore.minimum_budget(step, model, optimizer, inputs=(batch(0),))
+    return outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
 
 
 @pytest.mark.parametrize("clear", [True, False])

@@ -92,7 +92,7 @@ def batch(number: int) -> torch.Tensor:
 def test_same_bits_within_the_smallest_budget(kind: type[nn.Module], at_start: bool) -> None:
     reference, _, plain = make(kind, at_start)
     model, optimizer, step = make(kind, at_start)
-    budget = outofcore.minimum_budget(step, model, optimizer, inputs=(batch(0),))
+    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
     with outofcore.compile(step, model, optimizer, budget=budget) as compiled:
         for k in range(4):
             assert torch.equal(compiled(batch(k)), plain(batch(k)))

@@ -214,7 +214,7 @@ def budgets_of(make: Callable[[], Case]) -> tuple[int, int]:
     torch.manual_seed(1234)
     case = make()
     batch = case.batch()
-    smallest = outofcore.minimum_budget(
+    smallest = outofcore.smallest_budget(
         case.step,
         list(case.models),
         list(case.optimizers),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outofcore
-from outofcore import planning, replan
+from outofcore import planning
 from outofcore.analysis import gaps_of
 from outofcore.analysis.recipes import History, can_recompute
 from outofcore.costs import Costs
@@ -133,14 +133,14 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     step: Any = train_step
     if plan is not None:
 
-        def planned(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Planned:
+        def planned(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Iterator[Planned]:
             found = planning.fit_once(graph, costs, budget, plan(graph))
             assert found is not None
             validate(graph, found.program, budget, costs)
-            return found
+            yield found
 
-        monkeypatch.setattr(planning, "plan_step", planned)
-        monkeypatch.setattr(replan.Planner, "plan_in_core", lambda *_: None)
+        monkeypatch.setattr(planning, "plans_of_step", planned)
+        monkeypatch.setattr(planning, "plan_in_core", lambda *_: None)
         step = outofcore.compile(train_step, model, optimizer, budget="1GiB")
     results: list[torch.Tensor] = []
     for _ in range(STEPS):

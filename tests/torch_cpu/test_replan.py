@@ -112,7 +112,7 @@ def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     usual, more = 128 * KIB, 16 * MIB
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
     step, model, optimizer = make()
     # By a plan that runs the op once a step.
     with outofcore.compile(step, model, optimizer, budget=smallest, policy="offload-all", cache=False) as compiled:
@@ -198,7 +198,7 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
     monkeypatch.setattr("outofcore.planned_step.is_off", lambda *_: cause == "times")
     usual, more = 128 * KIB, 512 * KIB
     step, model, optimizer = make()
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
     step, model, optimizer = make()
     regions: list[weakref.ref[Any]] = []
     alive: list[bool] = []
@@ -247,7 +247,7 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
     step, model, optimizer = make()
     expected = losses(step, [128 * KIB] * 6)
     step, model, optimizer = make()
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
     count = smallest if budget == "smallest" else 64 * MIB
     with outofcore.compile(step, model, optimizer, budget=count, policy="window") as compiled:
         assert losses(compiled, [128 * KIB] * 6) == expected
@@ -267,7 +267,7 @@ def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest
 
     monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     step, model, optimizer = make()
-    smallest = outofcore.minimum_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
     with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
         monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: MIB)
         compiled(torch.ones(256, 256))

@@ -6,10 +6,10 @@ import pytest
 from test_zoo import TINY
 
 from outofcore import planning, zoo
-from outofcore.cli.plan import Survey, imagine
+from outofcore.cli.answer import Subject
+from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.presets import device
 from outofcore.validator import validate
 
 # From where on storages may leave.
@@ -24,8 +24,8 @@ SIZES = {
 }
 
 
-def survey(name: str) -> Survey:
-    return imagine(zoo.workload(name, **SIZES[name]), device("v100-16gb-pcie3"), lambda *_: None)
+def survey(name: str) -> Subject:
+    return subject_of(plain_step(zoo.workload(name, **SIZES[name])), device="v100-16gb-pcie3")
 
 
 def need(graph: StepGraph, costs: Costs) -> int:

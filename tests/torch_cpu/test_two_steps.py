@@ -65,7 +65,7 @@ Compiled = tuple[nn.Module, torch.optim.Optimizer, outofcore.Step, outofcore.Ste
 @pytest.fixture(params=["opened", "the other's", "each its own"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     model, optimizer, train, evaluate = make()
-    smallest = outofcore.minimum_budget(train, model, optimizer, inputs=(batch(0),))
+    smallest = outofcore.smallest_budget(train, model, optimizer, inputs=(batch(0),))
     home = outofcore.open_home() if request.param == "opened" else None
     training = outofcore.compile(train, model, optimizer, budget=int(1.3 * smallest), home=home, policy="window")
     shared = None if request.param == "each its own" else training.home

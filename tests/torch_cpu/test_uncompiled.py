@@ -127,7 +127,7 @@ def test_a_step_has_the_numbers_of_plain_pytorch(
         loss_of(model(batch(7)), batch(7))
         inner.train()
         assert compiler.ran
-    budget = outofcore.minimum_budget(step, model, optimizer, inputs=(batch(0),))
+    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
     count = len(compiler.ran)
     with outofcore.compile(step, model, optimizer, budget=budget) as compiled:
         for k in range(3):

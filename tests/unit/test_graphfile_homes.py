@@ -1,4 +1,4 @@
-"""Homes in graph files: what copies take from each other and from ops is kept, and absent where it is nothing."""
+"""Homes in graph files: what copies take from each other and from ops is kept."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ def test_shares_survive(tmp_path_factory: pytest.TempPathFactory, contention: fl
     home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown)
     written(path, home)
     assert read_graph(path).costs.homes == (home,)
-
-
-def test_a_link_that_shares_nothing_is_written_as_ever(tmp_path: Path) -> None:
-    content = written(tmp_path / "graph.json", Home("host", None, 1e9, 2e9))
-    assert set(content) == {"name", "bytes", "bytes_per_s_out", "bytes_per_s_in", "latency_s"}
 
 
 @pytest.mark.parametrize(("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5)])

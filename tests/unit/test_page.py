@@ -19,7 +19,7 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
 from outofcore.report.content import page_content
-from outofcore.report.insight import Help, Insight, Point
+from outofcore.report.data import Help, Insight, Point
 from outofcore.report.naming import op_text, storage_text
 from outofcore.report.page import page_text, write_report
 from outofcore.report.trace import write_trace

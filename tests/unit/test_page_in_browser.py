@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from test_page import GRAPH, INSIGHT, PLAN, PROGRAM, TIMELINE
 
 from outofcore.report.content import page_content
-from outofcore.report.page import write_report
+from outofcore.report.page import write_report, write_sweep
 
 api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 MIB = 1 << 20
@@ -37,16 +38,9 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture
-def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """The page, which must neither load anything nor complain."""
-    path = tmp_path / "report.html"
-    timelines = [("measured", TIMELINE), ("predicted", TIMELINE)]
-    notes = [("machine", "a test's")]
-    write_report(
-        path,
-        page_content(GRAPH, PLAN, PROGRAM, timelines, budget=7 * MIB, title="by hand", insight=INSIGHT, notes=notes),
-    )
+@contextmanager
+def opened(browser: Any, path: Path) -> Iterator[Any]:
+    """A page, which must neither load anything nor complain."""
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -56,6 +50,33 @@ def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
     yield page
     assert complaints == []
     page.close()
+
+
+@pytest.fixture
+def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    path = tmp_path / "report.html"
+    timelines = [("measured", TIMELINE), ("predicted", TIMELINE)]
+    notes = [("machine", "a test's")]
+    write_report(
+        path,
+        page_content(GRAPH, PLAN, PROGRAM, timelines, budget=7 * MIB, title="by hand", insight=INSIGHT, notes=notes),
+    )
+    with opened(browser, path) as page:
+        yield page
+
+
+def test_a_sweep_has_a_line_for_each_policy(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.html"
+    lines = {"auto": [(MIB, 3.0), (4 * MIB, 2.0)], "window": [(2 * MIB, 4.0), (4 * MIB, 2.0)], "never": []}
+    write_sweep(path, lines, title="</script>a sweep", floor=1.5)
+    with opened(browser, path) as page:
+        assert page.title() == "</script>a sweep"
+        assert page.locator("#legend li").all_inner_texts() == ["auto", "window"]
+        assert page.locator("#curve path").count() == 2
+        assert page.locator("#curve circle").count() == 4
+        assert page.locator("#curve circle title").first.text_content() == "1.00 MiB: 3.00 s, auto"
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_it_opens_and_draws(report: Any) -> None:

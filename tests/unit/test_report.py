@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -20,10 +18,8 @@ from outofcore.report import (
     columns,
     memory_over_time,
     moved_text,
-    queue_spans,
     step_report,
     step_text,
-    write_picture,
 )
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes, this_machine
 from outofcore.simulator import resident_bytes, simulate
@@ -119,17 +115,6 @@ def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> No
     assert report.recomputed == sum(isinstance(i, Run) for i in program.instructions) - len(graph.ops)
 
 
-def test_queues_at_work() -> None:
-    spans = queue_spans(PROGRAM, TIMELINE)
-    assert spans == {
-        Queue.COMPUTE: [(1.0, 9.0)],
-        Queue.COPY_OUT: [(4.0, 5.0), (9.0, 12.0)],
-        Queue.COPY_IN: [(0.0, 5.0)],
-    }
-    assert queue_spans(PROGRAM, TIMELINE, closest=4.0)[Queue.COPY_OUT] == [(4.0, 12.0)]
-    assert queue_spans(Program((), ()), Timeline((), (), 0.0)) == {queue: [] for queue in Queue}
-
-
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert (
         columns([("a", "bytes", "x"), ("longer", "1", "22")], indent="> ") == "> a       bytes   x\n> longer      1  22"
@@ -144,49 +129,6 @@ def test_text_has_the_numbers() -> None:
     assert "400 B of 500 B; 352 B held at once at most (policy by hand)" in told
     assert "12.0 s: ops 8.00 s, else 4.00 s; ops run again: 1" in told
     assert "nothing moves" in moved_text(replace(REPORT, moved=()))
-
-
-def _figure(page: str) -> dict[str, list[dict[str, object]]]:
-    found = re.search(r"^const figure = (.*);$", page, re.MULTILINE)
-    assert found is not None
-    return json.loads(found.group(1).replace("<\\/", "</"))
-
-
-def test_the_picture_shows_both_timelines_and_the_budget(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "picture.html"
-    longer = Timeline(TIMELINE.starts, (*TIMELINE.ends[:-1], 20.0), 20.0)
-    timelines = [("measured", longer), ("predicted", TIMELINE)]
-    write_picture(path, GRAPH, PROGRAM, timelines, budget=2 << 20, title="a < b </script>")
-    page = path.read_text(encoding="utf-8")
-    assert "https://cdn" not in page.split("<script>")[0]  # everything is in the file
-    assert page.count("</script>") == 2  # that of the title ends nothing
-    figure = _figure(page)
-    go.Figure(figure)  # raises on a property that plotly does not know
-    layout = figure["layout"]
-    assert isinstance(layout, dict)
-    assert [shape["y0"] for shape in layout["shapes"]] == [2.0, 2.0]  # MiB
-    headings = [note["text"] for note in layout["annotations"]]
-    assert headings[0].startswith("measured: 20.0 s a step, 352 B held")
-    assert headings[1].startswith("predicted: 12.0 s a step")
-    areas = [trace for trace in figure["data"] if "stackgroup" in trace]
-    assert {area["stackgroup"] for area in areas} == {"panel 0", "panel 1"}
-    parameter = next(area for area in areas if area["name"] == "parameter")
-    memory = memory_over_time(GRAPH, PROGRAM, longer)
-    assert parameter["x"] == list(memory.times)
-    # Every trace has axes that the layout knows.
-    for trace in figure["data"]:
-        for axis in ("x", "y"):
-            name = str(trace.get(f"{axis}axis", axis))
-            assert f"{axis}axis{name[1:]}" in layout
-
-
-def test_one_timeline_fills_the_page(tmp_path: Path) -> None:
-    path = tmp_path / "picture.html"
-    write_picture(path, GRAPH, PROGRAM, [("predicted", TIMELINE)], budget=400, title="one")
-    layout = _figure(path.read_text(encoding="utf-8"))["layout"]
-    assert isinstance(layout, dict)
-    assert layout["yaxis"]["domain"][1] == 1
-    assert layout["yaxis2"]["domain"][0] == 0
 
 
 def test_the_machine_has_something_in_it() -> None:

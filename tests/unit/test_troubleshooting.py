@@ -14,18 +14,9 @@ SOURCE = ROOT / "src" / "outofcore"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
 SPEAKING = (
-    *(
-        "api.py",
-        "estimation.py",
-        "step.py",
-        "session.py",
-        "units.py",
-        "presets.py",
-        "forecast.py",
-        "planning/planner.py",
-    ),
+    *("api.py", "estimation", "step.py", "session.py", "units.py", "presets.py", "planning/planner.py"),
     *("capture", "report", "checkpoint", "materialization.py"),
-    *("planned_step.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    *("planned_step.py", "cli/subjects.py", "profiling/cache.py", "jsonfile.py"),
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     *(

@@ -24,7 +24,7 @@ from outofcore.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, pa
         ("1TB", 10**12),
         ("3m", 3 * MIB),
         ("1.0001KiB", 1024),
-        ("99999999999999999999", 99999999999999999999),
+        ("1152921504606846976", 2**60),
         (4096, 4096),
         (1, 1),
     ],
@@ -42,6 +42,14 @@ def test_refuses_what_is_no_byte_count(text: str) -> None:
 @pytest.mark.parametrize("text", [0, -5, "0", "0.1", "0GiB"])
 def test_refuses_what_is_not_above_zero(text: str | int) -> None:
     with pytest.raises(UnitError, match="above zero"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "text", [2**60 + 1, 2**70, "99999999999999999999", "9" * 400 + ".5", "9" * 5000, "2000000 TiB"]
+)
+def test_refuses_what_cannot_be_counted(text: str | int) -> None:
+    with pytest.raises(UnitError, match="at most 1048576 TiB"):
         parse_bytes(text)
 
 

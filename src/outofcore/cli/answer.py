@@ -1,8 +1,9 @@
-"""A step to be planned, wherever it comes from, and what planning it says. Without PyTorch."""
+"""What ``plan``, ``report --steps 0`` and ``validate`` say of a step, wherever it comes from. Without PyTorch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +12,32 @@ from time import perf_counter
 from outofcore import planning
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.forecast import Estimate, estimated, points_text
+from outofcore.estimation.reports import report_step, trace_step
+from outofcore.estimation.sweep import Estimate, estimated, points_text
 from outofcore.graph import StepGraph
-from outofcore.graphfile import GraphFile, write_graph
-from outofcore.planfile import PlanFile, write_plan
-from outofcore.planning import Planned
+from outofcore.graphfile import GraphFile, read_graph, write_graph
+from outofcore.planfile import PlanFile, read_plan, write_plan
+from outofcore.planning import POLICIES, Planned
 from outofcore.progress import following, silent
-from outofcore.report import StepReport, moved_text, step_report, step_text, write_picture
+from outofcore.report import (
+    StepReport,
+    columns,
+    moved_text,
+    page_content,
+    step_report,
+    step_text,
+    write_report,
+    write_sweep,
+)
 from outofcore.units import format_bytes, format_seconds
+from outofcore.validator import validate
+
+# Parts of the budget at which nothing needs to leave; the smallest budget is added to them.
+COMPARED = (0.9, 0.5, 0.25, 1 / 7.5)
+# How many budgets a sweep tries, from the smallest to a little above that at which nothing needs to leave.
+_SWEPT = 9
+# The last budget of a sweep, in multiples of the latter.
+_ROOMY = 1.05
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,17 @@ class Subject:
     def in_core_budget(self) -> int:
         """The bytes from which on nothing needs to move."""
         return planning.in_core_budget(self.graph, self.costs)
+
+
+def subject_from(path: Path) -> Subject:
+    """The step in a graph file.
+
+    Raises:
+        InputError: the file cannot be read.
+        GraphError: it is not a graph file, or contradicts itself.
+    """
+    file = read_graph(path)
+    return Subject(f"{path}: {len(file.graph.ops)} ops on {len(file.graph.storages)} storages", file)
 
 
 @dataclass(frozen=True)
@@ -131,9 +161,10 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
             write_plan(wish.save_plan, content, subject.file.keys)
         if wish.picture is not None:
             timelines = [("simulated" if subject.simulated else "predicted", timeline)]
-            write_picture(
-                wish.picture, subject.graph, planned.program, timelines, budget=found.budget, title=subject.title
+            page = page_content(
+                subject.graph, planned.plan, planned.program, timelines, budget=found.budget, title=subject.title
             )
+            write_report(wish.picture, page)
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     forecast = _forecast(subject, budget, wish) if wish.curve else None
     if wish.as_json:
@@ -228,3 +259,211 @@ def _text(
     if forecast is not None:
         parts += ["step time over budgets", points_text(forecast.points)]
     return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A policy at a budget."""
+
+    label: str  # of the budget
+    answer: Answer
+
+
+def _compared(subject: Subject) -> list[tuple[str, int]]:
+    """The budgets that are compared where none are named, falling, each with its name.
+
+    Parts of the in-core budget that lie below the smallest budget are left out.
+    """
+    everything, smallest = subject.in_core_budget, subject.smallest_budget
+    named = [(f"in core × {part:.3g}", int(everything * part)) for part in COMPARED]
+    return [*((name, budget) for name, budget in named if budget > smallest), ("smallest", smallest)]
+
+
+def _swept(subject: Subject) -> list[tuple[str, int]]:
+    """The budgets of a sweep where none are named: rising, at equal ratios."""
+    everything, smallest = max(subject.in_core_budget, 1), max(subject.smallest_budget, 1)
+    ratio = max(everything * _ROOMY / smallest, 1.0)
+    budgets = [int(smallest * ratio ** (step / (_SWEPT - 1))) for step in range(_SWEPT)]
+    budgets[0] = smallest
+    return [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
+
+
+def side_by_side(subject: Subject, budgets: Sequence[int], *, swept: bool, as_json: bool, picture: Path | None) -> bool:
+    """Print what each policy makes of each budget.
+
+    Args:
+        subject: the step.
+        budgets: bytes; empty: a choice that suits the step.
+        swept: print step times by budget, rather than every figure of each plan.
+        as_json: print JSON.
+        picture: an HTML file to draw the step times in.
+
+    Returns:
+        Whether any policy fits any of the budgets.
+
+    Raises:
+        OutOfCoreError: the homes cannot hold what leaves the device.
+    """
+    named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
+    named = named or (_swept(subject) if swept else _compared(subject))
+    cells = [Cell(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
+    if picture is not None:
+        _draw(subject, cells, picture)
+    if as_json:
+        print(json_text(_content(subject, cells)))
+    else:
+        print((_sweep_text if swept else _compare_text)(subject, named, cells))
+    return any(cell.answer.planned is not None for cell in cells)
+
+
+def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
+    compute = subject.costs.compute_seconds
+    parts = _heading(subject)
+    head = ("policy", "fits", "step", "× ops", "bytes out", "bytes in", "again", "peak", "planned in")
+    for label, budget in budgets:
+        rows: list[tuple[str, ...]] = [head]
+        for cell in cells:
+            if cell.answer.budget == budget:
+                rows.append((cell.answer.policy, *_figures(subject, cell.answer, compute)))
+        parts.append(f"budget {format_bytes(budget)} ({label}, {budget} bytes)")
+        parts.append(columns(rows))
+    return "\n".join(parts)
+
+
+def _figures(subject: Subject, found: Answer, compute: float) -> tuple[str, ...]:
+    report = found.report
+    took = format_seconds(found.plan_seconds)
+    if report is None:
+        return ("no", "-", "-", "-", "-", "-", "-", took)
+    return (
+        "yes",
+        format_seconds(report.seconds),
+        f"{report.seconds / compute:.3f}" if compute else "-",
+        format_bytes(report.bytes_out),
+        format_bytes(report.bytes_in),
+        format_seconds(found.recompute_seconds(subject.costs)),
+        format_bytes(report.peak_bytes),
+        took,
+    )
+
+
+def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
+    times = {(cell.answer.policy, cell.answer.budget): cell.answer.report for cell in cells}
+    rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
+    for label, budget in budgets:
+        found = [times[policy, budget] for policy in POLICIES]
+        rows.append((label, *("-" if report is None else format_seconds(report.seconds) for report in found)))
+    return "\n".join([*_heading(subject), "seconds a step, by budget and policy", columns(rows)])
+
+
+def _heading(subject: Subject) -> list[str]:
+    lines = [subject.title]
+    if subject.simulated:
+        lines.append(f"SIMULATED: {subject.simulated}")
+    lines.append(
+        f"  in core {format_bytes(subject.in_core_budget)}, smallest {format_bytes(subject.smallest_budget)}, "
+        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step"
+    )
+    return lines
+
+
+def _content(subject: Subject, cells: Sequence[Cell]) -> dict[str, object]:
+    return {
+        "workload": subject.title,
+        "simulated": subject.simulated or None,
+        "in_core_budget": subject.in_core_budget,
+        "smallest_budget": subject.smallest_budget,
+        "compute_seconds": subject.costs.compute_seconds,
+        "cells": [_cell_content(subject, cell) for cell in cells],
+    }
+
+
+def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
+    found, report = cell.answer, cell.answer.report
+    content: dict[str, object] = {
+        "label": cell.label,
+        "budget": found.budget,
+        "policy": found.policy,
+        "feasible": report is not None,
+        "plan_seconds": found.plan_seconds,
+    }
+    if report is not None:
+        content |= {
+            "predicted_step_seconds": report.seconds,
+            "peak_bytes": report.peak_bytes,
+            "arena_bytes": report.arena_bytes,
+            "bytes_out": report.bytes_out,
+            "bytes_in": report.bytes_in,
+            "recompute_seconds": found.recompute_seconds(subject.costs),
+        }
+    return content
+
+
+def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
+    lines = {
+        policy: sorted(
+            (cell.answer.budget, cell.answer.report.seconds)
+            for cell in cells
+            if cell.answer.policy == policy and cell.answer.report is not None
+        )
+        for policy in POLICIES
+    }
+    title = subject.title + (f" (simulated: {subject.simulated})" if subject.simulated else "")
+    write_sweep(path, lines, title=title, floor=subject.costs.compute_seconds)
+
+
+def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, trace: Path | None, curve: bool) -> None:
+    """Plan a step and report what is predicted.
+
+    Args:
+        subject: the step.
+        budget: bytes.
+        policy: one of ``outofcore.planning.POLICIES``.
+        output: the HTML file.
+        trace: a file for the trace, if one is wanted.
+        curve: plan for other budgets as well.
+
+    Raises:
+        BudgetError: the budget cannot hold the step.
+        InputError: an argument cannot be used, or a file cannot be written.
+    """
+    planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
+    report_step(
+        output,
+        subject.graph,
+        subject.costs,
+        planned,
+        None,
+        budget=budget,
+        title=subject.title,
+        count=None if curve else 0,
+        policy=policy,
+        simulated=subject.simulated,
+    )
+    print(f"report: {output}")
+    if trace is not None:
+        trace_step(trace, subject.graph, planned, None)
+        print(f"trace: {trace}")
+
+
+def check(graph: Path, plan: Path, budget: int | None) -> None:
+    """Prove that a saved plan computes the step of a graph file within a budget, and say so.
+
+    Args:
+        graph: the graph file.
+        plan: the plan file.
+        budget: bytes; None: what the plan file says.
+
+    Raises:
+        InputError: a file cannot be read.
+        GraphError: a file is not of its format, or contradicts itself.
+        ValidationError: the program in the plan file breaks a promise.
+    """
+    file = read_graph(graph)
+    saved = read_plan(plan, file.keys)
+    limit = saved.budget if budget is None else budget
+    validate(file.graph, saved.program, limit, file.costs)
+    print(
+        f"valid: {len(saved.program.instructions)} instructions compute the {len(file.graph.ops)} ops of {graph} "
+        f"within {format_bytes(limit)} (policy {saved.plan.policy}, {format_bytes(saved.program.arena_bytes)} used)"
+    )

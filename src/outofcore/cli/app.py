@@ -1,7 +1,11 @@
-"""The commands with their flags. What they do lies in a module each; this one does not import PyTorch."""
+"""The commands and their flags. What needs PyTorch is imported when a command runs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +14,96 @@ import typer
 
 import outofcore
 from outofcore.cli import answer
-from outofcore.cli.flags import ZOO_FLAGS, command
-from outofcore.errors import InputError, ValidationError
+from outofcore.errors import InputError, OutOfCoreError, ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.policies import POLICIES, policy_of
-from outofcore.presets import device as preset
-from outofcore.presets import devices
-from outofcore.units import parse_bytes
+from outofcore.presets import devices, simulated
+from outofcore.profiling.cache import Cache, default_cache_folder
+from outofcore.units import format_bytes, parse_bytes
+
+Command = Callable[..., None]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def _flag(name: str, kind: Any, default: object, text: str, panel: str) -> inspect.Parameter:
+    # A switch by its one name: typer would add a "--no-…" beside it.
+    names = (f"--{name}",) if kind is bool else ()
+    annotation = Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel)]
+    return inspect.Parameter(name, _KEYWORD, default=default, annotation=annotation)
+
+
+def _shape(name: str, kind: Any, text: str) -> inspect.Parameter:
+    return _flag(name, kind | None, None, text, "The model")
+
+
+def _training(name: str, kind: Any, default: object, text: str) -> inspect.Parameter:
+    return _flag(name, kind, default, text, "The training")
+
+
+# The options of ``outofcore.zoo.workload``, where they are explained and checked.
+ZOO_FLAGS = (
+    _shape("depth", int, "Layers of a resnet, counted as in its paper."),
+    _shape("size", int, "Edge of the input, in pixels or (unet3d) voxels."),
+    _shape("base", int, "Channels of the first convolution of unet3d."),
+    _shape("classes", int, "How many classes are told apart."),
+    _shape("params", str, "How many parameters gpt should have, about, such as 125M; picks layers and width."),
+    _shape("layers", int, "Blocks of gpt."),
+    _shape("width", int, "Channels of gpt."),
+    _shape("heads", int, "Attention heads of gpt."),
+    _shape("context", int, "Tokens in a sequence of gpt."),
+    _shape("vocab", int, "Tokens that gpt knows; it reads bytes, so 256 at least."),
+    _shape("dropout", float, "Probability of dropping a value; gpt and vgg16."),
+    _training("images", str | None, None, "Source of images: photos, digits or generated."),
+    _training("optimizer", str, "adamw", "sgd, momentum, adamw, adagrad or rmsprop."),
+    _training("optimizer_impl", str | None, None, "plain, foreach or fused; by default PyTorch's own choice."),
+    _training("lr", float | None, None, "Learning rate; by default a usual one for the optimizer."),
+    _training("amp", bool, False, "Run the forward pass under autocast to bfloat16."),
+    _training("clip", float | None, None, "Clip the norm of all gradients to this."),
+    _training("seed", int, 0, "Decides weights, data and dropout."),
+)
+DEBUG_FLAG = _flag("debug", bool, False, "Log what the library does, and show the traceback of an error.", "Help")
+
+
+def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = ()) -> Callable[[Command], Command]:
+    """Register a function as a command with further flags, which it takes as keyword arguments, and with ``--debug``.
+
+    An error of outofcore's own ends the command with its message and exit status 2.
+    """
+
+    def register(function: Command) -> Command:
+        own = inspect.signature(function, eval_str=True)
+        named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = [*named, *flags, DEBUG_FLAG]
+
+        @functools.wraps(function)
+        def run(*args: Any, debug: bool, **kwargs: Any) -> None:
+            if debug:
+                logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+            try:
+                function(*args, **kwargs)
+            except OutOfCoreError as error:
+                if debug:
+                    raise
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(2) from error
+            except ModuleNotFoundError as error:
+                if debug or error.name != "torch":
+                    raise
+                typer.echo(
+                    "error: this command needs PyTorch, which is not installed; install it with: pip install torch. "
+                    "Without it work: plan --graph, validate and pack.",
+                    err=True,
+                )
+                raise typer.Exit(2) from error
+
+        # typer reads a command's flags from these.
+        run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command()(run)
+        return run
+
+    return register
+
 
 app = typer.Typer(
     help="Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same.",
@@ -43,6 +130,14 @@ HostBudget = Annotated[
     str | None, typer.Option(help="Bytes of host memory for what does not fit, used before the disk; such as 4GiB.")
 ]
 OnDevice = Annotated[str, typer.Option("--device", help="Where the step runs: cpu, cuda or cuda:0.")]
+ForDevice = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here and is "
+        f"simulated: {', '.join(d.key for d in devices())}.",
+    ),
+]
 
 
 def _known_policy(text: str) -> str:
@@ -50,7 +145,8 @@ def _known_policy(text: str) -> str:
     try:
         policy_of(text)
     except InputError as error:
-        raise typer.BadParameter(str(error)) from error
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
     return text
 
 
@@ -140,14 +236,11 @@ def plan(
         typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
     ] = None,
     batch: Batch = 8,
-    device: OnDevice = "cpu",
+    device: ForDevice = "cpu",
     home: HomeOf = None,
     host_budget: HostBudget = None,
     policy: Policy = "auto",
     graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help=f"Simulate a device that is not here: {', '.join(d.key for d in devices())}.")
-    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All policies side by side, at several budgets.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Step time against budget for all policies.")] = False,
     picture: Annotated[
@@ -172,15 +265,16 @@ def plan(
 
     Exit status 1: it does not fit.
     """
-    _check_plan(model, graph, gpu, compare=compare, sweep=sweep)
-    if device != "cpu" and (graph is not None or gpu is not None):
-        raise typer.BadParameter("costs are measured on it: leave --graph and --gpu away", param_hint="--device")
+    _check_plan(model, graph, device)
+    if compare and sweep:
+        raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
+    preset = simulated(device)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     several = compare or sweep
     if len(budgets) > 1 and not several:
         raise typer.BadParameter("several budgets need --compare or --sweep", param_hint="--budget")
-    if not budgets and gpu is not None and not several:
-        budgets = (preset(gpu).memory_bytes,)
+    if not budgets and preset is not None and not several:
+        budgets = (preset.memory_bytes,)
     if not budgets and (save_plan is not None or (picture is not None and not sweep)):
         raise typer.BadParameter(
             "it needs a budget to plan for", param_hint="--save-plan" if save_plan else "--picture"
@@ -189,26 +283,13 @@ def plan(
         raise typer.BadParameter("it takes a single plan: leave --compare and --sweep away", param_hint="--save-plan")
     if compare and picture is not None:
         raise typer.BadParameter("--compare draws nothing; --sweep does", param_hint="--picture")
-    if graph is not None:
-        subject = import_module("outofcore.cli.graph").subject_from(graph)
-    else:
-        options = {**zoo, "batch": batch}
-        subject = import_module("outofcore.cli.plan").subject_of(
-            model,
-            options,
-            home=home,
-            gpu=gpu,
-            quiet=as_json,
-            cache=_cache(cache, no_cache),
-            host_budget=_bytes(host_budget),
-            where=device,
-        )
+    subject = _subject(
+        model, {**zoo, "batch": batch}, graph, device, home, host_budget, _cache(cache, no_cache), as_json
+    )
     if several:
         if save_graph is not None:
             write_graph(save_graph, subject.file)
-        fits = import_module("outofcore.cli.compare").side_by_side(
-            subject, budgets, swept=sweep, as_json=as_json, picture=picture
-        )
+        fits = answer.side_by_side(subject, budgets, swept=sweep, as_json=as_json, picture=picture)
     else:
         own = model is not None and ".py:" in model
         wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, own if curve is None else curve)
@@ -228,13 +309,35 @@ def _cache(folder: Path | None, off: bool) -> bool | Path:
     return False if off else folder or True
 
 
-def _check_plan(model: str | None, graph: Path | None, gpu: str | None, *, compare: bool, sweep: bool) -> None:
+def _check_plan(model: str | None, graph: Path | None, device: str) -> None:
     if (model is None) == (graph is None):
         raise typer.BadParameter("give either a model of the zoo or --graph with a graph file", param_hint="MODEL")
-    if graph is not None and gpu is not None:
-        raise typer.BadParameter("the costs of a graph file are in the file", param_hint="--gpu")
-    if compare and sweep:
-        raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
+    if graph is not None and device != "cpu":
+        raise typer.BadParameter("the costs of a graph file are in the file", param_hint="--device")
+
+
+def _subject(
+    model: str | None,
+    options: dict[str, Any],
+    graph: Path | None,
+    device: str,
+    home: str | None,
+    host_budget: str | None,
+    cache: bool | Path,
+    quiet: bool,
+) -> answer.Subject:
+    """What is to be planned for. Only what is not from a file needs PyTorch."""
+    if graph is not None:
+        return answer.subject_from(graph)
+    subjects = import_module("outofcore.cli.subjects")
+    return subjects.subject_of(
+        subjects.find_step(model, options),
+        device=device,
+        home=home,
+        quiet=quiet,
+        cache=cache,
+        host_budget=_bytes(host_budget),
+    )
 
 
 @command(app, ZOO_FLAGS)
@@ -250,11 +353,11 @@ def report(
         int, typer.Option(min=0, help="Train so many steps and report the last; 0: report the plan alone.")
     ] = 5,
     batch: Batch = 8,
-    home: Home = "disk",
+    device: ForDevice = "cpu",
+    home: HomeOf = None,
     host_budget: HostBudget = None,
     policy: Policy = "auto",
     graph: Annotated[Path | None, typer.Option(help="Report a plan for the step in this graph file.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Report a plan for a device that is not here; see plan.")] = None,
     curve: Annotated[
         bool, typer.Option("--curve/--no-curve", help="Plan for other budgets as well; takes as long as so many plans.")
     ] = True,
@@ -263,17 +366,18 @@ def report(
     **zoo: Any,
 ) -> None:
     """Show where the time and the bytes of a step go, as one HTML page."""
-    _check_plan(model, graph, gpu, compare=False, sweep=False)
+    _check_plan(model, graph, device)
     if budget is None:
         raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
     limit, kept = parse_bytes(budget), _cache(cache, no_cache)
     options = {**zoo, "batch": batch}
-    if model is not None and gpu is None and steps:
-        import_module("outofcore.cli.report").train(
+    if graph is None and simulated(device) is None and steps:
+        import_module("outofcore.cli.train").report(
             model,
             options,
             budget=limit,
             steps=steps,
+            device=device,
             home=home,
             host_budget=_bytes(host_budget),
             policy=policy,
@@ -283,15 +387,8 @@ def report(
             cache=kept,
         )
         return
-    if graph is not None:
-        subject = import_module("outofcore.cli.graph").subject_from(graph)
-    else:
-        subject = import_module("outofcore.cli.plan").subject_of(
-            model, options, home=home, gpu=gpu, quiet=False, cache=kept, host_budget=_bytes(host_budget)
-        )
-    import_module("outofcore.cli.foresee").foresee(
-        subject, budget=limit, policy=policy, output=output, trace=trace, curve=curve
-    )
+    subject = _subject(model, options, graph, device, home, host_budget, kept, False)
+    answer.report_plan(subject, budget=limit, policy=policy, output=output, trace=trace, curve=curve)
 
 
 @command(app)
@@ -307,7 +404,7 @@ def validate(
     """
     limit = None if budget is None else parse_bytes(budget)
     try:
-        import_module("outofcore.cli.graph").check(graph, plan, limit)
+        answer.check(graph, plan, limit)
     except ValidationError as error:
         typer.echo(f"not valid: {error}", err=True)
         raise typer.Exit(1) from error
@@ -352,7 +449,9 @@ def doctor(
 ) -> None:
     """Print what the library sees of this machine, and what is amiss."""
     if clear_cache:
-        import_module("outofcore.cli.measured").clear(cache)
+        measured = Cache(default_cache_folder() if cache is None else cache)
+        taken = measured.bytes()
+        typer.echo(f"{measured.folder}: {measured.clear()} files deleted, {format_bytes(taken)}")
     else:
         import_module("outofcore.cli.doctor").doctor(home, cache)
 

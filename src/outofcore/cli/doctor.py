@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 import outofcore
-from outofcore.cli.measured import cache_at, describe
 from outofcore.compiling import COMPILERS
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.cuda.backend import CudaBackend
@@ -17,6 +16,7 @@ from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import open_homes
+from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
 from outofcore.units import MIB, format_bytes, format_seconds
@@ -56,7 +56,9 @@ def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str,
     native = load_native()
     good = native.library is not None
     yield good, "native arena", "works" if good else f"{native.reason}; steps run on malloc, which is slower"
-    yield True, "measurements", describe(cache_at(cache))
+    kept = Cache(default_cache_folder() if cache is None else cache)
+    files = sum(path.suffix == ".json" for path in kept.files())
+    yield True, "measurements", f"{kept.folder}, {files} files, {format_bytes(kept.bytes())}"
     yield from _home_findings(store)
     if isinstance(store, DiskHome):
         host = HostHome()

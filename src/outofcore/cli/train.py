@@ -1,4 +1,4 @@
-"""``outofcore train``: train a model of the zoo and tell how it goes."""
+"""``outofcore train`` and ``outofcore report``: run steps of a model within a budget, and tell how it goes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.optim import Optimizer
 
 import outofcore
-from outofcore.cli.common import find_workload
+from outofcore.cli.subjects import build, find_workload, is_script
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
-from outofcore.report import moved_text, step_report, step_text, write_picture
+from outofcore.report import moved_text, page_content, step_report, step_text, write_report
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
 from outofcore.zoo import Workload
+from outofcore.zoo.workload import TrainStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,97 +141,132 @@ def train(
     print(work.describe())
     display = (_Live if sys.stdout.isatty() else _Lines)(steps)
     if budget is None:
-        where = open_backend(device).device
-        network = work.build().to(where)
-        optimizer = work.optimizer(network)
-        torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
-        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
-        plain = work.make_step(network, optimizer)
-
-        def on_device(*batch: torch.Tensor) -> torch.Tensor:
-            return plain(*(tensor.to(where) for tensor in batch))
-
-        done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits)
-        if save is not None:
-            outofcore.save(save, network, optimizer, extra={"steps": begun + steps})
-        _print_summary(done, None, None)
+        _train_eagerly(work, device, display, steps, save, resume, bits)
         return
-    if torch.device(device).type != "cpu":
-        _train_on(
-            work,
-            device,
-            display,
-            budget=budget,
-            steps=steps,
-            home=home,
-            policy=policy,
-            save=save,
-            resume=resume,
-            bits=bits,
-            cache=cache,
-            host_budget=host_budget,
-        )
-        return
-    with outofcore.open_home(home, host_budget) as opened:
-        network = outofcore.build(work.build, home=opened) if resume is None else work.skeleton()
-        optimizer = work.optimizer(network)
-        torch.manual_seed(work.options.seed)
-        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=opened))
-        plain = work.make_step(network, optimizer)
-        with outofcore.compile(
-            plain, network, optimizer, budget=budget, home=opened, policy=policy, cache=cache
-        ) as step:
-            step.on_progress = display.stage
-            done = _loop(work, step, steps, display, step, begun, bits)
-            if save is not None:
-                step.save(save, extra={"steps": begun + steps})
-                print(f"saved: {save}")
-            _print_summary(done, step, budget)
-            if picture is not None:
-                planned, graph = step.planned, step.captured.graph
-                timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
-                write_picture(picture, graph, planned.program, timelines, budget=budget, title=work.describe())
-                print(f"picture: {picture}")
-
-
-def _train_on(
-    work: Workload,
-    device: str,
-    display: _Lines | _Live,
-    *,
-    budget: int,
-    steps: int,
-    home: str | None,
-    policy: str,
-    save: Path | None,
-    resume: Path | None,
-    bits: bool,
-    cache: bool | Path,
-    host_budget: int | None,
-) -> None:
-    """Train on a GPU: the model is made in ordinary memory, and the step has homes of its own."""
-    network = work.build()
-    optimizer = work.optimizer(network)
-    torch.manual_seed(work.options.seed)
-    begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
-    plain = work.make_step(network, optimizer)
-    with outofcore.compile(
-        plain,
-        network,
-        optimizer,
-        budget=budget,
-        device=device,
-        home=home,
-        host_budget=host_budget,
-        policy=policy,
-        cache=cache,
-    ) as step:
+    with (
+        _built(work, device, home, host_budget, resume) as (plain, network, optimizer, begun, places),
+        outofcore.compile(plain, network, optimizer, budget=budget, policy=policy, cache=cache, **places) as step,
+    ):
         step.on_progress = display.stage
         done = _loop(work, step, steps, display, step, begun, bits)
         if save is not None:
             step.save(save, extra={"steps": begun + steps})
             print(f"saved: {save}")
         _print_summary(done, step, budget)
+        if picture is not None:
+            planned, graph = step.planned, step.captured.graph
+            timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
+            title = work.describe()
+            write_report(
+                picture, page_content(graph, planned.plan, planned.program, timelines, budget=budget, title=title)
+            )
+            print(f"picture: {picture}")
+
+
+def _train_eagerly(
+    work: Workload,
+    device: str,
+    display: _Lines | _Live,
+    steps: int,
+    save: Path | None,
+    resume: Path | None,
+    bits: bool,
+) -> None:
+    where = open_backend(device).device
+    network = work.build().to(where)
+    optimizer = work.optimizer(network)
+    torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+    begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
+    plain = work.make_step(network, optimizer)
+
+    def on_device(*batch: torch.Tensor) -> torch.Tensor:
+        return plain(*(tensor.to(where) for tensor in batch))
+
+    done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits)
+    if save is not None:
+        outofcore.save(save, network, optimizer, extra={"steps": begun + steps})
+    _print_summary(done, None, None)
+
+
+@contextmanager
+def _built(
+    work: Workload, device: str, home: str | None, host_budget: int | None, resume: Path | None = None
+) -> Generator[tuple[TrainStep, nn.Module, Optimizer, int, dict[str, Any]]]:
+    """A workload ready to be compiled: its step, model, optimizer, steps behind it, and ``compile``'s device and home.
+
+    On the CPU the model is made at the home; on a GPU in ordinary memory, and the step opens homes of its own.
+    """
+    with ExitStack() as stack:
+        opened, places = None, {"device": device, "home": home, "host_budget": host_budget}
+        if open_backend(device).device.type == "cpu":
+            opened = stack.enter_context(outofcore.open_home(home, host_budget))
+            places = {"home": opened}
+        if opened is None:
+            network = work.build()
+        else:
+            network = outofcore.build(work.build, home=opened) if resume is None else work.skeleton()
+        optimizer = work.optimizer(network)
+        torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=opened))
+        yield work.make_step(network, optimizer), network, optimizer, begun, places
+
+
+def report(
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    budget: int,
+    steps: int,
+    device: str,
+    home: str | None,
+    host_budget: int | None,
+    policy: str,
+    output: Path,
+    trace: Path | None,
+    curve: bool,
+    cache: bool | Path = True,
+) -> None:
+    """Train some steps and report the last of them.
+
+    Args:
+        model: of the zoo, or the user's own as "file.py:function".
+        options: of the workload.
+        budget: bytes.
+        steps: how many; at least 1.
+        device: where the step runs.
+        home: as for ``train``.
+        host_budget: as for ``outofcore.compile``.
+        policy: one of ``outofcore.planning.POLICIES``.
+        output: the HTML file.
+        trace: a file for the trace, if one is wanted.
+        curve: plan for other budgets as well.
+        cache: as for ``outofcore.compile``.
+
+    Raises:
+        OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
+    """
+    with ExitStack() as stack:
+        if is_script(model):
+            own = build(model)
+            plain, network, optimizer, title = own.step, own.models, own.optimizers, own.title
+            places: dict[str, Any] = {"device": device, "home": home, "host_budget": host_budget}
+            batches: Iterator[tuple[Any, ...]] = itertools.repeat(own.inputs)
+        else:
+            work = find_workload(model, options)
+            batches, title = work.batches(), work.describe()
+            made = stack.enter_context(_built(work, device, home, host_budget))
+            plain, network, optimizer, _, places = made
+        step = stack.enter_context(
+            outofcore.compile(plain, network, optimizer, budget=budget, policy=policy, cache=cache, **places)
+        )
+        for number in range(1, steps + 1):
+            step(*next(batches))
+            print(f"step {number}/{steps}  {format_seconds(step.stats.seconds)}", flush=True)
+        step.report(output, title=title, budgets=None if curve else 0)
+        print(f"report: {output}")
+        if trace is not None:
+            step.trace(trace)
+            print(f"trace: {trace}")
 
 
 def _steps_in(extra: Any) -> int:

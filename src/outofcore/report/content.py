@@ -10,8 +10,7 @@ from outofcore.analysis import is_large
 from outofcore.graph import StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
-from outofcore.report.data import MemoryOverTime, memory_over_time, step_report
-from outofcore.report.insight import Insight
+from outofcore.report.data import Insight, MemoryOverTime, memory_over_time, step_report
 from outofcore.report.naming import instruction_text, op_name, storage_text
 from outofcore.report.waits import time_spent
 

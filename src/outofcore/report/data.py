@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Plan
-from outofcore.program import CopyOut, Program, Queue, Run, Timeline, queue_of
+from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import resident_bytes
 
 # What crosses to the caller and back in every step, whatever the plan: no movement that a plan could be blamed for.
@@ -158,22 +158,58 @@ def _sampled(level: list[tuple[float, int]], times: Iterable[float]) -> Iterable
     return (level[bisect_right(starts, time) - 1][1] for time in times)
 
 
-def queue_spans(program: Program, timeline: Timeline, closest: float = 0.0) -> dict[Queue, list[tuple[float, float]]]:
-    """When each queue was at work.
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is predicted for one budget.
 
-    Args:
-        program: of which the timeline is.
-        timeline: simulated or measured.
-        closest: pauses of at most so many seconds are left out.
-
-    Returns:
-        For every queue its spans (start, end) in seconds, in order and apart from each other.
+    Attributes:
+        budget: bytes.
+        seconds: of a step; None: no plan was found.
+        policy: that planned it, or "" where none did.
+        bytes_out: copied from the device in a step.
+        bytes_in: copied to it.
+        again_seconds: of ops that run again.
+        peak_bytes: the most bytes held at once.
     """
-    spans: dict[Queue, list[tuple[float, float]]] = {queue: [] for queue in Queue}
-    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
-        line = spans[queue_of(instruction)]
-        if line and start - line[-1][1] <= closest:
-            line[-1] = line[-1][0], max(end, line[-1][1])
-        else:
-            line.append((start, end))
-    return spans
+
+    budget: int
+    seconds: float | None
+    policy: str = ""
+    bytes_out: int = 0
+    bytes_in: int = 0
+    again_seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """Something that would make a step faster, and by how much, as predicted.
+
+    Attributes:
+        what: such as "100 MiB more budget".
+        saves: seconds a step.
+    """
+
+    what: str
+    saves: float
+
+
+@dataclass(frozen=True)
+class Insight:
+    """What a step could be under other circumstances.
+
+    Attributes:
+        smallest_budget: the least bytes that can hold the step.
+        in_core_budget: the bytes from which on nothing needs to move.
+        compute_seconds: all ops once.
+        points: by rising budget.
+        helps: what saves most first.
+        verdict: in one sentence what holds the step back.
+    """
+
+    smallest_budget: int
+    in_core_budget: int
+    compute_seconds: float
+    points: tuple[Point, ...]
+    helps: tuple[Help, ...] = ()
+    verdict: str = ""

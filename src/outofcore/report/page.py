@@ -1,9 +1,10 @@
-"""The report as one HTML page that needs nothing else: what it shows, its style and the code that draws it."""
+"""Pages of HTML that need nothing else: what they show, their style and the code that draws it."""
 
 from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,28 +13,32 @@ from outofcore.errors import InputError
 _ASSETS = "assets"
 
 
-def page_text(content: dict[str, object]) -> str:
-    """The page, as HTML.
+def page_text(content: Mapping[str, object]) -> str:
+    """The report of a step, as HTML.
 
     Args:
         content: of ``content.page_content``.
     """
+    return _page("page.html", ("common.js", "curves.js", "time.js", "page.js"), content)
+
+
+def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) -> str:
     assets = files("outofcore.report") / _ASSETS
     parts = {
         "TITLE": html.escape(str(content["title"])),
         "STYLE": (assets / "page.css").read_text(encoding="utf-8"),
         # No text of the user's may end the script early, or be anything but text.
         "CONTENT": json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),
-        "CODE": "\n".join((assets / name).read_text(encoding="utf-8") for name in ("common.js", "time.js", "page.js")),
+        "CODE": "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts),
     }
-    page = (assets / "page.html").read_text(encoding="utf-8")
+    page = (assets / template).read_text(encoding="utf-8")
     # In one pass, so that nothing that is put in is taken for a place to put something in.
     pieces = page.split("%%")
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
-def write_report(path: Path, content: dict[str, object]) -> None:
-    """Write the page.
+def write_report(path: Path, content: Mapping[str, object]) -> None:
+    """Write the report of a step.
 
     Args:
         path: the HTML file; its folder is created.
@@ -42,8 +47,29 @@ def write_report(path: Path, content: dict[str, object]) -> None:
     Raises:
         InputError: the file cannot be written.
     """
+    _write(path, page_text(content))
+
+
+def write_sweep(path: Path, lines: Mapping[str, Sequence[tuple[int, float]]], *, title: str, floor: float) -> None:
+    """Write a page with step time over budgets, a line for each policy.
+
+    Args:
+        path: the HTML file; its folder is created.
+        lines: for each policy its points (bytes, seconds), by rising bytes; those without points are left out.
+        title: the heading.
+        floor: seconds that no step can be faster than.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    drawn = [{"name": name, "points": [[*point, name] for point in points]} for name, points in lines.items() if points]
+    content = {"title": title, "lines": drawn, "floor": floor}
+    _write(path, _page("sweep.html", ("common.js", "curves.js", "sweep.js"), content))
+
+
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page_text(content), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write the report {path}: {error}; choose a path that can be written") from error

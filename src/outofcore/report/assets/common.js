@@ -1,18 +1,7 @@
 "use strict";
-// What all parts of the page use: the content, texts for numbers, and elements.
+// What all pages use: the content, texts for numbers, and elements.
 
 const content = JSON.parse(document.getElementById("content").textContent);
-const KINDS = ["constant", "buffer", "parameter", "optimizer state", "gradient", "activation", "input", "output",
-  "workspace"];
-const SPENT = [
-  ["ops", "ops", "ops"],
-  ["again", "again", "ops run again"],
-  ["for_copies", "wait", "waits for copies"],
-  ["for_room", "room", "waits for room"],
-  ["end", "copies-out", "last copies"],
-  ["between", "between", "between ops"],
-];
-const state = { timeline: 0, selected: null, cursor: null, wait: null };
 
 function byId(id) { return document.getElementById(id); }
 
@@ -54,29 +43,3 @@ function share(part, whole) {
   const percent = whole > 0 ? 100 * part / whole : 0;
   return percent.toFixed(percent < 10 || (percent > 99 && percent < 100) ? 1 : 0) + " %";
 }
-
-function opText(op) {
-  const [name, module] = content.ops[op];
-  return module ? name + " in " + module : name;
-}
-
-const storageById = new Map(content.storages.map(storage => [storage.id, storage]));
-
-function storageText(id) {
-  const storage = storageById.get(id);
-  return storage ? storage.name : id < 0 ? "scratch memory" : "storage " + id;
-}
-
-function instructionText(index) {
-  const [lane, what, again] = content.instructions[index];
-  if (lane === 0) return opText(what) + (again ? ", again" : "");
-  return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(what);
-}
-
-// The instructions of each lane, in program order, which is the order in which they run.
-const lanes = content.lanes.map(() => []);
-content.instructions.forEach((instruction, index) => lanes[instruction[0]].push(index));
-const runOf = new Map();
-for (const index of lanes[0]) if (!content.instructions[index][2]) runOf.set(content.instructions[index][1], index);
-
-function now() { return content.timelines[state.timeline]; }

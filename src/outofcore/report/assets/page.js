@@ -97,35 +97,8 @@ function fillCurve() {
   const insight = content.insight;
   const points = insight ? insight.points.filter(point => point.seconds !== null) : [];
   if (points.length < 2) return byId("curve-section").remove();
-  // As wide as its place, so that its text is as large as any other.
-  const width = Math.max(byId("curve").clientWidth, 280), height = 240, left = 62, bottom = height - 34, right = width - 16, top = 14;
-  const low = points[0].budget, high = Math.max(points[points.length - 1].budget, low + 1);
-  const most = 1.12 * Math.max(...points.map(point => point.seconds));
-  const x = budget => left + Math.log(budget / low) / Math.log(high / low) * (right - left);
-  const y = value => bottom - value / most * (bottom - top);
-  const svg = make("svg", { viewBox: "0 0 " + width + " " + height, role: "img",
-    "aria-label": "Predicted step time for " + points.length + " budgets" });
-  for (const tick of ticks(0, most, 4)) {
-    svg.append(make("line", { class: "axis", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
-      make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, seconds(tick)));
-  }
-  svg.append(make("line", { class: "floor", x1: left, x2: right, y1: y(insight.compute), y2: y(insight.compute) }),
-    make("text", { x: right, y: y(insight.compute) + 15, "text-anchor": "end" }, "ops alone"));
-  svg.append(make("path", { class: "curve",
-    d: points.map((point, i) => (i ? "L" : "M") + x(point.budget) + " " + y(point.seconds)).join("") }));
-  let free = -100;
-  for (const point of points) {
-    const here = point.budget === content.budget;
-    const text = bytes(point.budget) + ": " + seconds(point.seconds) + ", " + point.policy;
-    svg.append(make("circle", { class: here ? "here" : "dot", cx: x(point.budget), cy: y(point.seconds), r: here ? 7 : 4 },
-      make("title", {}, text)));
-    if (x(point.budget) - free > 66) {
-      const end = x(point.budget) > right - 30 ? "end" : x(point.budget) < left + 30 ? "start" : "middle";
-      svg.append(make("text", { x: x(point.budget), y: bottom + 20, "text-anchor": end }, bytes(point.budget)));
-      free = x(point.budget);
-    }
-  }
-  byId("curve").replaceChildren(svg);
+  drawCurves(byId("curve"), [{ points: points.map(point => [point.budget, point.seconds, point.policy]) }],
+    insight.compute, content.budget);
   byId("curve-note").textContent = "Predicted. The red dot is this plan; the smallest budget is " +
     bytes(insight.smallest) + ", and from " + bytes(insight.in_core) + " on nothing has to move.";
   return undefined;

@@ -1,5 +1,43 @@
 // One step over time: memory above, the queues below, on one axis.
 
+const KINDS = ["constant", "buffer", "parameter", "optimizer state", "gradient", "activation", "input", "output",
+  "workspace"];
+const SPENT = [
+  ["ops", "ops", "ops"],
+  ["again", "again", "ops run again"],
+  ["for_copies", "wait", "waits for copies"],
+  ["for_room", "room", "waits for room"],
+  ["end", "copies-out", "last copies"],
+  ["between", "between", "between ops"],
+];
+const state = { timeline: 0, selected: null, cursor: null, wait: null };
+
+function opText(op) {
+  const [name, module] = content.ops[op];
+  return module ? name + " in " + module : name;
+}
+
+const storageById = new Map(content.storages.map(storage => [storage.id, storage]));
+
+function storageText(id) {
+  const storage = storageById.get(id);
+  return storage ? storage.name : id < 0 ? "scratch memory" : "storage " + id;
+}
+
+function instructionText(index) {
+  const [lane, what, again] = content.instructions[index];
+  if (lane === 0) return opText(what) + (again ? ", again" : "");
+  return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(what);
+}
+
+// The instructions of each lane, in program order, which is the order in which they run.
+const lanes = content.lanes.map(() => []);
+content.instructions.forEach((instruction, index) => lanes[instruction[0]].push(index));
+const runOf = new Map();
+for (const index of lanes[0]) if (!content.instructions[index][2]) runOf.set(content.instructions[index][1], index);
+
+function now() { return content.timelines[state.timeline]; }
+
 const chart = byId("chart");
 const longest = Math.max(1, ...content.timelines.map(timeline => timeline.seconds * 1e6));
 const view = { from: 0, to: longest };
@@ -24,15 +62,6 @@ function lastNotAbove(list, value) {
     if (list[middle] <= value) low = middle + 1; else high = middle;
   }
   return low - 1;
-}
-
-// Round steps between ticks, about as many as wanted.
-function ticks(from, to, wanted) {
-  const rough = (to - from) / wanted, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find(factor => factor * power >= rough) * power;
-  const found = [];
-  for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) found.push(tick);
-  return found;
 }
 
 function byteTicks(to) {

@@ -15,10 +15,9 @@ from outofcore import planning
 from outofcore.cli.app import app
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
-from outofcore.forecast import estimated
+from outofcore.estimation.sweep import LOSSLESS, budgets_between, estimated, insight
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile, write_graph
-from outofcore.insight import LOSSLESS, budgets_between, insight
 from outofcore.progress import following, silent
 
 MIB = 1 << 20

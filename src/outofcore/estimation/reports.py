@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outofcore.costs import Costs, Home
+from outofcore.estimation.sweep import POINTS, insight
 from outofcore.graph import StepGraph
-from outofcore.insight import POINTS, insight
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.progress import following
@@ -42,10 +42,10 @@ def report_step(
         measured: when everything ran, if it did.
         budget: bytes.
         title: the heading.
-        count: of budgets to plan for besides, for the curve of step time against budget; 0: no curve.
+        count: how many other budgets to plan for, for the curve of step time against budget; 0: no curve.
         policy: to plan with.
-        simulated: what device the costs are of, where that is not this machine.
-        notes: what else is to be known, each with its name.
+        simulated: the device that the costs are for, where that is not this machine.
+        notes: further facts to show, as pairs of name and text.
 
     Raises:
         InputError: the file cannot be written.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from outofcore import planning
 from outofcore.costs import Costs, OpCost
-from outofcore.errors import BudgetError
+from outofcore.errors import BudgetError, GraphError
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
-from outofcore.report import step_report
-from outofcore.report.insight import Help, Insight, Point
+from outofcore.progress import Tell
+from outofcore.report import columns, step_report
+from outofcore.report.data import Help, Insight, Point
 from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
-from outofcore.units import MIB, format_bytes, format_seconds
+from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
 # A step that is no more than this longer than its fastest has lost nothing.
 LOSSLESS = 1.01
@@ -29,7 +30,8 @@ _MUCH, _LITTLE = 0.02, 0.005
 # A prediction that is off by more deserves a word.
 _FAR = 0.1
 
-Tell = Callable[[int, int], None]
+# Progress callback: how many plans are made, and how many are to be.
+Count = Callable[[int, int], None]
 
 
 def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
@@ -63,7 +65,7 @@ def budgets_between(smallest: int, everything: int, count: int = POINTS) -> tupl
 
 
 def curve(
-    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Tell | None = None
+    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Count | None = None
 ) -> tuple[Point, ...]:
     """Step time over budgets.
 
@@ -75,7 +77,7 @@ def curve(
         costs: measured or assumed.
         budgets: bytes.
         policy: how to plan; see ``planning.plan_step``.
-        tell: called with (points found, points) after each.
+        tell: progress callback ``(points found, points)``.
     """
     wanted = sorted(set(budgets))
     found: list[Point] = []
@@ -104,7 +106,7 @@ def lossless_budget(
         graph: the step.
         costs: measured or assumed.
         points: of ``curve``, the last of them with room for everything.
-        policy: as there.
+        policy: as for ``curve``.
         tries: how often the interval is halved.
 
     Returns:
@@ -133,7 +135,7 @@ def insight(
     measured: Timeline | None = None,
     count: int = POINTS,
     policy: PolicyLike = "auto",
-    tell: Tell | None = None,
+    tell: Count | None = None,
 ) -> Insight:
     """What a planned step would be under other budgets, and what would help it most.
 
@@ -145,7 +147,7 @@ def insight(
         measured: the step as it ran, if it did: the verdict is on that.
         count: of budgets to plan for besides; 0: none, and nothing is said of a larger budget.
         policy: to plan with.
-        tell: called with (plans made, plans to make) after each.
+        tell: progress callback ``(plans made, plans to make)``.
     """
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     here = point_of(graph, costs, budget, planned)
@@ -214,4 +216,131 @@ def _verdict(spent: TimeSpent, moves: bool) -> str:
     return f"Little is lost: ops that run again for want of room take {cost}."
 
 
-__all__ = ["LOSSLESS", "POINTS", "budgets_between", "curve", "insight", "lossless_budget", "point", "point_of"]
+@dataclass(frozen=True)
+class Estimate:
+    """What a step would need, and how long it would take.
+
+    Attributes:
+        smallest_budget: the least bytes that can hold the step.
+        lossless_budget: the bytes from which on nothing is lost: a step takes at most 1 % longer than with room for
+            everything.
+        in_core_budget: the bytes from which on nothing needs to move.
+        compute_seconds: all ops once.
+        points: what is predicted for several budgets, by rising budget.
+        machine: what the predictions are for; "" is the machine that they were made on.
+        graph: the step.
+        costs: of its ops and of the link.
+        policy: that plans.
+
+    >>> found = Estimate(4 << 20, 9 << 20, 16 << 20, 0.25, (Point(8 << 20, 0.5, "auto"),))
+    >>> found.fits("5MiB"), found.at("8MiB").seconds
+    (True, 0.5)
+    >>> print(found)
+      smallest budget     4.00 MiB
+      nothing lost from   9.00 MiB
+      nothing moves from  16.0 MiB
+      ops alone           250 ms a step
+      budget      step  bytes out  bytes in  again  policy
+      8.00 MiB  500 ms        0 B       0 B      -    auto
+    """
+
+    smallest_budget: int
+    lossless_budget: int
+    in_core_budget: int
+    compute_seconds: float
+    points: tuple[Point, ...]
+    machine: str = ""
+    graph: StepGraph = field(repr=False, compare=False, default_factory=lambda: StepGraph((), ()))
+    costs: Costs = field(repr=False, compare=False, default_factory=lambda: Costs(()))
+    policy: PolicyLike = "auto"
+
+    def fits(self, budget: int | str) -> bool:
+        """Whether a budget can hold the step.
+
+        Raises:
+            UnitError: it is no byte count.
+        """
+        return parse_bytes(budget) >= self.smallest_budget
+
+    def at(self, budget: int | str) -> Point:
+        """What is predicted for a budget: known, or planned for now.
+
+        Raises:
+            UnitError: it is no byte count.
+        """
+        wanted = parse_bytes(budget)
+        known = next((point for point in self.points if point.budget == wanted), None)
+        return known or point(self.graph, self.costs, wanted, self.policy)
+
+    def __str__(self) -> str:
+        rows = [
+            ("smallest budget", format_bytes(self.smallest_budget)),
+            ("nothing lost from", format_bytes(self.lossless_budget)),
+            ("nothing moves from", format_bytes(self.in_core_budget)),
+            ("ops alone", f"{format_seconds(self.compute_seconds)} a step"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name:<{width}}  {text}" for name, text in rows]
+        return "\n".join([*([f"SIMULATED: {self.machine}"] if self.machine else []), *lines, points_text(self.points)])
+
+
+def points_text(points: Sequence[Point]) -> str:
+    """Step time over budgets, as a table."""
+    rows = [("budget", "step", "bytes out", "bytes in", "again", "policy")]
+    rows += [
+        (
+            format_bytes(point.budget),
+            "no plan" if point.seconds is None else format_seconds(point.seconds),
+            format_bytes(point.bytes_out),
+            format_bytes(point.bytes_in),
+            format_seconds(point.again_seconds) if point.again_seconds else "-",
+            point.policy,
+        )
+        for point in points
+    ]
+    return columns(rows)
+
+
+def estimated(
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    budgets: Sequence[int] = (),
+    policy: PolicyLike = "auto",
+    machine: str = "",
+    tell: Tell,
+) -> Estimate:
+    """Plan a step for several budgets.
+
+    Args:
+        graph: the step.
+        costs: what it costs.
+        budgets: bytes, to be looked at besides those that suit the step.
+        policy: how to plan; see ``planning.plan_step``.
+        machine: what the costs are of, where that is not this machine.
+        tell: progress callback ``(stage, done, total)``.
+
+    Raises:
+        GraphError: the step has no ops.
+    """
+    if not graph.ops:
+        raise GraphError("the step has no ops: nothing is computed in it, so there is nothing to estimate")
+    smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
+    suiting = budgets_between(smallest, everything)
+    points = curve(graph, costs, suiting, policy, lambda done, total: tell("plan for budgets", done, total))
+    tell("find what is enough", 0, 1)
+    lossless, points = lossless_budget(graph, costs, points, policy)
+    more = set(budgets) - {point.budget for point in points}
+    points = (*points, *(point(graph, costs, budget, policy) for budget in more))
+    tell("find what is enough", 1, 1)
+    return Estimate(
+        smallest_budget=smallest,
+        lossless_budget=lossless,
+        in_core_budget=everything,
+        compute_seconds=costs.compute_seconds,
+        points=tuple(sorted(points, key=lambda p: p.budget)),
+        machine=machine,
+        graph=graph,
+        costs=costs,
+        policy=policy,
+    )

@@ -1,0 +1,208 @@
+"""Steps that the command line names: a model of the zoo, or the user's own function as ``my_script.py:build``."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from outofcore import zoo
+from outofcore.cli.answer import Subject
+from outofcore.errors import InputError, OutOfCoreError
+from outofcore.estimation.costing import costed
+from outofcore.execution.opening import homes_of, open_backend
+from outofcore.graphfile import GraphFile
+from outofcore.planning import smallest_budget
+from outofcore.presets import simulated
+from outofcore.profiling.cache import open_cache
+from outofcore.progress import following, silent
+from outofcore.units import format_bytes
+
+_TARGET = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+_EXAMPLE = "a function that returns (step, model, optimizer, inputs)"
+
+
+def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
+    """A workload by its name on the command line, where a resnet may carry its depth: "resnet50".
+
+    Raises:
+        InputError: there is no such workload, or an option does not fit it.
+    """
+    named = re.fullmatch(r"resnet(\d+)", model)
+    if named is None:
+        return zoo.workload(model, **options)
+    depth = int(named.group(1))
+    if options.get("depth") not in (None, depth):
+        raise InputError(f"{model} has {depth} layers, and --depth says {options['depth']}; give one of the two")
+    return zoo.workload("resnet", **{**options, "depth": depth})
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """A training step in plain PyTorch, with what it trains.
+
+    Attributes:
+        step: the training step.
+        models: all that it uses; they may be on the device "meta".
+        optimizers: all that it uses.
+        inputs: the positional arguments of the step, of which only the shapes matter.
+        title: one line for people.
+    """
+
+    step: Callable[..., Any]
+    models: list[Any]
+    optimizers: list[Any]
+    inputs: tuple[Any, ...]
+    title: str
+
+
+def is_script(target: str) -> bool:
+    """Whether a target on the command line is the user's own code: "folder/file.py:function"."""
+    return _TARGET.fullmatch(target) is not None
+
+
+def build(target: str) -> PlainStep:
+    """Run the user's function.
+
+    Args:
+        target: "folder/file.py:function".
+
+    Raises:
+        InputError: there is no such file or function, it fails, or what it returns cannot be used.
+    """
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        raise InputError(f"{target!r} names no function in a file; write for example my_script.py:build")
+    path, name = Path(found["file"]), found["name"]
+    module = _load(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{path} has no function {name!r}; give it one, {_EXAMPLE}")
+    try:
+        built = function()
+    except OutOfCoreError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{target} failed: {type(error).__name__}: {error}; run the file by itself, or use --debug, to see where"
+        ) from error
+    return _checked(target, built)
+
+
+def _load(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give the path of a Python file with {_EXAMPLE}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is no Python file; give one with {_EXAMPLE}")
+    module = importlib.util.module_from_spec(spec)
+    # As Python itself does for a script: what lies beside it can be imported, and it finds itself.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(
+            f"{path} failed: {type(error).__name__}: {error}; run it by itself, or use --debug, to see where"
+        ) from error
+    return module
+
+
+def _checked(target: str, built: object) -> PlainStep:
+    if not isinstance(built, tuple | list) or len(built) != 4:
+        what = f"{len(built)} things" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
+        raise InputError(f"{target} returned {what}; it must return four: step, model, optimizer, inputs")
+    step, model, optimizer, inputs = built
+    if not callable(step):
+        raise InputError(f"{target}: the first that it returns must be the step, a function, not {type(step).__name__}")
+    # A single tensor is taken for what it is meant to be.
+    given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    models = list(model) if isinstance(model, list | tuple) else [model]
+    optimizers = [] if optimizer is None else optimizer
+    optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not all(isinstance(one, torch.nn.Module) for one in models):
+        kinds = ", ".join(type(one).__name__ for one in models)
+        raise InputError(f"{target}: the second that it returns must be a model or a list of models, not {kinds}")
+    count = sum(p.numel() for p in {id(p): p for one in models for p in one.parameters()}.values())
+    return PlainStep(step, models, optimizers, given, f"{target}: {count:,} parameters, {_inputs_text(given)}")
+
+
+def _inputs_text(inputs: tuple[Any, ...]) -> str:
+    leaves = [tuple(leaf.shape) for leaf in inputs if isinstance(leaf, torch.Tensor)]
+    return "inputs " + ", ".join("×".join(map(str, shape)) or "scalar" for shape in leaves) if leaves else "no inputs"
+
+
+def plain_step(work: zoo.Workload) -> PlainStep:
+    """The step of a workload, the model without contents and the inputs never written: for planning, of any size."""
+    network = work.skeleton()
+    optimizer = work.optimizer(network)
+    sample = next(work.batches(1))
+    batch = tuple(torch.empty((work.options.batch, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in sample)
+    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], batch, work.describe())
+
+
+def find_step(model: str, options: Mapping[str, Any]) -> PlainStep:
+    """What a command is to plan for: "folder/file.py:function", or a model of the zoo with its options.
+
+    Raises:
+        OutOfCoreError: there is no such thing, or an option does not fit it.
+    """
+    return build(model) if is_script(model) else plain_step(find_workload(model, options))
+
+
+def subject_of(
+    plain: PlainStep,
+    *,
+    device: str = "cpu",
+    home: str | None = None,
+    quiet: bool = True,
+    cache: bool | Path = True,
+    host_budget: int | None = None,
+) -> Subject:
+    """What a step costs: measured here, or worked out for a device that is not here.
+
+    Args:
+        plain: the step.
+        device: where the step is to run, or the name of a preset, which is simulated.
+        home: as on the command line; ignored for a preset.
+        quiet: show no progress.
+        cache: as for ``outofcore.compile``; ignored for a preset.
+        host_budget: as for ``outofcore.compile``; ignored for a preset.
+
+    Raises:
+        OutOfCoreError: an argument cannot be used, or the step cannot be captured.
+    """
+    preset = simulated(device)
+    backend = open_backend("cpu" if preset else device)
+    kept = open_cache(cache)
+    with following(silent if quiet else None) as tell:
+        stores = [] if preset else homes_of(backend, home, host_budget)
+        try:
+            graph, costs = costed(
+                plain.step,
+                plain.models,
+                plain.optimizers,
+                plain.inputs,
+                {},
+                where=preset or stores,
+                cache=kept,
+                tell=tell,
+                backend=backend,
+            )
+        finally:
+            for store in stores:
+                store.close()
+    title = plain.title
+    if backend.driver is not None:
+        beside = backend.beside(smallest_budget(graph, costs), 0, 0)
+        title += (
+            f", on {backend.device} (bytes of the arena; of a budget, {format_bytes(beside)} or more lie beside it)"
+        )
+    return Subject(title, GraphFile.of(graph, costs), preset.describe() if preset else "")

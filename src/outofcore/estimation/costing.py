@@ -1,0 +1,226 @@
+"""What a step costs, found out without training it: measured here, or worked out for a device that is not here.
+
+For a device that is not here, operations and bytes are counted from shapes, and a roofline gives seconds. Operations
+are counted for convolutions, products of matrices and fused attention; every other op is taken to be bound by memory.
+Bytes are those of the tensors that an op is given and gives back, each once.
+
+Limits: the graph is that of the CPU, so ops that a GPU would fuse or split otherwise count as they are
+here; no workspace is assumed; caches do not help; tensor cores reach their share whatever the shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import tree_flatten, tree_unflatten
+from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.whole import capture_whole
+from outofcore.costs import Costs, OpCost
+from outofcore.errors import InputError
+from outofcore.execution.backend import Backend, CpuBackend
+from outofcore.execution.homes import HomeStore
+from outofcore.graph import Op, StepGraph
+from outofcore.presets import Device, Number, Work
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.links import links_to
+from outofcore.profiling.ops import profile_ops
+from outofcore.progress import Tell
+from outofcore.units import MIB
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+# Where the two factors stand among the arguments.
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+# Products of matrices in fused attention; backward computes the scores again.
+_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
+
+
+@contextmanager
+def given_memory(models: Sequence[nn.Module], inputs: Any) -> Generator[Any]:
+    """Models without contents (on the device "meta") as models on the CPU, while the context lasts.
+
+    Their memory is never written, so it takes no room. Yields the inputs, treated alike.
+    """
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    states = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
+    try:
+        for tensor in states.values():
+            if tensor.is_meta:
+                # The object stays the same: optimizers and the user's own variables know it.
+                other = _filled(tensor)
+                _swap(tensor, other)
+                swapped.append((tensor, other))
+        leaves, spec = tree_flatten(inputs)
+        leaves = [_filled(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
+        yield tree_unflatten(leaves, spec)
+    finally:
+        if swapped:
+            gc.collect()  # what the capture leaves behind still refers to the tensors, weakly
+        for tensor, other in swapped:
+            _swap(tensor, other)
+
+
+def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    try:
+        torch.utils.swap_tensors(tensor, other)
+    except RuntimeError as error:
+        raise InputError(
+            f"a parameter of shape {tuple(tensor.shape)} on the device meta cannot be given memory for a while: "
+            f"{error}; build the model anew, and estimate it before anything else uses it"
+        ) from error
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def costed(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    where: Sequence[HomeStore] | Device,
+    cache: Cache | None,
+    tell: Tell,
+    backend: Backend | None = None,
+) -> tuple[StepGraph, Costs]:
+    """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
+
+    Args:
+        step: the user's own.
+        models: all that it uses; they may be on the device "meta".
+        optimizers: all that it uses.
+        args: of the step.
+        kwargs: of the step.
+        where: the homes whose links are measured, nearest first, or the device.
+        cache: where measurements are kept.
+        tell: progress callback ``(stage, done, total)``.
+        backend: where the step is to run, and ops are measured; None: on the CPU.
+
+    Raises:
+        CaptureError: the step cannot become one graph.
+    """
+    tell("capture", 0, 1)
+    with given_memory(models, (args, kwargs)) as (given, named):
+        return _costed(step, models, optimizers, given, named, where, cache, tell, backend or CpuBackend())
+
+
+def _costed(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    where: Sequence[HomeStore] | Device,
+    cache: Cache | None,
+    tell: Tell,
+    backend: Backend,
+) -> tuple[StepGraph, Costs]:
+    captured = capture_whole(step, models, optimizers, args, kwargs, backend.device)
+    if backend.driver is not None:
+        captured = captured.aligned(backend.alignment)
+    tell("capture", 1, 1)
+    if isinstance(where, Device):
+        return captured.graph, estimated_costs(captured, where)
+    backend.prepare()
+    advance = partial(tell, "profile")
+    profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
+    tell("measure the home", 0, 1)
+    links = links_to(where, cache, backend, 64 * MIB)
+    tell("measure the home", 1, 1)
+    return captured.graph, Costs(tuple(profile.cost for profile in profiles), links)
+
+
+def estimated_costs(captured: Captured, device: Device) -> Costs:
+    """The costs of a captured step on a device; its only home is the host's memory.
+
+    Args:
+        captured: the step, captured anywhere.
+        device: such as one of ``outofcore.presets``.
+    """
+    ops = [
+        OpCost(_seconds(captured, op, call, device))
+        for op, call in zip(captured.graph.ops, captured.calls, strict=True)
+    ]
+    return Costs(tuple(ops), (device.home(),))
+
+
+def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
+    values = [captured.values[index] for index in _values_of(call)]
+    if not op.touched or not values:
+        return 0.0
+    # What is expanded is read from the same bytes again.
+    moved = sum(
+        value.dtype.itemsize * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
+        for value in values
+        if prod(value.shape)
+    )
+    work, operations = operations_of(captured, op, call)
+    return device.seconds(work, _number([value.dtype for value in values], work), operations, moved)
+
+
+def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
+    """What kind of work an op is, and how many additions and multiplications it takes (0 where memory rules)."""
+    name = op.name.split(".")[1] if op.name.startswith("aten.") else ""
+    shapes: list[tuple[int, ...]] = [
+        captured.values[arg.value].shape if isinstance(arg, Ref) else () for arg in call.args
+    ]
+    if name.startswith("_scaled_dot_product"):
+        # Backward is given the gradient of the result before query and key.
+        query, key = shapes[1:3] if "backward" in name else shapes[:2]
+        products = _ATTENTION_BACKWARD if "backward" in name else _ATTENTION_FORWARD
+        return Work.ATTENTION, 2.0 * products * prod(query) * key[-2]
+    if name in _PRODUCTS:
+        left, right = (shapes[place] for place in _PRODUCTS[name])
+        return Work.MATMUL, 2.0 * prod(left) * right[-1]
+    if name in ("convolution", "_convolution"):
+        transposed = call.args[6]
+        result = captured.values[call.results[0]].shape if call.results[0] is not None else ()
+        return Work.CONVOLUTION, _convolution(shapes[0] if transposed else result, shapes[1])
+    if name == "convolution_backward":
+        gradient, given, weight = shapes[:3]
+        transposed, wanted = call.args[7], call.args[10]
+        # One convolution for the gradient of the input, one for that of the weight.
+        return Work.CONVOLUTION, sum(wanted[:2]) * _convolution(given if transposed else gradient, weight)
+    return Work.STREAMING, 0.0
+
+
+def _convolution(outer: tuple[int, ...], weight: tuple[int, ...]) -> float:
+    """Operations of a convolution with this result (of a transposed one: with this input)."""
+    return 2.0 * prod(outer) * prod(weight[1:])
+
+
+def _number(dtypes: list[torch.dtype], work: Work) -> Number:
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if floating and floating[0] in _HALVES:
+        return Number.HALF
+    # PyTorch lets cuDNN take tf32, and cuBLAS not, unless told otherwise.
+    return Number.TF32 if work is Work.CONVOLUTION else Number.FP32
+
+
+def _values_of(call: Call) -> list[int]:
+    """The values that a call is given and gives back, each once."""
+    given = _refs((call.args, tuple(call.kwargs.values())))
+    return list(dict.fromkeys([*given, *(value for value in call.results if value is not None)]))
+
+
+def _refs(argument: Any) -> Iterator[int]:
+    if isinstance(argument, Ref):
+        yield argument.value
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _refs(item)
