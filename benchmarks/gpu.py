@@ -64,7 +64,7 @@ _TOOLS = (
     Tool("FSDP2 CPU offload", "fsdp2-offload"),
     Tool("DeepSpeed", "deepspeed"),
 )
-_POLICIES = ("priced", "window", "superneurons", "pooch", "tflms", "sqrt-checkpoint")
+_POLICIES = ("window", "superneurons", "pooch", "tflms", "sqrt-checkpoint")
 
 
 def _workloads(cap: int, layers: int, edge: int, params: str) -> dict[str, Workload]:

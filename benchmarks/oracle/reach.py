@@ -15,7 +15,7 @@ from outofcore.planning.moment import Event, Moment, Place
 from outofcore.analysis.gaps import gaps_of
 from outofcore.graph import StorageKind
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.held import Held
+from outofcore.planning.baselines.held import Held
 
 
 def starts(fluid: Fluid, prices: Prices) -> Iterator[Moment]:

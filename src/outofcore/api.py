@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
-from outofcore.birth import build, materialize, realise
 from outofcore.capture.step import capture_step
 from outofcore.capture.whole import leanest
 from outofcore.checkpoint.loading import Checkpoint
@@ -28,9 +27,10 @@ from outofcore.execution.opened import OpenHome
 from outofcore.execution.opening import open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.forecast import Estimate, estimated
+from outofcore.materialization import allocate, build, materialize
+from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
 from outofcore.step import Step
@@ -130,7 +130,7 @@ def compile(
     device: str | torch.device | None = None,
     home: str | os.PathLike[str] | OpenHome | None = None,
     host_budget: int | str | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: str = "sampled",
     algorithms: str = "eager",
@@ -154,7 +154,8 @@ def compile(
             none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
             default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
             are the buffers between the device and that.
-        policy: how to plan; one of ``outofcore.planning.POLICIES``.
+        policy: how to plan: a name of ``outofcore.policies.POLICIES``, text such as "window(reach=2)", or an object
+            of ``outofcore.policies``, where one's own are described as well.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
         check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
@@ -173,8 +174,9 @@ def compile(
     """
     models, optimizers = _checked(step, model, optimizer)
     count = parse_bytes(budget)
-    if policy not in planning.POLICIES:
-        raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    chosen = policy_of(policy)
+    if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
+        algorithms = chosen.algorithms
     if algorithms not in ("eager", "fastest"):
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     backend = open_backend(device)
@@ -182,13 +184,13 @@ def compile(
     kept = open_cache(cache)
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
-        return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
+        return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
     if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
         raise InputError(
             "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
         )
     opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
-    return Step(step, models, optimizers, count, opened, policy, kept, backend, algorithms)
+    return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
 
 
 def minimum_budget(
@@ -245,7 +247,7 @@ def estimate(
     gpu: str | None = None,
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
 ) -> Estimate:
     """Whether a step fits, and how long it would take over budgets, without training it.
@@ -271,8 +273,7 @@ def estimate(
         CaptureError: the step cannot become one graph.
     """
     models, optimizers = _checked(step, model, optimizer)
-    if policy not in planning.POLICIES:
-        raise InputError(f"there is no policy {policy!r}; choose one of {', '.join(planning.POLICIES)}")
+    chosen = policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
     device = None if gpu is None else presets.device(gpu)
     kept = open_cache(cache)
@@ -283,7 +284,7 @@ def estimate(
                 step, models, optimizers, tuple(inputs), kwargs or {}, where=where, cache=kept, tell=tell
             )
             machine = "" if device is None else device.describe()
-            return estimated(graph, costs, budgets=wanted, policy=policy, machine=machine, tell=tell)
+            return estimated(graph, costs, budgets=wanted, policy=chosen, machine=machine, tell=tell)
     finally:
         if not isinstance(where, presets.Device):
             for store in where:
@@ -349,7 +350,7 @@ def load(
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
     for one in models:
-        realise(one, faces)
+        allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
     return checkpoint.extra
 

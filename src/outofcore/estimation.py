@@ -21,8 +21,8 @@ from outofcore.execution.homes import HomeStore
 from outofcore.graph import StepGraph
 from outofcore.presets import Device
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.device_links import links_to
 from outofcore.profiling.estimate import estimated_costs
+from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
 from outofcore.units import MIB

@@ -9,6 +9,7 @@ from outofcore import insight, planning
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
+from outofcore.planning import PolicyLike
 from outofcore.progress import Tell
 from outofcore.report import columns
 from outofcore.report.insight import Point
@@ -40,7 +41,7 @@ class Estimate:
     machine: str = ""
     graph: StepGraph = field(repr=False, compare=False, default_factory=lambda: StepGraph((), ()))
     costs: Costs = field(repr=False, compare=False, default_factory=lambda: Costs(()))
-    policy: str = "auto"
+    policy: PolicyLike = "auto"
 
     def fits(self, budget: int | str) -> bool:
         """Whether a budget can hold the step.
@@ -94,7 +95,7 @@ def estimated(
     costs: Costs,
     *,
     budgets: Sequence[int] = (),
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     machine: str = "",
     tell: Tell,
 ) -> Estimate:
@@ -104,7 +105,7 @@ def estimated(
         graph: the step.
         costs: what it costs.
         budgets: bytes, to be looked at besides those that suit the step.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan; see ``planning.plan_step``.
         machine: what the costs are of, where that is not this machine.
         tell: told how far things are.
 

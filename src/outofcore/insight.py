@@ -9,7 +9,7 @@ from outofcore import planning
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
-from outofcore.planning import Planned
+from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.report import step_report
 from outofcore.report.insight import Help, Insight, Point
@@ -32,11 +32,11 @@ _FAR = 0.1
 Tell = Callable[[int, int], None]
 
 
-def point(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Point:
+def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
     """What is predicted for one budget.
 
     Raises:
-        ValueError: the policy is not known.
+        InputError: there is no such policy.
     """
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
@@ -63,7 +63,7 @@ def budgets_between(smallest: int, everything: int, count: int = POINTS) -> tupl
 
 
 def curve(
-    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: str = "auto", tell: Tell | None = None
+    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Tell | None = None
 ) -> tuple[Point, ...]:
     """Step time over budgets.
 
@@ -74,7 +74,7 @@ def curve(
         graph: the step.
         costs: measured or assumed.
         budgets: bytes.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan; see ``planning.plan_step``.
         tell: called with (points found, points) after each.
     """
     wanted = sorted(set(budgets))
@@ -94,7 +94,7 @@ def _no_slower(new: Point, before: Sequence[Point]) -> Point:
 
 
 def lossless_budget(
-    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: str = "auto", tries: int = 3
+    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto", tries: int = 3
 ) -> tuple[int, tuple[Point, ...]]:
     """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
 
@@ -132,7 +132,7 @@ def insight(
     *,
     measured: Timeline | None = None,
     count: int = POINTS,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     tell: Tell | None = None,
 ) -> Insight:
     """What a planned step would be under other budgets, and what would help it most.

@@ -20,10 +20,10 @@ from outofcore.execution.homes import HomeStore
 from outofcore.execution.runner import Runner
 from outofcore.execution.slots import needed_bytes
 from outofcore.execution.state import StateKeeper
-from outofcore.planning import Planned
+from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile, keep_profiles
 from outofcore.profiling.links import forget_link
+from outofcore.profiling.ops import OpProfile, keep_profiles
 from outofcore.profiling.refine import is_off, refined
 from outofcore.program import Timeline
 from outofcore.units import format_bytes
@@ -57,7 +57,7 @@ class Planner:
 
     Attributes:
         budget: bytes.
-        policy: one of ``planning.POLICIES``.
+        policy: how to plan.
         keeper: the states of all captures of the step.
         homes: where bytes live that are not on the device, nearest first.
         cache: where measurements are kept, if anywhere.
@@ -65,7 +65,7 @@ class Planner:
     """
 
     budget: int
-    policy: str
+    policy: Policy
     keeper: StateKeeper
     homes: tuple[HomeStore, ...]
     cache: Cache | None

@@ -8,7 +8,7 @@ from pathlib import Path
 from outofcore.costs import Costs, Home
 from outofcore.graph import StepGraph
 from outofcore.insight import POINTS, insight
-from outofcore.planning import Planned
+from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.progress import following
 from outofcore.report.content import page_content
@@ -28,7 +28,7 @@ def report_step(
     budget: int,
     title: str,
     count: int | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     simulated: str = "",
     notes: Sequence[tuple[str, str]] = (),
 ) -> None:

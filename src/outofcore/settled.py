@@ -19,8 +19,7 @@ from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_some
+from outofcore.profiling.ops import OpProfile, profile_some
 from outofcore.replan import describer
 
 

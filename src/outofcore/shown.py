@@ -13,7 +13,7 @@ import torch
 
 from outofcore.capture import Captured
 from outofcore.costs import Costs
-from outofcore.planning import Planned
+from outofcore.planning import Planned, Policy
 from outofcore.program import Timeline
 from outofcore.reporting import report_step, trace_step
 
@@ -31,7 +31,7 @@ class Shown(ABC):
     """The part of a step that shows what it did."""
 
     budget: int
-    policy: str
+    policy: Policy
     _step: Callable[..., Any]
     _began_ns: int  # when the last run began, in nanoseconds since 1970
 

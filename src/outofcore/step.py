@@ -25,7 +25,6 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, SpillError, StateError, TransferError
-from outofcore.execution.algorithms import Algorithm
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
@@ -35,12 +34,12 @@ from outofcore.execution.state import StateKeeper
 from outofcore.execution.stats import StepStats, measure_step
 from outofcore.execution.store import HomeStore
 from outofcore.lasting import Lasting
-from outofcore.planning import Planned
-from outofcore.profiling.algorithms import choose_algorithms
+from outofcore.planning import Planned, Policy
+from outofcore.policies import OffloadAll, ProfileGuided
+from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.device_links import links_to
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.links import links_to
+from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replan import Entry, Planner, check_spill, describer
@@ -65,7 +64,7 @@ class Step(Shown, Lasting):
         optimizers: Sequence[Optimizer],
         budget: int,
         home: OpenHome,
-        policy: str,
+        policy: Policy,
         cache: Cache | None = None,
         backend: Backend | None = None,
         algorithms: str = "eager",
@@ -254,7 +253,7 @@ class Step(Shown, Lasting):
 
     def _in_core(self, captured: Captured) -> Entry | None:
         """Planned so that nothing moves, if the budget holds that."""
-        if self.policy == "offload-all" or live_bytes(captured.graph) > self._planner.budget:
+        if isinstance(self.policy, OffloadAll | ProfileGuided) or live_bytes(captured.graph) > self._planner.budget:
             return None
         return self._planner.plan_in_core(*self._measured(captured))
 

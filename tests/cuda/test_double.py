@@ -18,7 +18,7 @@ from outofcore.execution.homes import HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.opened import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
-from outofcore.profiling import device_links
+from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
 from outofcore.step import Step
@@ -56,7 +56,13 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
     for name, make in WORLDS.items():
         losses, state = eager(make(CPU), STEPS)
         for number, (policy, share) in enumerate(
-            [("offload-all", 0.0), ("auto", 0.3), ("priced", 0.0), ("sqrt-checkpoint", 0.6), ("keep-all", 1.2)]
+            [
+                ("offload-all", 0.0),
+                ("auto", 0.3),
+                ("auto(polish_ops=0)", 0.0),
+                ("sqrt-checkpoint", 0.6),
+                ("keep-all", 1.2),
+            ]
         ):
             with subtests.test(model=name, policy=policy):
                 world = make(CPU)
@@ -66,7 +72,7 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
                     torch.manual_seed(1)
                     found = [step(*world.batch(index)).clone() for index in range(STEPS)]
                     moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-                    assert policy not in ("offload-all", "priced") or len(moved) > 3
+                    assert policy not in ("offload-all", "auto(polish_ops=0)") or len(moved) > 3
                     validate(step.captured.graph, step.planned.program, budget, step.costs)
                     assert same(world.state(), state) == []
                 assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
@@ -75,7 +81,7 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
 
 def test_everything_begins_where_cuda_would_have_put_it() -> None:
     world = convolutional(CPU)
-    with compiled(world, budget_of(convolutional, 0.2), "priced", FakeCuda()) as step:
+    with compiled(world, budget_of(convolutional, 0.2), "auto(polish_ops=0)", FakeCuda()) as step:
         step(*world.batch(0))
         program = step.planned.program
     assert {block.offset % 512 for block in program.blocks if block.bytes} == {0}
@@ -92,7 +98,9 @@ def broken(program: Program) -> Iterator[tuple[Program, int, Wait]]:
             yield replace(program, instructions=tuple(changed)), index, wait
 
 
-@pytest.mark.parametrize(("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "priced", 0.1)])
+@pytest.mark.parametrize(
+    ("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "auto(polish_ops=0)", 0.1)]
+)
 def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], World], policy: str, share: float) -> None:
     world = make(CPU)
     driver = FakeCuda()
@@ -179,11 +187,11 @@ def test_what_is_overwritten_before_it_has_left_arrives_changed() -> None:
 
 
 def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     driver = FakeCuda(bytes_per_s=2e9, shared=2.0)
     home = HostHome(64 * MIB)
     try:
-        link = device_links.measure_device_link(driver, home, buffer_bytes=MIB, seconds=0.05)
+        link = links.measure_link(home, driver=driver, buffer_bytes=MIB, seconds=0.05)
     finally:
         home.close()
     assert link.alone.out == pytest.approx(2e9, rel=0.05)
@@ -204,7 +212,7 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
 
 
 def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     graph, costs = costed(
         world.step,

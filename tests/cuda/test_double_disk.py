@@ -21,7 +21,7 @@ from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.host import HostHome
 from outofcore.execution.slots import Piece
 from outofcore.graph import StepGraph
-from outofcore.profiling import device_links
+from outofcore.profiling import links
 from outofcore.program import Block, CopyIn, CopyOut, Program
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
@@ -31,7 +31,7 @@ from outofcore.validator import validate
 CASES = [
     (dense, "offload-all", 0.0, 600 * KIB),
     (convolutional, "offload-all", 0.0, 1000 * KIB),
-    (convolutional, "priced", 0.1, 600 * KIB),
+    (convolutional, "window", 0.1, 600 * KIB),
 ]
 
 
@@ -156,10 +156,10 @@ def test_a_transfer_that_fails_is_told_in_the_same_step(tmp_path: Path) -> None:
 
 
 def test_a_link_to_a_disk_is_measured_through_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_links, "_ops", lambda *_: lambda: None)
+    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     driver, home = FakeCuda(bytes_per_s=2e9), DiskHome(tmp_path)
     try:
-        link = device_links.measure_device_link(driver, home, buffer_bytes=32 * MIB, seconds=0.05)
+        link = links.measure_link(home, driver=driver, buffer_bytes=32 * MIB, seconds=0.05)
     finally:
         home.close()
     # The double's disk takes half as long as its link to host memory up to three times as long, drawn for each buffer.

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 CPU = torch.device("cpu")
 STEPS = 4
-POLICIES = ("offload-all", "auto", "priced", "sqrt-checkpoint", "keep-all")
+POLICIES = ("offload-all", "auto", "window", "sqrt-checkpoint", "keep-all")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: t
     make = WORLDS[name]
     losses, state = eager(make(device), STEPS)
     least = smallest(make, device)
-    room = {"offload-all": least, "priced": least + 2 * MIB, "auto": least + 4 * MIB}.get(policy, 64 * MIB)
+    room = {"offload-all": least, "window": least + 2 * MIB, "auto": least + 4 * MIB}.get(policy, 64 * MIB)
     world = make(CPU if where == "model on the CPU" else device)
     with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device)) as step:
         agree(world, step, losses, state)

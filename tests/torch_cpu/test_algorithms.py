@@ -12,10 +12,10 @@ from torch import nn
 import outofcore
 from outofcore.costs import OpCost
 from outofcore.errors import InputError
-from outofcore.execution.algorithms import Algorithm, Chosen, alternatives, is_convolution, run_by
 from outofcore.execution.native import load_native
 from outofcore.planning import smallest_budget
 from outofcore.profiling import algorithms
+from outofcore.profiling.algorithms import Algorithm, Chosen, alternatives, choose, is_convolution, run_by
 from outofcore.program import Run
 from outofcore.step import Step
 
@@ -167,3 +167,28 @@ def test_another_algorithm_is_another_family() -> None:
     assert [op.family for op in other.graph.ops if op.id != index] == [
         op.family for op in captured.graph.ops if op.id != index
     ]
+
+
+OWN = OpCost(1.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("others", "room", "wanted"),
+    [
+        ([], 1000, None),
+        ([OpCost(0.5, 50), OpCost(0.4, 900)], 1000, 1),
+        # The faster of the two has too much workspace.
+        ([OpCost(0.5, 50), OpCost(0.4, 900)], 800, 0),
+        # Not worth other bits: measurements differ by so much.
+        ([OpCost(0.95, 50)], 1000, None),
+        # Its own does not fit, and so a slower one is taken; of two that fit the faster.
+        ([OpCost(3.0, 50), OpCost(2.0, 60)], 80, 1),
+        # None fits: the least.
+        ([OpCost(3.0, 50), OpCost(2.0, 60)], 40, 0),
+        ([OpCost(0.5, 150)], 40, None),
+        # Alike: the first.
+        ([OpCost(0.5, 50), OpCost(0.5, 50)], 1000, 0),
+    ],
+)
+def test_the_fastest_that_fits(others: list[OpCost], room: int, wanted: int | None) -> None:
+    assert choose(OWN, others, room) == wanted

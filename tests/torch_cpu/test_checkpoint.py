@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import outofcore
-from outofcore.checkpoint import stream
+from outofcore.checkpoint import tensor_files
 from outofcore.errors import InputError, StateError, TransferError
 
 Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]
@@ -180,7 +180,7 @@ _CALLS = ("open", "pwrite", "write", "ftruncate", "fsync", "replace")
 
 
 def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "BUFFER_BYTES", 65536)  # many writes
+    monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 65536)  # many writes
     model, optimizer, step = make()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer, extra=0)
@@ -372,7 +372,7 @@ def test_a_scheduler_goes_on_with_extra(budget: int, tmp_path: Path) -> None:
 
 def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib\nfrom outofcore.checkpoint.folder import saving_into\n"
+        "import sys, pathlib\nfrom outofcore.checkpoint.saving import saving_into\n"
         "with saving_into(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

@@ -108,7 +108,7 @@ def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> Non
     picture = tmp_path / "picture.html"
     eager = outofcore("train", *TINY, "--eager", "--steps", "3")
     more = ["--steps", "3", "--home", where, "--picture", str(picture)]
-    more += ["--host-budget", "2MiB", "--policy", "streamed"] if home == "tiers" else []
+    more += ["--host-budget", "2MiB", "--policy", "auto(polish_ops=0)"] if home == "tiers" else []
     result = outofcore("train", *TINY, "--budget", HALF, *more)
     assert result.exit_code == 0, result.output
     assert losses(result.stdout) == losses(eager.stdout)

@@ -25,11 +25,18 @@ from outofcore.capture.whole import capture_whole
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
-from outofcore.profiling import kept as module
+from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import KeptProfiles, OpProfile, is_keepable, keep_profiles, machine_facts, op_shelf
-from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.ops import (
+    KeptProfiles,
+    OpProfile,
+    is_keepable,
+    keep_profiles,
+    machine_facts,
+    op_shelf,
+    profile_ops,
+)
 
 
 def make(width: int = 64) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
@@ -58,9 +65,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = profiling_ops._Bench._record
 
-    def record(self: Any, op: Op, func: Callable[..., object]) -> Requests:
+    def record(self: Any, op: Op, func: Callable[..., object], *rest: Any) -> Requests:
         names.append(op.name)
-        return original(self, op, func)
+        return original(self, op, func, *rest)
 
     monkeypatch.setattr(profiling_ops._Bench, "_record", record)
     return names
@@ -130,14 +137,17 @@ def test_what_may_mean_something_else_tomorrow_is_not_kept() -> None:
 PLACEMENTS = st.one_of(
     st.builds(Result, st.integers(0, 9)), st.builds(Scratch, st.integers(0, 1 << 40)), st.just(Elsewhere())
 )
-REQUESTS = st.builds(
-    lambda items, count: Requests(tuple(items), count),
-    st.lists(st.builds(Request, st.integers(0, 1 << 40), PLACEMENTS), max_size=4),
-    st.integers(0, 1 << 40),
+REQUESTS = st.lists(st.builds(Request, st.integers(0, 1 << 40), PLACEMENTS), max_size=4).map(
+    lambda items: Requests(
+        tuple(items), max((r.placement.offset + r.bytes for r in items if isinstance(r.placement, Scratch)), default=0)
+    )
 )
 PROFILES = st.builds(
-    OpProfile,
-    st.builds(OpCost, st.floats(0, 1e6), st.integers(0, 1 << 40)),
+    lambda seconds, more, requests, first: OpProfile(
+        OpCost(seconds, more + max(requests.workspace_bytes, first.workspace_bytes if first else 0)), requests, first
+    ),
+    st.floats(0, 1e6),
+    st.integers(0, 1 << 40),
     REQUESTS,
     st.none() | REQUESTS,
 )

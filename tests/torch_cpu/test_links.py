@@ -1,10 +1,13 @@
 """Measuring a link: the numbers describe the home that was given, and its slots survive."""
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +112,7 @@ def test_all_three_run_at_once_when_all_are_measured_together() -> None:
         if calls[which] == 1:
             meeting.wait(60)  # broken, and raised, unless each is in a thread of its own
 
-    times = links._together(0.0, *(lambda which=which: wait(which) for which in range(3)))
+    times = links.beside_each_other([links._Action(partial(wait, which)) for which in range(3)], 0.0, 2)
     assert len(times) == 3
     assert min(calls) >= 2
 
@@ -143,6 +146,54 @@ def test_failures_come_through_from_either_thread() -> None:
         measure_link(Broken(64 * MIB), buffer_bytes=MIB, seconds=0.01)
 
 
+@pytest.mark.parametrize("place", ["ops", "copy"])
+def test_an_interrupt_leaves_no_thread_that_still_copies(place: str) -> None:
+    """As a second Ctrl-C does, which no longer waits: while ops run, or while the main thread joins the others."""
+    before = threading.active_count()
+    main, calls = threading.get_ident(), [0]
+
+    class Slow(HostHome):
+        def read(self, offset: int, target: memoryview) -> None:
+            super().read(offset, target)
+            if place == "copy" and threading.get_ident() != main:
+                calls[0] += 1
+                if calls[0] == 2:
+                    signal.pthread_kill(main, signal.SIGINT)
+                    signal.pthread_kill(main, signal.SIGINT)
+                    time.sleep(0.2)
+
+    def compute() -> None:
+        if place == "ops" and threading.active_count() > before:
+            raise KeyboardInterrupt
+
+    home = Slow(64 * MIB)
+    with pytest.raises(KeyboardInterrupt):
+        measure_link(home, buffer_bytes=MIB, seconds=0.5, compute=compute)
+        time.sleep(1)
+    assert threading.active_count() == before
+    home.close()
+
+
+def test_an_interrupt_takes_effect_when_the_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted, finished = threading.Event(), threading.Event()
+    original = links._measured
+
+    def measured(*args: Any) -> LinkReport:
+        report = original(*args)
+        finished.set()
+        return report
+
+    def compute() -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(links, "_measured", measured)
+    with pytest.raises(KeyboardInterrupt):
+        measure_link(HostHome(64 * MIB), buffer_bytes=MIB, seconds=0.01, compute=compute)
+    assert finished.is_set()
+
+
 def test_memory_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # every copy takes one second
@@ -154,7 +205,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The buffers with which links were measured."""
     sizes: list[int] = []
 
-    def measure(home: HomeStore, *, buffer_bytes: int) -> LinkReport:
+    def measure(home: HomeStore, *, buffer_bytes: int, driver: None) -> LinkReport:
         sizes.append(buffer_bytes)
         return report(name=home.name, capacity=home.capacity, latency_s=float(len(sizes)))
 

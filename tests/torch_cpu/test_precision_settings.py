@@ -9,7 +9,7 @@ import torch
 
 from outofcore._torch_internals import precision_of
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import op_shelf
+from outofcore.profiling.ops import op_shelf
 
 
 @pytest.fixture

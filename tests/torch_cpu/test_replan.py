@@ -20,7 +20,7 @@ from outofcore.analysis.requests import Result, Scratch
 from outofcore.execution.native import load_native
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import KeptProfiles, OpProfile
+from outofcore.profiling.ops import KeptProfiles, OpProfile
 from outofcore.units import KIB, MIB
 
 native = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")

@@ -75,8 +75,8 @@ def test_same_bits_at_several_budgets_and_host_budgets(
     smallest, everything_fits = budgets_of(CASES[name])
     budget = smallest + int(of_budget * (everything_fits - smallest))
     host_budget = max(int(share * everything_fits), 3 * 64 * KIB)
-    # At its smallest budget "streamed" finds a plan or not, as the measured times have it; "auto" takes longer to plan.
-    policy = "auto" if name != "gpt" else "streamed" if of_budget else "offload-all"
+    # At the smallest budget "auto" takes longer to plan.
+    policy = "offload-all" if name == "gpt" and not of_budget else "auto(polish_ops=0)"
     ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
     assert_same(ours, theirs)
     for key, tensor in everything(case):
@@ -85,7 +85,9 @@ def test_same_bits_at_several_budgets_and_host_budgets(
         assert used == {0, 1}
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"auto", "keep-all", "pooch", "sqrt-checkpoint"}))
+@pytest.mark.parametrize(
+    "policy", sorted(set(POLICIES) - {"auto", "keep-all", "pooch", "profile-guided", "sqrt-checkpoint"})
+)
 def test_every_policy_runs_over_two_homes(policy: str, tmp_path: Path) -> None:
     make = CASES["optimizer_adamw"]
     theirs, right = in_core(make)

@@ -265,3 +265,46 @@ def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
         halves=draw(st.integers(1, 2)),
     )
     return graph, costs, program
+
+
+@st.composite
+def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
+    """Valid chains whose activations take most of the memory, so that keeping parameters leaves room to plan.
+
+    With ops in place, activations that are overwritten as a whole, skip connections, joins, dropout, ops that may run
+    once only, and outputs among the activations.
+    """
+    draft = _Draft(draw)
+    weight = draft.storage(StorageKind.PARAMETER, "weight", 70_000)
+    flow = [draft.storage(StorageKind.INPUT, "input", draw(st.sampled_from([100, 200_000])))]
+    saved: list[tuple[int, ...]] = []
+    for index in range(draw(st.integers(4, max_layers))):
+        out = draft.storage(StorageKind.ACTIVATION, f"out{index}", draw(st.sampled_from([65_536, 131_072, 300_000])))
+        reads = [flow[-1]] + ([weight] if draft.chance() else [])
+        if len(flow) > 2 and draw(st.integers(0, 3)) == 0:
+            reads.append(draw(st.sampled_from(flow[1:-1])))
+        draft.op("layer", reads, creates=(out,), rerunnable=draw(st.integers(0, 5)) > 0)
+        extra = draw(st.sampled_from(["none", "none", "inplace", "overwritten", "dropout"]))
+        if extra == "inplace":
+            draft.op("relu_", [out], mutates=(out,))
+        elif extra == "overwritten":
+            draft.op("sum", [out])
+            draft.op("idle", [])
+            draft.op("fill", [flow[-1]], mutates=(out,), rerunnable=draft.chance())
+        elif extra == "dropout":
+            dropped = draft.like(out, StorageKind.ACTIVATION, f"dropped{index}")
+            draft.op("dropout", [out], creates=(dropped,), random=True)
+            saved.append((out,))
+            out = dropped
+        flow.append(out)
+        saved.append((flow[-2], out) if draft.chance() else (out,))
+    below = draft.storage(StorageKind.ACTIVATION, "d_last", 65_536)
+    draft.op("loss", [flow[-1]], creates=(below,))
+    for needed in reversed(saved):
+        above, below = below, draft.storage(StorageKind.ACTIVATION, "d_in", 65_536)
+        draft.op("backward", [above, *needed], creates=(below,))
+    draft.op("update", [weight, below], mutates=(weight,), rerunnable=False)
+    visible = [below, draw(st.sampled_from(flow[1:]))] if draft.chance() else [below]
+    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
+    graph.check()
+    return graph

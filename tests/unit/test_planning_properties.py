@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
-from strategies import costs_for, graphs
+from strategies import costs_for, deep_graphs, graphs
 
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, ValidationError
@@ -22,10 +22,29 @@ from outofcore.validator import validate
 LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
+Task = tuple[StepGraph, Costs, int]
+# Those that are made to be compared with ``auto``, as they come and with other values for their fields.
+OTHERS = st.sampled_from(
+    [
+        *(name for name in POLICIES if name != "auto"),
+        "offload-all(strict=true)",
+        "pooch(effort=1000)",
+        "sqrt-checkpoint(segments=3)",
+        "superneurons(recompute=false)",
+        "tflms(mode=2)",
+        "tflms(threshold=2, ahead=2, mode=1)",
+        "window(reach=0.4)",
+        "window(persist=false)",
+    ]
+)
+# Half of the examples are about ``auto``.
+ANY = st.one_of(st.just("auto"), OTHERS)
+
+
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[StepGraph, Costs, int]:
+def tasks(draw: st.DrawFn, kinds: st.SearchStrategy[StepGraph] | None = None) -> Task:
     """A graph with costs and a budget between the smallest that could do and a little more than everything."""
-    graph = draw(graphs())
+    graph = draw(graphs() if kinds is None else kinds)
     costs = draw(costs_for(graph))
     smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
     budget = draw(
@@ -39,45 +58,54 @@ def tasks(draw: st.DrawFn) -> tuple[StepGraph, Costs, int]:
     return graph, costs, budget
 
 
-def plans(graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
-    found: list[Planned] = []
-    for policy in POLICIES:
-        try:
-            found.append(plan_step(graph, costs, budget, policy, params=QUICK))
-        except BudgetError:
-            # Only ``auto`` has to find a plan wherever one could be.
-            assert policy != "auto"
-    return found
+def plan_of(task: Task, policy: str) -> Planned | None:
+    try:
+        return plan_step(*task, policy, params=QUICK)
+    except BudgetError:
+        # Only ``auto`` has to find a plan wherever one could be.
+        assert policy != "auto"
+        return None
 
 
-@settings(LIMITS, max_examples=1000)
-@given(tasks())
-def test_every_plan_is_valid_and_within_budget(task: tuple[StepGraph, Costs, int]) -> None:
+def check(task: Task, policy: str) -> None:
     graph, costs, budget = task
-    for planned in plans(graph, costs, budget):
+    planned = plan_of(task, policy)
+    if planned is not None:
         event(planned.plan.policy)
         assert planned.program.arena_bytes <= budget
         validate(graph, planned.program, budget, costs)
         assert planned.timeline == simulate(graph, costs, planned.program)
 
 
-@settings(LIMITS, max_examples=60)
-@given(tasks(), st.randoms(use_true_random=False))
-def test_plans_are_right_on_every_schedule(task: tuple[StepGraph, Costs, int], random: Random) -> None:
-    graph, costs, budget = task
-    for planned in plans(graph, costs, budget):
-        assert oracle.faults_on_schedule(graph, planned.program, random) == []
+@settings(LIMITS, max_examples=1000)
+@given(tasks())
+def test_every_plan_is_valid_and_within_budget(task: Task) -> None:
+    check(task, "auto")
+
+
+@settings(LIMITS, max_examples=300)
+@given(tasks(st.one_of(graphs(), deep_graphs())), OTHERS)
+def test_so_are_those_of_other_policies(task: Task, policy: str) -> None:
+    check(task, policy)
+
+
+@settings(LIMITS, max_examples=120)
+@given(tasks(), ANY, st.randoms(use_true_random=False))
+def test_plans_are_right_on_every_schedule(task: Task, policy: str, random: Random) -> None:
+    planned = plan_of(task, policy)
+    if planned is not None:
+        assert oracle.faults_on_schedule(task[0], planned.program, random) == []
+
+
+@settings(LIMITS, max_examples=120)
+@given(tasks(), ANY)
+def test_the_same_task_gives_the_same_plan(task: Task, policy: str) -> None:
+    assert plan_of(task, policy) == plan_of(task, policy)
 
 
 @settings(LIMITS, max_examples=60)
 @given(tasks())
-def test_the_same_task_gives_the_same_plan(task: tuple[StepGraph, Costs, int]) -> None:
-    assert plans(*task) == plans(*task)
-
-
-@settings(LIMITS, max_examples=60)
-@given(tasks())
-def test_below_the_smallest_budget_there_is_no_plan(task: tuple[StepGraph, Costs, int]) -> None:
+def test_below_the_smallest_budget_there_is_no_plan(task: Task) -> None:
     graph, costs, _ = task
     smallest = smallest_budget(graph, costs)
     assume(smallest > 1)
@@ -87,11 +115,12 @@ def test_below_the_smallest_budget_there_is_no_plan(task: tuple[StepGraph, Costs
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-@settings(LIMITS, max_examples=25)
-@given(task=tasks(), random=st.randoms(use_true_random=False))
-def test_broken_programs_are_caught(name: str, task: tuple[StepGraph, Costs, int], random: Random) -> None:
-    graph, costs, budget = task
-    for planned in plans(graph, costs, budget):
+@settings(LIMITS, max_examples=50)
+@given(task=tasks(), policy=ANY, random=st.randoms(use_true_random=False))
+def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: Random) -> None:
+    graph, costs, _ = task
+    planned = plan_of(task, policy)
+    if planned is not None:
         for description, broken in islice(MUTATIONS[name](graph, planned.program, random), 2):
             with pytest.raises(ValidationError):
                 validate(graph, broken, planned.program.arena_bytes, costs)

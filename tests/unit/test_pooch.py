@@ -1,13 +1,20 @@
 """How PoocH classifies feature maps, and the simulation that it asks."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Gap, Residency
-from outofcore.planning import POLICIES, in_core_budget, plan_step, pooch
-from outofcore.planning.trial import Class, Trials
+from outofcore.planning import POLICIES, in_core_budget, plan_step
+from outofcore.planning.baselines.pooch import (
+    _Search,  # pyright: ignore[reportPrivateUsage]
+    pooch,
+)
+from outofcore.planning.baselines.trial import Class, Trials
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 
@@ -73,7 +80,7 @@ def test_the_simulation_waits_for_copies() -> None:
     assert kept is not None and kept.seconds == 7.0 and kept.decisions == ()
     # Out from 2 to 3 s, in from 5 s (when it is due in time) to 6 s: hidden.
     one = trials.run([Class.SWAP, Class.KEEP, Class.KEEP])
-    assert one is not None and one.seconds == 7.0 and not one.stalling
+    assert one is not None and one.seconds == 7.0 and not one.stalling_out and not one.stalling_in
     # A copy takes ten times as long: out from 2 to 12 s, in to 22 s, and then the last op.
     slow = Trials.of(graph, costs(graph, copy=10.0), ROOMY).run([Class.SWAP, Class.KEEP, Class.KEEP])
     assert slow is not None and slow.seconds == 23.0
@@ -110,3 +117,63 @@ def test_without_homes_no_policy_copies(policy: str) -> None:
     except BudgetError:
         return
     assert {d.residency for d in planned.plan.decisions} == {Residency.RECOMPUTE}
+
+
+def uneven(sizes: list[int], rerunnable: bool = True) -> StepGraph:
+    """A chain of maps of so many MiB."""
+    graph = network(len(sizes), rerunnable)
+    storages = tuple(replace(storage, bytes=size * MIB) for storage, size in zip(graph.storages, sizes, strict=True))
+    return StepGraph(storages, graph.ops)
+
+
+def test_keeping_what_stalled_the_backward_pass_may_beat_what_fits_last_first() -> None:
+    graph = uneven([3, 1, 3, 3], rerunnable=False)
+    seconds = (1.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0, 1.0, 2.0)
+    given = Costs(tuple(map(OpCost, seconds)), (Home("host", None, MIB, MIB),))
+    swapped = Trials.of(graph, given, 9 * MIB).run([Class.SWAP] * 4)
+    assert swapped is not None and swapped.stalling_out == {1, 3} and swapped.stalling_in == {2, 3}
+    # Without the tree search: the last three maps fit, and the first is swapped; 16 s. With it: 15 s.
+    assert [d.gap.storage for d in pooch(graph, given, 9 * MIB, effort=0).decisions] == [0]
+    assert [d.gap.storage for d in pooch(graph, given, 9 * MIB).decisions] == [1]
+
+
+def test_of_those_that_held_the_forward_pass_up_none_is_kept_beyond_the_first_that_does_not_fit() -> None:
+    graph = uneven([1, 2, 1, 1], rerunnable=False)
+    # The loss leaves room for two of the four.
+    given = Costs(tuple(OpCost(1.0, 2 * MIB if op.name == "loss" else 0) for op in graph.ops), costs(graph).homes)
+    search = _Search(Trials.of(graph, given, 4 * MIB), 0)
+    # Map 3 fits, and map 1 does not; so it is no longer the turn of map 0, but of map 2.
+    kept = search._filled([Class.SWAP] * 4, frozenset({0, 1, 3}))[1]
+    assert kept == [Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP]
+    kept = search._filled([Class.SWAP] * 4, frozenset({0, 3}))[1]
+    assert kept == [Class.KEEP, Class.SWAP, Class.SWAP, Class.KEEP]
+
+
+def test_what_adds_no_less_when_computed_again_stays_swapped() -> None:
+    graph = network(6)
+    # A copy of 1.5 s hides behind all but one op: swapping map 1 costs the step more than the one second of its chain.
+    found = pooch(graph, costs(graph, 1.0, 1.5), 3 * MIB)
+    assert {d.gap.storage: d.residency for d in found.decisions} == {
+        0: Residency.OFFLOAD,
+        1: Residency.RECOMPUTE,
+        2: Residency.OFFLOAD,
+    }
+    # Chains that take ten times as long as before are not worth it.
+    slow = Costs(tuple(OpCost(10.0) for _ in graph.ops), costs(graph, 1.0, 15.0).homes)
+    assert pooch(graph, slow, 3 * MIB).decisions[1].residency is Residency.RECOMPUTE
+    dear = Costs(tuple(OpCost(10.0) for _ in graph.ops), costs(graph, 1.0, 1.5).homes)
+    assert {d.residency for d in pooch(graph, dear, 3 * MIB).decisions} == {Residency.OFFLOAD}
+
+
+def test_the_ratio_is_that_of_added_seconds() -> None:
+    graph = network(6)
+    trials = Trials.of(graph, costs(graph, 1.0, 3.0), 3 * MIB)
+    classes = [Class.SWAP, Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP, Class.KEEP]
+    now = trials.run(classes)
+    free = trials.without_copies([1]).run(classes)
+    assert now is not None and free is not None and now.seconds > free.seconds
+    # Map 1 is made from map 0, which is swapped: one op runs again.
+    assert _Search(trials, 0)._ratio(classes, (1,), now) == pytest.approx(1.0 / (now.seconds - free.seconds))
+    quick = Trials.of(graph, costs(graph, 1.0, 0.1), 3 * MIB)
+    hidden = quick.run(classes)
+    assert hidden is not None and _Search(quick, 0)._ratio(classes, (1,), hidden) == math.inf

@@ -11,7 +11,7 @@ from test_planning_properties import LIMITS, tasks
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.planning import POLICIES, in_core_budget, plan_in_core, plan_step
+from outofcore.planning import POLICIES, QUICK, in_core_budget, plan_in_core, plan_step
 from outofcore.planning.placing import worth
 from outofcore.planning.resident_gradients import candidates, let_stay
 from outofcore.program import CopyOut
@@ -82,7 +82,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
     graph = step(len(milliseconds) // 3)
     costs = Costs(tuple(OpCost(ms / 1000) for ms in milliseconds), (Home("disk", None, 2e07, 1e08),))
     budget = int(in_core_budget(graph, costs) * 0.7)
-    best = worth(costs, plan_step(graph, costs, budget, effort=0))
+    best = worth(costs, plan_step(graph, costs, budget, params=QUICK))
     for policy in set(POLICIES) - {"auto"}:
         try:
             planned = plan_step(graph, costs, budget, policy)
@@ -95,7 +95,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
 @given(tasks())
 def test_letting_gradients_stay_keeps_a_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
     graph, costs, budget = task
-    planned = plan_step(graph, costs, budget, effort=0)
+    planned = plan_step(graph, costs, budget, params=QUICK)
     longer = let_stay(graph, costs, budget, planned)
     validate(graph, longer.program, budget, costs)
     assert worth(costs, longer) <= worth(costs, planned)

@@ -8,8 +8,8 @@ from outofcore.costs import Costs, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning import in_core_budget, place, plan_step, smallest_budget, sqrt_checkpoint
-from outofcore.planning.sqrt_checkpoint import segment_counts
+from outofcore.planning import in_core_budget, place, plan_step, smallest_budget
+from outofcore.planning.baselines.sqrt_checkpoint import segment_counts, sqrt_checkpoint
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 

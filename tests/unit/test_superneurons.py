@@ -6,7 +6,8 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning import in_core_budget, plan_step, superneurons
+from outofcore.planning import in_core_budget, plan_step
+from outofcore.planning.baselines.superneurons import superneurons
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 

@@ -6,8 +6,8 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning import in_core_budget, plan_step, tflms
-from outofcore.planning.tflms import _Rewriting  # pyright: ignore[reportPrivateUsage]
+from outofcore.planning import in_core_budget, plan_step
+from outofcore.planning.baselines.tflms import TFLMS, Mode, Rewriting, tflms
 from outofcore.validator import validate
 
 K64 = 64 * 1024
@@ -25,8 +25,8 @@ def costs(graph: StepGraph, rate: float = K64) -> Costs:
     return Costs(tuple(OpCost(1.0) for _ in graph.ops), (Home("host", None, rate, rate),))
 
 
-def decided(graph: StepGraph, threshold: int, ahead: int, group: int, *, synchronous: bool = True) -> list[Decision]:
-    return list(_Rewriting.of(graph, costs(graph)).decisions(threshold, ahead, group, synchronous))
+def decided(graph: StepGraph, threshold: int, ahead: int, group: int, mode: Mode = 1) -> list[Decision]:
+    return list(Rewriting.of(graph, costs(graph)).decisions(threshold, ahead, group, mode))
 
 
 def offload(start: int, end: int, release: int, fetch: int) -> Decision:
@@ -52,15 +52,31 @@ def test_a_swap_in_starts_so_far_ahead_and_serves_a_group() -> None:
     graph = made_and_used(0, 5, 7, 11)
     assert decided(graph, 4, 3, 0) == [offload(0, 5, 1, 2), offload(5, 7, 6, 6), offload(7, 11, 8, 8)]
     assert decided(graph, 4, 3, 2) == [offload(0, 5, 1, 2), offload(7, 11, 8, 8)]
-    # Groups do not grow: the distance is that to the first consumer.
-    assert decided(graph, 4, 3, 4) == [offload(0, 5, 1, 2), offload(7, 11, 8, 8)]
-    assert decided(graph, 4, 3, 6) == [offload(0, 5, 1, 2)]
+    # The distance is that to the consumer before, so groups grow: op 11 is 6 ops from the first consumer.
+    assert decided(graph, 4, 3, 3) == [offload(0, 5, 1, 2), offload(7, 11, 8, 8)]
+    assert decided(graph, 4, 3, 4) == [offload(0, 5, 1, 2)]
+
+
+def test_near_consumers_are_in_no_group() -> None:
+    graph = made_and_used(0, 3, 5, 8)
+    # Ops 3 and 5 take the bytes from the device; op 8 is far, and its swap-in is not shared with them.
+    assert decided(graph, 5, 1, 9) == [offload(5, 8, 6, 7)]
+
+
+def test_each_side_can_be_synchronous() -> None:
+    graph = made_and_used(0, 5, 11)
+    slow = costs(graph, K64 / 2)  # two seconds a copy
+    found = {mode: Rewriting.of(graph, slow).decisions(0, 3, 0, mode) for mode in (0, 1, 2, 3)}
+    assert found[0] == (offload(0, 5, 2, 2), offload(5, 11, 6, 8))
+    assert found[1] == (offload(0, 5, 1, 2), offload(5, 11, 6, 8))
+    assert found[2] == (offload(0, 5, 3, 5), offload(5, 11, 6, 11))
+    assert found[3] == (offload(0, 5, 1, 5), offload(5, 11, 6, 11))
 
 
 def test_room_is_counted_on_when_the_copy_should_be_done_and_clean_copies_leave_at_once() -> None:
     graph = made_and_used(0, 5, 11)
     # A copy takes one second, as each op does.
-    found = decided(graph, 0, 1, 0, synchronous=False)
+    found = decided(graph, 0, 1, 0, mode=0)
     assert found == [offload(0, 5, 2, 4), offload(5, 11, 6, 10)]
 
 
@@ -77,10 +93,10 @@ def test_the_largest_threshold_that_fits_swaps_the_least() -> None:
     given = costs(graph, 1e9)
     everything = 8 * 4 * K64
     assert tflms(graph, given, everything).decisions == ()
-    least = tflms(graph, given, everything - K64, synchronous=True)
+    least = tflms(graph, given, everything - K64, TFLMS(mode=1))
     # What is used again furthest away goes.
     assert [d.gap.storage for d in least.decisions] == [0]
-    less = tflms(graph, given, everything // 2, synchronous=True)
+    less = tflms(graph, given, everything // 2, TFLMS(mode=1))
     assert len(less.decisions) > 1
     assert min(d.gap.end - d.gap.start for d in less.decisions) > 4
     with pytest.raises(BudgetError):
@@ -96,3 +112,17 @@ def test_it_is_a_policy() -> None:
     planned = plan_step(graph, given, budget, "tflms")
     validate(graph, planned.program, budget, given)
     assert planned.plan.policy == "tflms" and planned.plan.decisions
+
+
+def test_modes_are_tried_in_order_and_what_is_given_is_not_tuned() -> None:
+    graph = wide()
+    given, budget = costs(graph, 1e5), 5 * 4 * K64
+    # Copies-out take so long that their room comes too late, unless ops wait for it.
+    for mode in (0, 2):
+        with pytest.raises(BudgetError):
+            tflms(graph, given, budget, TFLMS(mode=mode))
+    assert tflms(graph, given, budget) == tflms(graph, given, budget, TFLMS(mode=1))
+    by_hand = TFLMS(threshold=4, ahead=2, group=0, mode=1)
+    assert tflms(graph, given, budget, by_hand).decisions == Rewriting.of(graph, given).decisions(4, 2, 0, 1)
+    with pytest.raises(BudgetError):
+        tflms(graph, given, budget, TFLMS(threshold=len(graph.ops)))

@@ -15,7 +15,9 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
 SPEAKING = (
     *("api.py", "estimation.py", "step.py", "shown.py", "units.py", "presets.py", "forecast.py", "planning/planner.py"),
-    *("capture", "report", "checkpoint", "birth", "lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    *("capture", "report", "checkpoint", "materialization.py"),
+    *("lasting.py", "cli/script.py", "profiling/cache.py", "jsonfile.py"),
+    *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "host", "store", "checks", "spill", "state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "faces", "opened", "opening", "windows")),

@@ -14,12 +14,16 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_bytes
 from outofcore.analysis import is_large
-from outofcore.checkpoint.contents import contents_of, known_to, parameters_of
-from outofcore.checkpoint.copying import fill
-from outofcore.checkpoint.folder import read_index
-from outofcore.checkpoint.format import Entry, TensorFile, read_header
-from outofcore.checkpoint.generators import generator_tensors, restore_generators, restore_plain_generators
-from outofcore.checkpoint.stream import InFile, new_buffer
+from outofcore.checkpoint.contents import (
+    contents_of,
+    generator_tensors,
+    known_to,
+    parameters_of,
+    restore_generators,
+    restore_plain_generators,
+)
+from outofcore.checkpoint.saving import read_index
+from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, new_buffer, read_header
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.faces import Faces
 from outofcore.jsonfile import Node
@@ -66,7 +70,7 @@ class Checkpoint:
         """Put everything in its place.
 
         Tensors that exist are overwritten where they are; optimizer state and gradients that do not exist yet are
-        born at home.
+        allocated at home.
 
         Raises:
             InputError: the checkpoint is not one of such models and optimizers; nothing has been changed.
@@ -95,7 +99,7 @@ class Checkpoint:
         for stem, targets in fillings:
             self._check_shapes(stem, targets)
         # From here on things change.
-        new = self._born(models, optimizers, faces)
+        new = self._new_tensors(models, optimizers, faces)
         rest |= new
         generators = {name: state.clone() for name, state in generator_tensors()}
         rest |= {name: state for name, state in generators.items() if name in self._files["training"].entries}
@@ -172,24 +176,26 @@ class Checkpoint:
             if tensor.device.type != "cpu":
                 raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
 
-    def _born(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None) -> Targets:
+    def _new_tensors(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
+    ) -> Targets:
         """New tensors for optimizer state and gradients that there are in the file and not yet here."""
         entries = self._files["training"].entries
-        born: Targets = {}
+        new: Targets = {}
         for number, optimizer in enumerate(optimizers):
             for place, parameter in enumerate(parameters_of(optimizer)):
                 present = optimizer.state.get(parameter, {})
                 for name, entry in self._state.get((number, place), {}).items():
                     old = present.get(name)
                     if not (isinstance(old, torch.Tensor) and _is_like(old, entry)):
-                        born[entry.name] = _newborn(parameter, entry, faces)
+                        new[entry.name] = _new_tensor(parameter, entry, faces)
         for number, model in enumerate(models):
             for name, parameter in contents_of(model).tensors.items():
                 key = f"gradient.{number}.{name}"
                 if key in entries:
                     own = parameter.grad if parameter.is_leaf else None
-                    born[key] = own if own is not None else _newborn(parameter, entries[key], faces)
-        return born
+                    new[key] = own if own is not None else _new_tensor(parameter, entries[key], faces)
+        return new
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
         """Fill all targets from one file, from its beginning to its end, and compare its checksum."""
@@ -232,7 +238,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
     return tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
 
 
-def _newborn(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+def _new_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
     """A tensor for a file's entry, laid out in memory like the parameter where they have one shape."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:

@@ -11,9 +11,9 @@ import typer
 import outofcore
 from outofcore.cli import answer
 from outofcore.cli.flags import ZOO_FLAGS, command
-from outofcore.errors import ValidationError
+from outofcore.errors import InputError, ValidationError
 from outofcore.graphfile import write_graph
-from outofcore.planning import POLICIES
+from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import device as preset
 from outofcore.presets import devices
 from outofcore.units import parse_bytes
@@ -43,7 +43,24 @@ HostBudget = Annotated[
     str | None, typer.Option(help="Bytes of host memory for what does not fit, used before the disk; such as 4GiB.")
 ]
 OnDevice = Annotated[str, typer.Option("--device", help="Where the step runs: cpu, cuda or cuda:0.")]
-Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
+
+
+def _known_policy(text: str) -> str:
+    """The option as it is, refused before anything else is done if there is no such policy."""
+    try:
+        policy_of(text)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+Policy = Annotated[
+    str,
+    typer.Option(
+        callback=_known_policy,
+        help=f"How to plan: {', '.join(POLICIES)}; with values for fields as in 'window(reach=2)' or window:reach=2.",
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")]
 CacheFolder = Annotated[
     Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")

@@ -16,7 +16,6 @@ from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.native import COMPILERS, Flavor, load_native
 from outofcore.execution.opening import open_homes
-from outofcore.profiling.device_links import measure_device_link
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
 from outofcore.units import MIB, format_bytes, format_seconds
@@ -82,7 +81,7 @@ def _device_link_findings() -> Iterator[tuple[bool, str, str]]:
     backend = CudaBackend(torch.device("cuda"))
     home = backend.home(256 * MIB)
     try:
-        link = measure_device_link(backend.driver, home)
+        link = measure_link(home, driver=backend.driver)
     except OutOfCoreError as error:
         yield False, "pinned memory", f"cannot be measured: {error}"
         return

@@ -270,7 +270,10 @@ EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* f
         table->requests[i].reuses = overlap(table->requests[i], table->requests[j]);
   return table;
 }
-EXPORT void outofcore_table_free(Table* table) { delete table; }
+EXPORT void outofcore_table_free(Table* table) {
+  if (thread.table == table) leave(thread);  // an exception may have come before the end of the scope
+  delete table;
+}
 
 EXPORT void outofcore_begin(Table* table, int scope) {
   Thread& t = thread;

@@ -6,7 +6,7 @@ step; a step then makes none. Views cost nothing: they are only other tensors on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -218,7 +218,9 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
     return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)))
 
 
-def scopes(captured: Captured, program: Program, requests: Sequence[Requests]) -> list[list[tuple[int, int]]]:
+def scopes(
+    captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
+) -> list[list[tuple[int, int]]]:
     """For each op that a placed program runs, in order, the bytes and the offset in the arena of its requests.
 
     Args:

@@ -3,7 +3,6 @@
 from outofcore.planning.parameters import QUICK, SearchParams
 from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place
 from outofcore.planning.planner import (
-    POLICIES,
     explain_too_small,
     in_core_budget,
     plan_in_core,
@@ -11,6 +10,8 @@ from outofcore.planning.planner import (
     plans_of_step,
     smallest_budget,
 )
+from outofcore.planning.policy import Policy, PolicyLike
+from outofcore.planning.registry import POLICIES, policy_of
 from outofcore.planning.relaxation import lower_bound_seconds
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "QUICK",
     "Outcome",
     "Planned",
+    "Policy",
+    "PolicyLike",
     "SearchParams",
     "explain_too_small",
     "fit",
@@ -29,5 +32,6 @@ __all__ = [
     "plan_in_core",
     "plan_step",
     "plans_of_step",
+    "policy_of",
     "smallest_budget",
 ]

@@ -38,7 +38,8 @@ class SearchParams:
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
         polish_tries: changes that it tries at most.
-        polish_starts: how many of the best plans it starts from, before the one in which everything leaves.
+        polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves, and
+            from the best candidate where that promised more than was kept.
         polish_rounds: how often it starts, from these in turn, each time with other draws.
         annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
         spans: spans of time that the linear program of a long step is cut into.
@@ -60,8 +61,8 @@ class SearchParams:
     placed: int = 16
     polish_ops: int = 24_000
     polish_tries: int = 800
-    polish_starts: int = 2
-    polish_rounds: int = 3
+    polish_starts: int = 1
+    polish_rounds: int = 4
     annealing: int = 600
     spans: int = 500
 

@@ -143,6 +143,8 @@ def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Plan
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
     """Ask a policy for plans with less and less room, until its blocks can be placed within the budget.
 
+    Where it has none for so little any more, it is asked for something in between.
+
     Args:
         graph: the step.
         costs: measured or assumed.
@@ -153,20 +155,30 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
         None if no plan of the policy could be placed.
     """
     room = room_for_large(graph, costs, budget)
-    for _ in range(ATTEMPTS):
-        if room <= 0:
+    most, least = room, 0  # the least room whose plan could not be placed; the most for which there is none
+    before, over = None, 0
+    for attempt in range(ATTEMPTS):
+        if room <= least:
+            room = (most + least) // 2
+        if room <= 0 or (attempt and most - room < PAGE_BYTES):
             return None
         try:
             plan = policy(room)
         except BudgetError:
-            return None
-        lowered = lower(graph, costs, plan)
-        if room_at_homes(graph, costs, lowered) is None:
-            return None
-        program = place(lowered, budget)
-        if program.arena_bytes <= budget:
-            return finish(graph, costs, plan, program)
-        over = program.arena_bytes - budget
+            if not attempt:
+                return None
+            least = room
+            continue
+        if before is None or plan.decisions != before:
+            before = plan.decisions
+            lowered = lower(graph, costs, plan)
+            if room_at_homes(graph, costs, lowered) is None:
+                return None
+            program = place(lowered, budget)
+            if program.arena_bytes <= budget:
+                return finish(graph, costs, plan, program)
+            over = program.arena_bytes - budget
+        most = room
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
 

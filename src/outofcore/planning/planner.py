@@ -11,19 +11,18 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower
 from outofcore.lowering.slots import slot_bytes
-from outofcore.plan import Plan
-from outofcore.planning.offload_all import offload_all
+from outofcore.planning.baselines.profile_guided import ProfileGuided
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import (
     Planned,
-    fit,
     fit_once,
     keep_all,
     place,
     small_region_bytes,
     worth,
 )
-from outofcore.planning.published import PUBLISHED, plans_of
+from outofcore.planning.policy import Auto, OffloadAll, Policy, PolicyLike, first_of, plans_of
+from outofcore.planning.registry import policy_of
 from outofcore.planning.resident_gradients import all_staying, let_stay
 from outofcore.planning.search import search
 from outofcore.units import format_bytes
@@ -34,8 +33,6 @@ _log = logging.getLogger("outofcore.planning")
 _NEARLY = 1.1
 # How many storages an error message names.
 _NAMED = 8
-
-POLICIES = ("auto", "keep-all", "offload-all", *PUBLISHED)
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
@@ -91,7 +88,7 @@ def plan_step(
     graph: StepGraph,
     costs: Costs,
     budget: int,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     describe: Callable[[int], str] | None = None,
     *,
     params: SearchParams | None = None,
@@ -102,7 +99,8 @@ def plan_step(
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
-        policy: how to plan. Where everything fits, every policy but ``offload-all`` keeps it all.
+        policy: how to plan: a name or text that ``policy_of`` reads, a policy, or a function of graph, costs and bytes of
+            room. Where everything fits, every policy but ``offload-all`` keeps it all.
         describe: text for a storage in the error message.
         params: what ``auto`` tries, and how hard; by default ``SearchParams()``.
 
@@ -111,7 +109,7 @@ def plan_step(
 
     Raises:
         BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        ValueError: the policy is not known.
+        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the step.
     """
     return next(plans_of_step(graph, costs, budget, policy, describe, params=params))
 
@@ -120,7 +118,7 @@ def plans_of_step(
     graph: StepGraph,
     costs: Costs,
     budget: int,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     describe: Callable[[int], str] | None = None,
     *,
     params: SearchParams | None = None,
@@ -131,30 +129,32 @@ def plans_of_step(
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena.
-        policy: how to plan.
+        policy: as there.
         describe: text for a storage in the error message.
         params: what ``auto`` tries, and how hard.
 
     Raises:
         BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        ValueError: the policy is not known.
+        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the step.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    policy = policy_of(policy)
     if budget < smallest_budget(graph, costs):
         raise explain_too_small(graph, costs, budget, describe)
-    if policy != "offload-all":
+    if not isinstance(policy, OffloadAll | ProfileGuided):
         in_core = plan_in_core(graph, costs, budget)
         if in_core is not None:
             yield in_core
             return
     _check_first_home(graph, costs)
-    found = _plans(graph, costs, budget, policy, params or SearchParams())
+    if isinstance(policy, Auto):
+        found = search(graph, costs, budget, params or policy.params)
+    else:
+        found = _plans(graph, costs, budget, policy)
     if not found:
         bounded = any(home.bytes is not None for home in costs.homes)
-        advice = "" if policy == "auto" else ", or take policy='auto', which tries more"
+        advice = "" if isinstance(policy, Auto) else ", or take policy='auto', which tries more"
         raise BudgetError(
-            f"the policy {policy!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
+            f"the policy {policy.name!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed closely "
             f"enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a little{advice}",
             smallest_budget(graph, costs),
         )
@@ -163,12 +163,11 @@ def plans_of_step(
     )
     best = min((let_stay(graph, costs, budget, p) for p in near), key=lambda planned: worth(costs, planned))
     _log.info(
-        "%s: %.6f s a step predicted, %d candidates", policy, best.timeline.step_seconds, len(found[0].candidates)
+        "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(found[0].candidates)
     )
     yield best
     yield from (planned for planned in found if planned.plan is not best.plan)
-    if costs.homes:
-        yield from _everything_leaves(graph, costs, budget)
+    yield from first_of(OffloadAll(), graph, costs, budget)
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
@@ -188,25 +187,12 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
     return planned
 
 
-def _plans(graph: StepGraph, costs: Costs, budget: int, policy: str, params: SearchParams) -> list[Planned]:
+def _plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
     """Plans within the budget, the best first."""
-    if policy == "auto":
-        return search(graph, costs, budget, params)
-    if policy in PUBLISHED:
-        return plans_of(graph, costs, budget, policy)
-    return list(_everything_leaves(graph, costs, budget)) if policy == "offload-all" and costs.homes else []
-
-
-def _everything_leaves(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
-    for strict in (False, True):
-
-        def policy(room: int, strict: bool = strict) -> Plan:
-            return offload_all(graph, room, strict=strict)
-
-        planned = fit(graph, costs, budget, policy)
-        if planned is not None:
-            yield planned
-            return
+    if isinstance(policy, ProfileGuided):
+        planned = policy.placed(graph, costs, budget)
+        return [] if planned is None else [planned]
+    return (first_of if isinstance(policy, OffloadAll) else plans_of)(policy, graph, costs, budget)
 
 
 def _check_first_home(graph: StepGraph, costs: Costs) -> None:

@@ -18,17 +18,15 @@ from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Planned, finish, place, worth
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import lower_bound_seconds
-from outofcore.program import CopyIn, CopyOut
-from outofcore.simulator import busiest_seconds, stalls
+from outofcore.simulator import busiest_seconds
 
 # By how many ops times are moved.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
 # How many changes are made at once.
 _AT_ONCE = (1, 1, 2, 3)
-# How often a gap is changed that is decided already, rather than another one drawn.
-_DECIDED = 0.7
-# How often a gap is changed whose copies ops waited for.
-_SUSPECTED = 0.0
+# How often a gap is changed that is decided already, up to how often it changes places with one that is kept; otherwise a
+# gap that is kept is drawn.
+_DECIDED, _SWAPPED = 0.65, 0.8
 # Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes to
 # another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or comes back
 # at another time; otherwise it is offloaded.
@@ -101,27 +99,14 @@ class _Polish:
         best = self._try({d.gap: d for d in start.decisions}, inf)
         if best is None:
             return None
-        value, suspects = self.value(best), self._suspects(best)
+        value = self.value(best)
         for _ in range(tries):
             if value <= self.goal:
                 break
-            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, suspects, draw), value)
+            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), value)
             if found is not None and (made := self.value(found)) <= value:
-                best, value, suspects = found, made, self._suspects(found)
+                best, value = found, made
         return best
-
-    def _suspects(self, planned: Planned) -> dict[Gap, float]:
-        """Gaps whose copies ops waited for, and for how many seconds."""
-        program, found = planned.program, dict[Gap, float]()
-        decided: dict[int, list[Gap]] = {}
-        for decision in planned.plan.decisions:
-            decided.setdefault(decision.gap.storage, []).append(decision.gap)
-        for stall in stalls(program, planned.timeline):
-            cause = None if stall.waits_for is None else program.instructions[stall.waits_for]
-            if isinstance(cause, CopyIn | CopyOut):
-                for gap in decided.get(program.blocks[cause.block].storage or 0, ()):
-                    found[gap] = found.get(gap, 0.0) + stall.seconds
-        return found
 
     def _try(self, decisions: _Decisions, most: float) -> Planned | None:
         """The plan, placed; None if the homes cannot hold what leaves, or it surely takes more than ``most`` seconds."""
@@ -136,19 +121,28 @@ class _Polish:
             self.seen[key] = None if placed is None else finish(self.graph, self.costs, plan, placed)
         return self.seen[key]
 
-    def _changed(self, decisions: _Decisions, suspects: dict[Gap, float], draw: random.Random) -> _Decisions:
+    def _changed(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
         for _ in range(draw.choice(_AT_ONCE)):
-            waited = [gap for gap in suspects if gap in decisions]
-            if waited and draw.random() < _SUSPECTED:
-                gap = draw.choices(waited, [suspects[gap] for gap in waited])[0]
-                self._change(decisions, decisions[gap], draw)
-            elif decisions and draw.random() < _DECIDED:
-                self._change(decisions, decisions[draw.choice(sorted(decisions))], draw)
+            kind = draw.random()
+            decided = [decisions[gap] for gap in sorted(decisions)]
+            if decided and kind < _DECIDED:
+                self._change(decisions, draw.choice(decided), draw)
+            elif decided and kind < _SWAPPED:
+                self._swap(decisions, draw.choice(decided), draw)
             elif self.gaps:
                 gap = draw.choice(self.gaps)
                 if gap not in decisions:
                     decisions[gap] = self._new(gap, draw)
         return decisions
+
+    def _swap(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
+        """Keep what is away, and let another storage leave at about that time."""
+        gap = decision.gap
+        others = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
+        if others and gap.start >= 0:
+            del decisions[gap]
+            other = draw.choice(others)
+            decisions[other] = self._new(other, draw)
 
     def _change(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)

@@ -275,7 +275,7 @@ class _Search:
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
-                return replace(offload_all(self.graph, room, strict=strict), policy="auto")
+                return replace(offload_all(self.graph, room, strict=strict, costs=self.costs), policy="auto")
 
             planned = fit(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
@@ -286,8 +286,11 @@ class _Search:
         ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
         best = ranked[0] if ranked else None
         starts = [planned.plan for planned in ranked[: self.params.polish_starts]]
+        promised = min(self.candidates, key=lambda candidate: candidate.value, default=None)
+        if promised is not None and best is not None and promised.value * _KEPT_PROMISE < worth(self.costs, best):
+            starts.append(promised.plan)
         if self.costs.homes:
-            starts.append(offload_all(self.graph, self.budget))
+            starts.append(offload_all(self.graph, self.budget, costs=self.costs))
         better = polished(self.problem, self.budget, best, starts, self.params)
         if better is not None:
             self._note("polished", better)

@@ -1,21 +1,126 @@
-"""Measures the algorithms that ops could be run by, and takes for each family the fastest whose workspace fits."""
+"""Which algorithm a convolution is run by: the fastest whose workspace fits. Off unless it is asked for.
+
+PyTorch names no algorithm of cuDNN or oneDNN that one could ask for. What it lets one say is which library is used, and
+whether cuDNN may take algorithms that are not deterministic; each gives another algorithm with a workspace of its own.
+Left out is ``torch.backends.cudnn.benchmark``: what it finds for a shape is kept by the process for ever, whatever the
+flag says later, and need not be what it finds in the next process.
+
+The rule is SuperNeurons' (Wang et al., PPoPP 2018, section 3.5), with one difference: there the room is what happens to
+be free when the op runs; here it is what the budget leaves beside the op's own tensors, since a plan makes that free.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from outofcore.analysis import placed_bytes
 from outofcore.capture.captured import Captured
-from outofcore.execution.algorithms import Algorithm, alternatives, is_convolution, run_by
+from outofcore.costs import OpCost
 from outofcore.execution.backend import Backend
-from outofcore.planning.algorithms import choose
+from outofcore.graph import Op, StepGraph
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import OpProfile
-from outofcore.profiling.ops import profile_some
+from outofcore.profiling.ops import OpProfile, profile_some
 from outofcore.units import format_bytes, format_seconds
 
 _log = logging.getLogger("outofcore.profiling")
+
+# Another algorithm is taken if it saves this share of the time at least: measurements differ by some percent.
+_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Flags under which a convolution is run.
+
+    Attributes:
+        name: for families and logs.
+        flags: of which module of ``torch.backends``, which one, and what it is set to.
+    """
+
+    name: str
+    flags: tuple[tuple[Any, str, bool], ...]
+
+
+class Chosen:
+    """An op that runs by one algorithm whenever it is called, when it runs again as well.
+
+    Args:
+        func: the op.
+        algorithm: for it alone; the flags are set back when the call returns.
+    """
+
+    def __init__(self, func: Callable[..., Any], algorithm: Algorithm) -> None:
+        self.func = func
+        self.algorithm = algorithm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = [(module, flag, getattr(module, flag)) for module, flag, _ in self.algorithm.flags]
+        try:
+            for module, flag, value in self.algorithm.flags:
+                setattr(module, flag, value)
+            return self.func(*args, **kwargs)
+        finally:
+            for module, flag, value in before:
+                setattr(module, flag, value)
+
+
+def alternatives(device: torch.device) -> tuple[Algorithm, ...]:
+    """The algorithms that differ from PyTorch's own choice on a device, under the flags of now."""
+    if device.type == "cpu":
+        found = [Algorithm("without oneDNN", ((torch.backends.mkldnn, "enabled", False),))]
+    else:
+        cudnn = torch.backends.cudnn
+        found = [
+            Algorithm("deterministic", ((cudnn, "deterministic", True),)),
+            Algorithm("without cuDNN", ((cudnn, "enabled", False),)),
+        ]
+        # Where all of PyTorch is to be deterministic, so is cuDNN, and what PyTorch has of its own may not be.
+        if torch.are_deterministic_algorithms_enabled():
+            return ()
+    return tuple(a for a in found if any(getattr(module, flag) is not value for module, flag, value in a.flags))
+
+
+def is_convolution(op: Op) -> bool:
+    """Whether an op has algorithms to choose from."""
+    return op.name.startswith(("aten.convolution.", "aten.convolution_backward."))
+
+
+def run_by(captured: Captured, chosen: dict[int, Algorithm]) -> Captured:
+    """The same step, some of its ops run by algorithms that PyTorch would not take by itself.
+
+    Args:
+        captured: the step.
+        chosen: by op.
+    """
+    ops, calls = list(captured.graph.ops), list(captured.calls)
+    for index, algorithm in chosen.items():
+        ops[index] = replace(ops[index], family=f"{ops[index].family} {algorithm.name}")
+        calls[index] = replace(calls[index], func=Chosen(calls[index].func, algorithm))
+    graph = StepGraph(captured.graph.storages, tuple(ops), captured.graph.outputs)
+    return replace(captured, graph=graph, calls=tuple(calls))
+
+
+def choose(own: OpCost, others: Sequence[OpCost], room: int) -> int | None:
+    """The place of the algorithm to take among ``others``; None: the op's own, which is taken where in doubt.
+
+    Args:
+        own: what the op costs by the algorithm that it takes by itself.
+        others: what it costs by others.
+        room: bytes that its workspace may take. Where none fits, the least is taken.
+    """
+    fitting = [i for i, other in enumerate(others) if other.workspace_bytes <= room]
+    if own.workspace_bytes <= room:
+        fitting = [i for i in fitting if others[i].seconds < own.seconds * (1 - _GAIN)]
+        return min(fitting, key=lambda i: (others[i].seconds, i), default=None)
+    if fitting:
+        return min(fitting, key=lambda i: (others[i].seconds, i))
+    least = min(range(len(others)), key=lambda i: (others[i].workspace_bytes, i), default=None)
+    return least if least is not None and others[least].workspace_bytes < own.workspace_bytes else None
 
 
 def choose_algorithms(

@@ -39,6 +39,18 @@ _LOCK_POLL_SECONDS = 0.01
 _ENDINGS = (".json", ".lock", ".part")
 
 
+def number_in(node: Node, low: float, high: float) -> float:
+    """A number of an entry; whole ones stay whole.
+
+    Raises:
+        GraphError: it is none, or lies outside of [low, high]: nobody measured that.
+    """
+    value = node.value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        node.refuse(f"must be a number from {low:g} to {high:g}")
+    return value
+
+
 def default_cache_folder() -> Path:
     """Where measurements are kept if nothing else is said. It need not exist."""
     return user_cache_folder() / "measured"
@@ -142,7 +154,11 @@ class Shelf:
                     return
                 kept = {key: node.value for key, node in self.read().items() if key not in entries}
                 together = [*kept.items(), *entries.items()][-_MOST_ENTRIES:]
-                self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+                try:
+                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+                except (ValueError, OverflowError):
+                    # What was kept is damaged in a way that can be read and not written.
+                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(entries)})
         except (OSError, InputError) as error:
             _log.warning("measurements are not kept: %s", error)
 

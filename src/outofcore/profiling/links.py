@@ -1,38 +1,51 @@
 """What the link to a home gives: alone, beside ops, and both ways at once; and what copies take from ops.
 
-A step copies while it computes, and both share cores and memory. So the rates to plan with are those measured beside
-ops; how much copies both ways take from each other, and all of them from ops, is measured as well (``Home``).
+A step copies while it computes, and both share cores, memory and buses. So the rates to plan with are those measured
+beside ops; how much copies both ways take from each other, and all of them from ops, is measured as well (``Home``).
+The protocol is one (``_measured``); how actions run side by side and are timed differs: threads and the clock of the
+host, or streams and the clock of the device.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 
 import torch
 
 from outofcore.costs import Home
 from outofcore.errors import GraphError
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.arenas import Memory
+from outofcore.execution.backend import Backend
+from outofcore.execution.cuda.interface import Driver, Mark, Stream
+from outofcore.execution.cuda.staging import Staging, first_stream, last_stream
+from outofcore.execution.homes import DiskHome, HomeStore
+from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import Node
-from outofcore.profiling.cache import Cache, Shelf
-from outofcore.profiling.kept import machine_facts
+from outofcore.profiling.cache import Cache, Shelf, number_in
+from outofcore.profiling.ops import machine_facts
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
 
 _LATENCY_COPIES = 9
+_MOST_COPIES = 500
 # The ops that copies are measured beside: a product of matrices, and a pass over memory that no cache holds.
 _MATRIX, _PASS_BYTES = 512, 32 * MIB
+_DEVICE_MATRIX, _DEVICE_PASS_BYTES = 2048, 64 * MIB
 # Disks fill up and grow old: what was measured longer ago is measured again.
 _FRESH_SECONDS = 7 * 24 * 3600.0
-
-_Action = Callable[[], object]
+# Nothing that was measured lies beyond these.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e6
+_RATES = 1.0, 1e15  # bytes per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +85,8 @@ class LinkReport:
     @property
     def contention(self) -> float:
         """As in ``Home``: 0 for two links, 1 for one that both ways share."""
-        lost = [
-            1 - both / one
-            for both, one in (
-                (self.together.out, self.computing.out),
-                (self.together.into, self.computing.into),
-            )
-        ]
-        return min(max(sum(lost), 0.0), 1.0)
+        lost = 2 - self.together.out / self.computing.out - self.together.into / self.computing.into
+        return min(max(lost, 0.0), 1.0)
 
     @property
     def compute_slowdown(self) -> float:
@@ -102,12 +109,37 @@ class LinkReport:
         )
 
 
+def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
+    """The costs of the homes of a step that runs somewhere.
+
+    The homes are in use, or soon will be: each is measured on one like it, so that it loses no room.
+
+    Args:
+        stores: the homes.
+        cache: as for ``known_link``.
+        backend: where the step runs.
+        buffer_bytes: as for ``known_link``.
+
+    Raises:
+        ArenaError, SpillError, TransferError: see ``measure_link``.
+    """
+    found: list[Home] = []
+    for store in stores:
+        other = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
+        try:
+            link = known_link(other, cache, buffer_bytes=buffer_bytes, driver=backend.driver, device=backend.facts())
+            found.append(replace(link.home, bytes=store.capacity))
+        finally:
+            other.close()
+    return tuple(found)
+
+
 def known_link(
     home: HomeStore,
     cache: Cache | None,
     *,
     buffer_bytes: int = 64 * MIB,
-    measure: Callable[..., LinkReport] | None = None,
+    driver: Driver | None = None,
     device: Mapping[str, object] | None = None,
 ) -> LinkReport:
     """The link to a home as the cache has it, else measured now and kept.
@@ -116,53 +148,26 @@ def known_link(
         home: an open or unopened home.
         cache: None measures whatever was measured before.
         buffer_bytes: rounded down to a power of two; what was measured with other buffers is another link.
-        measure: measures it, as ``measure_link`` does, which is the default.
-        device: facts about the device at the other end, if that is not the CPU.
+        driver: the device at the other end; None: the CPU.
+        device: facts about it, if it is not the CPU.
 
-    Raises: as ``measure_link``.
+    Raises:
+        ArenaError, SpillError, TransferError: see ``measure_link``.
     """
     size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
-    measure = measure or measure_link
     if cache is None:
-        return measure(home, buffer_bytes=size)
+        return measure_link(home, buffer_bytes=size, driver=driver)
     shelf, key = _shelf(cache, device), f"{home.identity}/{size}"
     node = shelf.read().get(key)
     if node is not None:
         try:
-            measured = node.at("measured_at").number()
-            if 0 <= time.time() - measured < _FRESH_SECONDS:
+            if 0 <= time.time() - number_in(node.at("measured_at"), 0.0, 1e12) < _FRESH_SECONDS:
                 return _read(node, home)
         except GraphError as error:
             _log.warning("the link is measured anew: %s", error)
-    report = measure(home, buffer_bytes=size)
+    report = measure_link(home, buffer_bytes=size, driver=driver)
     shelf.write({key: {"measured_at": time.time(), **asdict(report)}})
     return report
-
-
-def link_to(
-    home: HomeStore,
-    cache: Cache | None,
-    *,
-    buffer_bytes: int = 64 * MIB,
-    measure: Callable[..., LinkReport] | None = None,
-    device: Mapping[str, object] | None = None,
-) -> Home:
-    """The costs of a home that is in use, or soon will be: measured on one like it, so that it loses no room.
-
-    Args: as for ``known_link``.
-
-    Raises: as ``measure_link``.
-    """
-    other = home.sibling(2 * max(buffer_bytes, PAGE_BYTES))
-    try:
-        link = known_link(other, cache, buffer_bytes=buffer_bytes, measure=measure, device=device)
-        return replace(link.home, bytes=home.capacity)
-    finally:
-        other.close()
-
-
-def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:
-    return cache.shelf("links", {**machine_facts(), **(device or {})})
 
 
 def forget_link(home: HomeStore, cache: Cache, device: Mapping[str, object] | None = None) -> None:
@@ -172,155 +177,333 @@ def forget_link(home: HomeStore, cache: Cache, device: Mapping[str, object] | No
     shelf.write({key: {"measured_at": 0.0} for key in stale})
 
 
-def _read(node: Node, home: HomeStore) -> LinkReport:
-    def positive(field: str, of: Node = node) -> float:
-        found = of.at(field)
-        if found.number() <= 0:
-            found.refuse("must be above zero")
-        return found.number()
+def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:
+    return cache.shelf("links", {**machine_facts(), **(device or {})})
 
-    alone, computing, together = (
-        Rates(positive("out", node.at(field)), positive("into", node.at(field)))
-        for field in ("alone", "computing", "together")
-    )
-    times = [positive(f"compute_{which}_s") for which in ("alone", "single", "both")]
+
+def _read(node: Node, home: HomeStore) -> LinkReport:
+    """A report as it was kept.
+
+    Raises:
+        GraphError: it is damaged.
+    """
+
+    def seconds(field: str) -> float:
+        return number_in(node.at(field), _LEAST_SECONDS, _MOST_SECONDS)
+
+    def rates(field: str) -> Rates:
+        return Rates(*(number_in(node.at(field).at(way), *_RATES) for way in ("out", "into")))
+
+    alone, computing, together = rates("alone"), rates("computing"), rates("together")
+    times = seconds("compute_alone_s"), seconds("compute_single_s"), seconds("compute_both_s")
     # How much room there is may have changed.
-    return LinkReport(home.name, home.capacity, positive("latency_s"), alone, computing, together, *times)
+    return LinkReport(home.name, home.capacity, seconds("latency_s"), alone, computing, together, *times)
 
 
 def measure_link(
-    home: HomeStore, *, buffer_bytes: int = 64 * MIB, seconds: float = 1.2, compute: _Action | None = None
+    home: HomeStore,
+    *,
+    buffer_bytes: int = 64 * MIB,
+    seconds: float = 1.2,
+    driver: Driver | None = None,
+    compute: Callable[[], object] | None = None,
 ) -> LinkReport:
-    """Measure the link between memory and a home.
+    """Measure the link between memory, or a device, and a home.
 
-    Copies go between fresh page-aligned memory and room past the end of what the home holds, which is
-    left as it is; the home is larger afterwards by twice the buffer. Bandwidth is the median of several copies,
-    latency that of copies of one page.
+    Copies go between fresh memory and room past the end of what the home holds, which is left as it is; the home is
+    larger afterwards by twice the buffer. Bandwidth is the median of several copies, latency that of copies of one
+    page. Between a device and a disk they go as in a step, through buffers in host memory. Ctrl-C takes effect when
+    the link is measured; a second one when the copies that are under way have ended.
 
     Args:
-        home: an open or unopened home.
+        home: an open or unopened home; for a device pinned at best, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
         seconds: about how long to measure: a sixth each for ops alone, for copies out and in alone, out and in
             beside ops, and both at once beside ops. At least two copies are timed.
-        compute: what copies are measured beside; by default ops bound by arithmetic and by memory in turn, on as
-            many threads as PyTorch uses.
+        driver: the device; None: the memory of the process.
+        compute: what copies are measured beside; by default ops bound by arithmetic and by memory in turn.
 
     Limits: a drive that slows down after its write cache has filled, and one that others use at the same time,
     are seen only as they are in that second; ops other than those measured may suffer more or less from copies.
 
     Raises:
+        ArenaError: the device has no room for two buffers and 192 MiB for ops beside them.
         SpillError: the home has no room for the measurement.
         TransferError: a copy failed.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
-    slot_out, slot_in = home.reserve(size), home.reserve(size)
-    region = Region(map_anonymous(2 * size), 2 * size)
-    outgoing, incoming = region.memory(0, size), region.memory(size, size)
-    random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
-    torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
-    work = compute or _ops()
+    with Deferred("the measurement of a link"):
+        slots = home.reserve(size), home.reserve(size)
+        if driver is None:
+            return _measured(home, size, seconds / 6, _host_bench(home, slots, size, compute))
+        with _device_bench(driver, home, slots, size, compute) as bench:
+            return _measured(home, size, seconds / 6, bench)
+
+
+@dataclass(frozen=True, eq=False)
+class _Action:
+    """What is done again and again."""
+
+    call: Callable[[], object]
+    stream: Stream = Stream.COMPUTE  # on a device: where it is issued
+
+
+# Runs actions side by side, of which the first is that of the ops if they are among them, for about so many seconds and
+# each at least so often: the seconds that each run of each took while all others were at work.
+_Times = Callable[[Sequence[_Action], float, int], list[list[float]]]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is measured, and how it is timed."""
+
+    times: _Times
+    work: _Action  # ops
+    put: _Action  # a copy to the home
+    get: _Action  # a copy from the home
+    put_page: _Action
+    get_page: _Action
+
+
+def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkReport:
+    def medians(*actions: _Action) -> list[float]:
+        return [statistics.median(times) for times in bench.times(actions, part, 2)]
+
+    work, put, get, pages = bench.work, bench.put, bench.get, (bench.put_page, bench.get_page)
     # The first writes to fresh pages of memory and of a file cost more than all later ones; so does an op's first run.
-    home.write(slot_in, outgoing)
-    home.write(slot_out, outgoing)
-    home.read(slot_in, incoming)
-    work()
+    for action in (put, get, work, *pages):
+        bench.times((action,), 0.0, 1)
+    latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
+    (compute_s,), (out_s,), (in_s,) = medians(work), medians(put), medians(get)
+    with_out, with_in, both = medians(work, put), medians(work, get), medians(work, put, get)
 
-    def put() -> None:
-        home.write(slot_out, outgoing)
+    def rates(*copies: float) -> Rates:
+        # Once the latency is taken off, as ``costs.Home`` counts it.
+        return Rates(*(size / max(taken - latency, taken / 2) for taken in copies))
 
-    def get() -> None:
-        home.read(slot_in, incoming)
-
-    latency = statistics.median(
-        [_timed(lambda: home.write(slot_out, outgoing[:PAGE_BYTES])) for _ in range(_LATENCY_COPIES)]
-        + [_timed(lambda: home.read(slot_in, incoming[:PAGE_BYTES])) for _ in range(_LATENCY_COPIES)]
-    )
-    part = seconds / 6
-
-    def rates(out_s: float, in_s: float) -> Rates:
-        return Rates(_rate(size, out_s, latency), _rate(size, in_s, latency))
-
-    (compute_s,), (out_s,), (in_s,) = (_together(part, action) for action in (work, put, get))
-    beside_out, beside_in = _together(part, work, put), _together(part, work, get)
-    both = _together(part, work, put, get)
     return LinkReport(
         name=home.name,
         capacity=home.capacity,
         latency_s=latency,
         alone=rates(out_s, in_s),
-        computing=rates(beside_out[1], beside_in[1]),
+        computing=rates(with_out[1], with_in[1]),
         together=rates(both[1], both[2]),
         compute_alone_s=compute_s,
-        compute_single_s=(beside_out[0] + beside_in[0]) / 2,
+        compute_single_s=(with_out[0] + with_in[0]) / 2,
         compute_both_s=both[0],
     )
 
 
-def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB, seconds: float = 0.2) -> float:
-    """Bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
-    source = torch.ones(buffer_bytes, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return 2 * buffer_bytes / _together(seconds, lambda: target.copy_(source))[0]
-
-
-def _ops() -> _Action:
+def _ops(
+    left: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
+) -> Callable[[], object]:
     """Ops whose results take no new memory, so that no page fault disturbs them."""
-    left = torch.full((_MATRIX, _MATRIX), 0.5)
-    product = torch.empty_like(left)
-    source = torch.ones(_PASS_BYTES // 4)
-    target = torch.empty_like(source)
+    left.fill_(0.5)
+    source.fill_(0.5)
 
     def run() -> None:
         with torch.no_grad():
-            for _ in range(4):
+            for _ in range(products):
                 torch.mm(left, left, out=product)
             torch.add(source, 1.0, out=target)
 
     return run
 
 
-def _timed(copy: _Action) -> float:
-    start = time.perf_counter()
-    copy()
-    return time.perf_counter() - start
+def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _Bench:
+    region = Region(map_anonymous(2 * size), 2 * size)
+    outgoing, incoming = region.memory(0, size), region.memory(size, size)
+    random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
+    torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
+    home.write(slots[1], outgoing)
+    squares, passes = torch.empty(2, _MATRIX, _MATRIX), torch.empty(2, _PASS_BYTES // 4)
+    return _Bench(
+        beside_each_other,
+        _Action(compute or _ops(*squares, *passes, products=4)),
+        _Action(lambda: home.write(slots[0], outgoing)),
+        _Action(lambda: home.read(slots[1], incoming)),
+        _Action(lambda: home.write(slots[0], outgoing[:PAGE_BYTES])),
+        _Action(lambda: home.read(slots[1], incoming[:PAGE_BYTES])),
+    )
 
 
-def _together(seconds: float, *actions: _Action) -> list[float]:
-    """Median durations of actions that run beside each other, each for as long as any of the others does.
+def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
+    """See ``_Times``: the first action runs in this thread, the others in threads of their own.
 
-    The first runs in this thread, the others in threads of their own. Each runs for about so long, and twice at least.
+    No thread is left when this returns or raises, whatever interrupts it.
 
-    Raises: what an action raises.
+    Raises:
+        Exception: what an action raises.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
+
+    def stop() -> None:
+        start.abort()
+        for event in enough:
+            event.set()
 
     def run(which: int) -> None:
         try:
             start.wait()
             # Go on until the others have enough too: what runs alone would not count.
             while not all(event.is_set() for event in enough):
-                times[which].append(_timed(actions[which]))
-                if len(times[which]) >= 2 and sum(times[which]) >= seconds:
+                begin = time.perf_counter()
+                actions[which].call()
+                times[which].append(time.perf_counter() - begin)
+                if len(times[which]) >= least and sum(times[which]) >= seconds:
                     enough[which].set()
-        except Exception as error:
+        except BaseException as error:
             failures.append(error)
-            for event in enough:
-                event.set()
+            stop()
 
     others = [threading.Thread(target=run, args=(which,), name="outofcore-measure") for which in range(1, len(actions))]
-    for other in others:
-        other.start()
-    run(0)
-    for other in others:
-        other.join()
-    if failures:
-        raise failures[0]
-    return [statistics.median(taken) for taken in times]
+    try:
+        for other in others:
+            other.start()
+        run(0)
+    except BaseException:
+        stop()
+        raise
+    finally:
+        _join(others, failures)
+    for error in failures:
+        # Those who waited for one that failed say nothing new.
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return times
 
 
-def _rate(count: int, seconds: float, latency: float) -> float:
-    """Bytes per second once the latency is taken off, as ``costs.Home`` counts it."""
-    return count / max(seconds - latency, seconds / 2)
+def _join(threads: Sequence[threading.Thread], failures: list[BaseException]) -> None:
+    """Return when threads have ended; what interrupts that is added to the failures."""
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # the handler of a signal
+                failures.insert(0, error)
+
+
+def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB, seconds: float = 0.2) -> float:
+    """Bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
+    source = torch.ones(buffer_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    (times,) = beside_each_other([_Action(lambda: target.copy_(source))], seconds, 2)
+    return 2 * buffer_bytes / statistics.median(times)
+
+
+@contextmanager
+def _device_bench(
+    driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
+) -> Iterator[_Bench]:
+    square = _DEVICE_MATRIX * _DEVICE_MATRIX * 4
+    arena = driver.open_arena(2 * (size + _DEVICE_PASS_BYTES + square), 1 << 62)
+
+    def floats(at: int, count: int) -> torch.Tensor:
+        return arena.view(2 * size + at, count).view(torch.float32)
+
+    try:
+        arena.view(0, size).fill_(1)
+        if compute is None:
+            squares = (floats(k * square, square).view(_DEVICE_MATRIX, _DEVICE_MATRIX) for k in range(2))
+            passes = (floats(2 * square + k * _DEVICE_PASS_BYTES, _DEVICE_PASS_BYTES) for k in range(2))
+            compute = _ops(*squares, *passes, products=1)
+        work = compute
+        with driver.step(None):
+            if isinstance(home, DiskHome):
+                copies = _disk_copies(driver, home, arena, slots, size)
+            else:
+                copies = _memory_copies(driver, home, arena, slots, size)
+            yield _Bench(_DeviceTimes(driver), _Action(lambda: driver.launch(None, work)), *copies)
+    finally:
+        # Copies that were issued end before their memory goes.
+        driver.synchronize()
+        arena.close()
+
+
+def _memory_copies(
+    driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int
+) -> tuple[_Action, ...]:
+    """Copies between the first bytes of an arena and host memory: out, in, and a page each way."""
+    host = [home.face(slot, size) for slot in slots]
+    device = arena.view(0, size), arena.view(size, size)
+    host[1].fill_(1)
+
+    def put(count: int) -> _Action:
+        to, of = host[0][:count], device[0][:count]
+        return _Action(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
+
+    def get(count: int) -> _Action:
+        to, of = device[1][:count], host[1][:count]
+        return _Action(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
+
+    return put(size), get(size), put(PAGE_BYTES), get(PAGE_BYTES)
+
+
+def _disk_copies(
+    driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int
+) -> tuple[_Action, ...]:
+    """Copies between the first bytes of an arena and a disk: out, in, and a page each way."""
+    staging = Staging(driver, home)
+
+    def put(count: int, slot: int) -> _Action:
+        parts = staging.parts(arena.view, 0, slot, count)
+        return _Action(lambda: staging.out(-1, parts), Stream.DISK_OUT)
+
+    def get(count: int) -> _Action:
+        parts = staging.parts(arena.view, size, slots[1], count)
+        return _Action(lambda: staging.into(-1, parts, ()), Stream.DISK_IN)
+
+    # What was never written is not read from the disk.
+    put(size, slots[1]).call()
+    driver.synchronize()
+    return put(size, slots[0]), get(size), put(PAGE_BYTES, slots[0]), get(PAGE_BYTES)
+
+
+class _DeviceTimes:
+    """See ``_Times``: actions are issued to streams side by side, and timed by the device's clock."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._alone: dict[_Action, float] = {}
+
+    def __call__(self, actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
+        if not seconds:
+            return self._issue(actions, [least] * len(actions))
+        for action in actions:
+            if action not in self._alone:
+                self._alone[action] = statistics.median(*self._issue((action,), [2]))
+        counts = [
+            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), least), _MOST_COPIES) for action in actions
+        ]
+        if len(actions) > 1:
+            # Together they are slower, so that twice as many of the others may be needed while one is at work.
+            return self._issue(actions, [2 * count for count in counts])
+        found = self._issue(actions, counts)
+        self._alone[actions[0]] = statistics.median(found[0])
+        return found
+
+    def _issue(self, actions: Sequence[_Action], counts: Sequence[int]) -> list[list[float]]:
+        """Seconds of each repetition, of those that began before another stream ran dry."""
+        driver = self._driver
+        begin = driver.mark(timed=True)
+        driver.record(Stream.COMPUTE, begin)
+        for action in actions:
+            if action.stream is not Stream.COMPUTE:
+                driver.wait(first_stream(action.stream), begin)
+        stamps: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
+        turns = zip_longest(*([which] * count for which, count in enumerate(counts)))
+        for which in (which for turn in turns for which in turn if which is not None):
+            start, end = driver.mark(timed=True), driver.mark(timed=True)
+            driver.record(first_stream(actions[which].stream), start)
+            actions[which].call()
+            driver.record(last_stream(actions[which].stream), end)
+            stamps[which].append((start, end))
+        driver.synchronize()
+        spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in stamps]
+        until = min(found[-1][1] for found in spans)
+        return [
+            [end - start for start, end in found if start < until] or [found[0][1] - found[0][0]] for found in spans
+        ]

@@ -1,8 +1,11 @@
-"""What each op costs: measured by running it once or a few times on scratch tensors, alone in memory.
+"""What each op costs: measured by running it once or a few times on scratch tensors, alone in memory; and kept.
 
 Ops of one family (same target, shapes, strides, dtypes and constants) cost the same, so one stands for
 all of them (the idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model
 whose step does not fit is measured all the same: only one op is in memory at a time.
+
+Kept in a cache are families whose name says all there is to say: those of PyTorch's own operators and optimizers. An
+operator or an optimizer of the user's may change while its name does not.
 
 Limits: an op whose speed depends on what its inputs hold is measured for what scratch tensors hold (``scratch``).
 """
@@ -10,34 +13,54 @@ Limits: an op whose speed depends on what its inputs hold is measured for what s
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis import placed_bytes
-from outofcore.analysis.requests import Requests, workspace_layout
+from outofcore.analysis import LARGE_BYTES, placed_bytes
+from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch, workspace_layout
 from outofcore.capture.captured import Call, Captured
 from outofcore.capture.patching import TURN
+from outofcore.capture.pieces import PIECE_ELEMENTS
 from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
-from outofcore.errors import ArenaError, CaptureError, OutOfCoreError
+from outofcore.errors import ArenaError, CaptureError, GraphError, OutOfCoreError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.arenas import Memory
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
-from outofcore.graph import Op
-from outofcore.profiling.cache import Cache
-from outofcore.profiling.kept import KeptProfiles, OpProfile
+from outofcore.execution.interrupts import Deferred
+from outofcore.execution.native import load_native
+from outofcore.graph import Op, StepGraph
+from outofcore.jsonfile import Node
+from outofcore.profiling.cache import Cache, Shelf, number_in
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
+from outofcore.report.machine import this_machine
 from outofcore.units import MIB
+
+_log = logging.getLogger("outofcore.profiling")
 
 # An op is repeated until its measurements add up to this, or number _REPEATS.
 _ENOUGH_SECONDS = 0.03
 _REPEATS = 5
+# Nothing that was measured lies above these.
+_MOST_SECONDS, _MOST_BYTES = 1e6, 1 << 44
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """What running an op takes, and what it asks of the allocator."""
+
+    cost: OpCost
+    requests: Requests
+    first_requests: Requests | None = None  # of its first run, where they differ
 
 
 def profile_ops(
@@ -90,7 +113,9 @@ def profile_some(
         try:
             for number, members in enumerate(families.values(), 1):
                 try:
-                    profile = bench.profile(members[0], measure_time, kept)
+                    # An interrupt between two ops finds nothing half done.
+                    with Deferred("the measurement of an op"):
+                        profile = bench.profile(members[0], measure_time, kept)
                 except CaptureError:
                     if not leave_out:
                         raise
@@ -133,6 +158,9 @@ class _Bench:
 
     def _release(self) -> None:
         if self._arena is not None:
+            if self._backend.driver is not None:
+                # An op that was interrupted may have been issued and not have run yet.
+                self._backend.driver.synchronize()
             self._arena.close()
             self._arena = None
 
@@ -151,7 +179,8 @@ class _Bench:
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
-        known = kept.find(op, timed=measure_time, first=call.rehearse_first is not None)
+        first_differs = call.rehearse_first is not None
+        known = kept.find(op, timed=measure_time, first=first_differs, results=len(call.results))
         if known is not None:
             return known
         profile = self._measured(op, call, measure_time)
@@ -214,7 +243,7 @@ class _Bench:
                 self._fill(block.storage, arena, block)
         if contents is not None:
             contents.fill(bound.runs[0])
-        return bound.runs[0], arena, scopes(self._captured, program, _Everywhere(requests)), arguments_end
+        return bound.runs[0], arena, scopes(self._captured, program, {op.id: requests}), arguments_end
 
     def _fill(self, storage: int, arena: Memory, block: Block) -> None:
         captured = self._captured
@@ -267,11 +296,17 @@ class _Bench:
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
-        def call() -> None:
-            table.begin(0)
-            out = func(*run.args, **run.kwargs)
-            del out
-            table.end()
+        def call() -> float:
+            # Whatever happens, the thread does not stay in a scope of a table that is soon gone.
+            try:
+                table.begin(0)
+                start = perf_counter()
+                out = func(*run.args, **run.kwargs)
+                taken = perf_counter() - start
+                del out
+                return taken
+            finally:
+                table.end()
 
         if self._backend.timer is not None:
             with internals.below_autograd():
@@ -279,12 +314,7 @@ class _Bench:
         seconds: list[float] = []
         with internals.below_autograd():
             while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
-                table.begin(0)
-                start = perf_counter()
-                out = func(*run.args, **run.kwargs)
-                seconds.append(perf_counter() - start)
-                del out
-                table.end()
+                seconds.append(call())
         # The first run faults the pages in and fills caches.
         return statistics.median(seconds[1:])
 
@@ -307,20 +337,198 @@ def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
     )
 
 
-class _Everywhere(Sequence[Requests]):
-    """The same requests for whichever op is asked about."""
-
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
-
-    def __getitem__(self, index: object) -> Requests:  # type: ignore[override]
-        return self._requests
-
-    def __len__(self) -> int:
-        return 1
-
-
 def _aligned(offset: int, count: int) -> int:
     """Blocks begin on the boundaries on which ``placed_bytes`` lets them end."""
     step = placed_bytes(1) if count < 65536 else 4096
     return -(-offset // step) * step
+
+
+def machine_facts() -> dict[str, object]:
+    """What the speed of anything here depends on."""
+    machine = this_machine()
+    return {
+        "torch": torch.__version__,
+        "cpu": machine.cpu,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
+    """The profiles taken under the settings of now.
+
+    Args:
+        cache: where.
+        device: facts about a device other than the CPU.
+    """
+    settings = {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": [internals.precision_of(torch.backends.mkldnn, op) for op in ("matmul", "conv")],
+        "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        # Without it nothing is known of the memory that ops ask for.
+        "arena": load_native().library is not None,
+        "large_bytes": LARGE_BYTES,
+        "update_elements": PIECE_ELEMENTS,
+        "results": "by leaf",  # how the requests of results are numbered
+    }
+    return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
+
+
+def is_keepable(op: Op) -> bool:
+    """Whether the family of an op means the same in every process."""
+    own = op.name.startswith("aten.") or (op.name.startswith("optimizer.") and not op.random)
+    return own and bool(op.family) and " at 0x" not in op.family
+
+
+class KeptProfiles:
+    """The profiles of a shelf, and those to be added to it.
+
+    Args:
+        cache: None keeps and knows nothing.
+        device: as for ``op_shelf``.
+    """
+
+    def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
+        self._shelf = None if cache is None else op_shelf(cache, device)
+        self._known = {} if self._shelf is None else self._shelf.read()
+        self._new: dict[str, object] = {}
+
+    def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
+        """The profile of an op's family; None where there is none, or it is damaged.
+
+        Args:
+            op: an op of the family.
+            timed: whether its seconds are wanted.
+            first: whether its first run asks for other memory than later ones.
+            results: how many tensors it returns, if that is known.
+        """
+        node = self._known.get(_key(op)) if is_keepable(op) else None
+        if node is None:
+            return None
+        try:
+            profile, has_time = _profile(node)
+            asked = [*profile.requests.requests, *(profile.first_requests.requests if profile.first_requests else ())]
+            leaves = [r.placement.key for r in asked if isinstance(r.placement, Result)]
+            if results is not None and max(leaves, default=-1) >= results:
+                node.refuse(f"names a result that is not among the {results} of the op")
+        except GraphError as error:
+            _log.warning("%s is measured anew: %s", op.name, error)
+            return None
+        if (timed and not has_time) or first != (profile.first_requests is not None):
+            return None
+        return profile
+
+    def add(self, op: Op, profile: OpProfile, *, timed: bool) -> None:
+        """Take up a profile that was measured just now."""
+        if self._shelf is not None and is_keepable(op):
+            self._new[_key(op)] = _content(profile, timed=timed)
+
+    def save(self) -> None:
+        """Write what was added."""
+        if self._shelf is not None:
+            self._shelf.write(self._new)
+            self._new = {}
+
+
+def keep_profiles(
+    cache: Cache,
+    graph: StepGraph,
+    profiles: Sequence[OpProfile],
+    only: Collection[int] | None = None,
+    device: Mapping[str, object] | None = None,
+) -> None:
+    """Put what steps have shown in place of what was measured of ops alone.
+
+    Args:
+        cache: where to.
+        graph: of the step.
+        profiles: of its ops. A family gets the median of its ops' seconds, and the requests of the one that needs
+            the most scratch memory.
+        only: the ops whose families are kept; None: all.
+        device: as for ``op_shelf``.
+    """
+    wanted = None if only is None else {graph.ops[index].family for index in only}
+    families: dict[str, list[int]] = {}
+    for op in graph.ops:
+        if op.touched and is_keepable(op) and (wanted is None or op.family in wanted):
+            families.setdefault(op.family, []).append(op.id)
+    kept = KeptProfiles(cache, device)
+    for members in families.values():
+        largest = max(members, key=lambda index: profiles[index].cost.workspace_bytes)
+        seconds = statistics.median(profiles[index].cost.seconds for index in members)
+        profile = profiles[largest]
+        cost = replace(profile.cost, seconds=seconds)
+        kept.add(graph.ops[members[0]], replace(profile, cost=cost), timed=True)
+    kept.save()
+
+
+def _key(op: Op) -> str:
+    # An update of many small parameters has a name of thousands of characters.
+    return f"{op.name}-{hashlib.sha256(op.family.encode()).hexdigest()[:24]}"
+
+
+def _content(profile: OpProfile, *, timed: bool) -> Mapping[str, object]:
+    first = profile.first_requests
+    return {
+        "seconds": profile.cost.seconds if timed else None,
+        "workspace_bytes": profile.cost.workspace_bytes,
+        "requests": _requests_content(profile.requests),
+        **({} if first is None else {"first_requests": _requests_content(first)}),
+    }
+
+
+def _requests_content(requests: Requests) -> Mapping[str, object]:
+    def place(placement: Placement) -> tuple[object, ...]:
+        match placement:
+            case Result(key):
+                return ("result", key)
+            case Scratch(offset):
+                return ("scratch", offset)
+            case Elsewhere():
+                return ("elsewhere",)
+
+    return {
+        "bytes": requests.workspace_bytes,
+        "list": [[request.bytes, *place(request.placement)] for request in requests.requests],
+    }
+
+
+def _profile(node: Node) -> tuple[OpProfile, bool]:
+    """A profile as it was kept, and whether its seconds were measured.
+
+    Raises:
+        GraphError: it is damaged.
+    """
+    seconds, first, workspace = node.at("seconds"), node.find("first_requests"), node.at("workspace_bytes")
+    timed = seconds.value is not None
+    cost = OpCost(number_in(seconds, 0, _MOST_SECONDS) if timed else 0.0, _bytes(workspace))
+    profile = OpProfile(cost, _requests(node.at("requests")), None if first is None else _requests(first))
+    for requests in (profile.requests, profile.first_requests):
+        if requests is not None and requests.workspace_bytes > cost.workspace_bytes:
+            workspace.refuse("is less than what the op asked for")
+    return profile, timed
+
+
+def _requests(node: Node) -> Requests:
+    found: list[Request] = []
+    scratch = _bytes(node.at("bytes"))
+    for item in node.at("list").items():
+        parts = list(item.items())
+        kind = parts[1].text() if len(parts) > 1 else ""
+        if len(parts) != {"elsewhere": 2, "result": 3, "scratch": 3}.get(kind):
+            item.refuse("is not a request: it needs bytes, what they are for, and where they go")
+        count = _bytes(parts[0])
+        if kind == "elsewhere":
+            found.append(Request(count, Elsewhere()))
+            continue
+        where = _bytes(parts[2])
+        if kind == "scratch" and where + count > scratch:
+            item.refuse(f"does not lie in {scratch} bytes of scratch memory")
+        found.append(Request(count, Result(where) if kind == "result" else Scratch(where)))
+    return Requests(tuple(found), scratch)
+
+
+def _bytes(node: Node) -> int:
+    return int(number_in(node, 0, _MOST_BYTES))

@@ -13,9 +13,8 @@
 The models are those of their papers, in the configuration in common use; their parameter counts are tested.
 """
 
-from outofcore.zoo.catalog import from_options, names, workload
-from outofcore.zoo.options import ImageSource, OptimizerImpl, OptimizerName, ZooOptions, parse_count
-from outofcore.zoo.workload import Workload
+from outofcore.zoo.data import ImageSource
+from outofcore.zoo.workload import OptimizerImpl, OptimizerName, Workload, ZooOptions, names, parse_count, workload
 
 __all__ = [
     "ImageSource",
@@ -23,7 +22,6 @@ __all__ = [
     "OptimizerName",
     "Workload",
     "ZooOptions",
-    "from_options",
     "names",
     "parse_count",
     "workload",

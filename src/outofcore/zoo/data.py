@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from outofcore.errors import InputError
 from outofcore.units import MIB, format_bytes
-from outofcore.zoo.options import ImageSource
 
 Batches = Iterator[tuple[Tensor, ...]]
 
@@ -26,6 +26,14 @@ TEXT_BYTES = 8 * MIB
 # Below this edge a crop of a photograph shows nothing that could be told apart.
 _SMALLEST_PHOTO = 64
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+class ImageSource(StrEnum):
+    """Where the images for the vision models come from."""
+
+    PHOTOS = "photos"  # crops of scikit-learn's two sample photographs; needs scikit-learn and Pillow
+    DIGITS = "digits"  # scikit-learn's 1,797 handwritten digits, enlarged; needs scikit-learn
+    GENERATED = "generated"  # gratings made from the seed; needs nothing
 
 
 def library_text(limit: int = TEXT_BYTES) -> Tensor:

@@ -1,20 +1,178 @@
-"""A model with everything that a training step of it needs."""
+"""Workloads: a model with everything that a training step of it needs, by name and options."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
-from outofcore.zoo.data import Batches
-from outofcore.zoo.optimizers import learning_rate, make_optimizer
-from outofcore.zoo.options import ZooOptions
+from outofcore.errors import InputError
+from outofcore.zoo.data import Batches, ImageSource, image_batches, image_source, text_batches, volume_batches
+from outofcore.zoo.gpt import GPT, GPTShape, shape_for
+from outofcore.zoo.vision import VGG16, DenseNet121, ResNet, UNet3d, resnet_shape
 
 Loss = Callable[..., Tensor]
 TrainStep = Callable[..., Tensor]
+
+_COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_BYTES = 256
+_SOURCES = {
+    ImageSource.PHOTOS: "crops of scikit-learn's sample photographs",
+    ImageSource.DIGITS: "scikit-learn's handwritten digits, enlarged",
+    ImageSource.GENERATED: "generated gratings",
+}
+
+
+class OptimizerName(StrEnum):
+    """The update rule."""
+
+    SGD = "sgd"  # plain gradient descent: no state
+    MOMENTUM = "momentum"  # gradient descent with momentum 0.9: one state tensor per parameter
+    ADAMW = "adamw"  # two state tensors per parameter
+    ADAGRAD = "adagrad"  # one state tensor per parameter
+    RMSPROP = "rmsprop"  # one state tensor per parameter
+
+
+class OptimizerImpl(StrEnum):
+    """Which of PyTorch's implementations of the update rule runs."""
+
+    PLAIN = "plain"  # a loop over the parameters
+    FOREACH = "foreach"  # one call for a list of parameters
+    FUSED = "fused"  # one kernel for the whole update; PyTorch has none for rmsprop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooOptions:
+    """All that can be chosen about a workload. None: the usual value of the model.
+
+    Text stands for what it names: ``params="350M"``, ``optimizer="sgd"``.
+
+    Attributes:
+        batch: samples in a batch.
+        depth: layers of ``resnet``, counted as in its paper.
+        size: edge of the input in pixels (vision models) or voxels (``unet3d``).
+        base: channels of the first convolution of ``unet3d``.
+        classes: how many classes are told apart.
+        params: how many parameters ``gpt`` should have, about; picks layers and width.
+        layers, width, heads, context, vocab: the shape of ``gpt``.
+        dropout: probability of dropping a value; ``gpt`` and ``vgg16``.
+        images: source of the images; None: the first of photos (edge of 64 pixels or more), digits and
+            generated for which the packages are installed.
+        optimizer: the update rule.
+        optimizer_impl: None: whatever PyTorch takes by itself on the device at hand.
+        lr: learning rate; None: a usual one for the update rule.
+        amp: forward pass under autocast to bfloat16.
+        clip: largest norm of all gradients together; None: no clipping.
+        seed: decides weights and data.
+
+    Raises:
+        InputError: text names nothing that there is.
+    """
+
+    batch: int
+    depth: int | None = None
+    size: int | None = None
+    base: int | None = None
+    classes: int | None = None
+    params: int | None = None
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    vocab: int | None = None
+    dropout: float | None = None
+    images: ImageSource | None = None
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    optimizer_impl: OptimizerImpl | None = None
+    lr: float | None = None
+    amp: bool = False
+    clip: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, read in _READ.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, read(value))
+
+    def check(self, name: str, takes: frozenset[str]) -> None:
+        """Refuse options that make no sense, or none for the model ``name``.
+
+        Args:
+            takes: which of the options that shape a model this model knows.
+
+        Raises:
+            InputError: an option is not above zero, or is one of another model, or PyTorch has no such optimizer.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _SHAPING and value is not None and field.name not in takes:
+                known = ", ".join(sorted(takes))
+                raise InputError(f"{name} has no option {field.name!r}; the options that shape it are: {known}")
+            if field.name in _POSITIVE and value is not None and not value > 0:
+                raise InputError(f"{field.name} must be above zero, and {value} is not")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise InputError(f"dropout must be at least 0 and below 1, and {self.dropout} is not")
+        if self.optimizer is OptimizerName.RMSPROP and self.optimizer_impl is OptimizerImpl.FUSED:
+            raise InputError("PyTorch has no fused rmsprop; take optimizer_impl 'foreach' or 'plain'")
+        if self.seed < 0:
+            raise InputError(f"the seed must not be negative, and {self.seed} is; take 0 or any larger whole number")
+
+
+_SHAPING = frozenset(
+    {"depth", "size", "base", "classes", "params", "layers", "width", "heads", "context", "vocab", "dropout", "images"}
+)
+_POSITIVE = (_SHAPING - {"dropout", "images"}) | {"batch", "lr", "clip"}
+
+
+def parse_count(text: str | int) -> int:
+    """Read a number of parameters such as ``350M``, ``"1.3B"`` or ``125000000``.
+
+    ``K``, ``M`` and ``B`` are powers of 1000.
+
+    Raises:
+        InputError: the text is not a count, or is not above zero.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBkmb]?)\s*", str(text))
+    count = round(float(match.group(1)) * _COUNT_UNITS[match.group(2).upper()]) if match else 0
+    if isinstance(text, bool) or count <= 0:
+        raise InputError(f"cannot read {text!r} as a number of parameters; write for example '350M' or '1.3B'")
+    return count
+
+
+def _one_of(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
+    def read(text: Any) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise InputError(f"{option} {text!r} is not known; take one of: {', '.join(kind)}") from None
+
+    return read
+
+
+# How the options that may be given as text are read.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "params": parse_count,
+    "images": _one_of("images", ImageSource),
+    "optimizer": _one_of("optimizer", OptimizerName),
+    "optimizer_impl": _one_of("optimizer_impl", OptimizerImpl),
+}
+
+_USUAL_RATES = {
+    OptimizerName.SGD: 0.05,
+    OptimizerName.MOMENTUM: 0.01,
+    OptimizerName.ADAMW: 3e-4,
+    OptimizerName.ADAGRAD: 0.01,
+    OptimizerName.RMSPROP: 1e-4,
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +213,29 @@ class Workload:
             return self.network().train()
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        """The optimizer that the options name, for all parameters of the model."""
-        return make_optimizer(model.parameters(), self.options)
+        """The optimizer that the options name, for all parameters of the model: PyTorch's own, with usual settings."""
+        options, given = self.options, dict[str, Any](lr=self.learning_rate)
+        if options.optimizer_impl is not None:
+            # Naming one implementation rules the other out: PyTorch refuses both at once.
+            given["foreach"] = options.optimizer_impl is OptimizerImpl.FOREACH
+            if options.optimizer is not OptimizerName.RMSPROP:
+                given["fused"] = options.optimizer_impl is OptimizerImpl.FUSED
+        match options.optimizer:
+            case OptimizerName.SGD:
+                return optim.SGD(model.parameters(), **given)
+            case OptimizerName.MOMENTUM:
+                return optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, **given)
+            case OptimizerName.ADAMW:
+                return optim.AdamW(model.parameters(), **given)
+            case OptimizerName.ADAGRAD:
+                return optim.Adagrad(model.parameters(), **given)
+            case OptimizerName.RMSPROP:
+                return optim.RMSprop(model.parameters(), **given)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate that was asked for, or a usual one for the update rule."""
+        return _USUAL_RATES[self.options.optimizer] if self.options.lr is None else self.options.lr
 
     def make_step(self, model: nn.Module, optimizer: optim.Optimizer) -> TrainStep:
         """One training step as a user would write it.
@@ -97,7 +276,7 @@ class Workload:
             f"{self.name}: {self.shape}",
             f"{self.parameter_count():,} parameters",
             f"batch {options.batch}",
-            f"{options.optimizer.value} at {learning_rate(options):g}"
+            f"{options.optimizer.value} at {self.learning_rate:g}"
             + (f" ({options.optimizer_impl.value})" if options.optimizer_impl else ""),
         ]
         if options.amp:
@@ -105,3 +284,131 @@ class Workload:
         if options.clip is not None:
             parts.append(f"gradients clipped to {options.clip:g}")
         return "; ".join([*parts, self.data])
+
+
+def names() -> tuple[str, ...]:
+    """The workloads of the zoo."""
+    return ("resnet", "vgg16", "densenet121", "unet3d", "gpt")
+
+
+def workload(name: str, **options: Any) -> Workload:
+    """A workload by name.
+
+    Args:
+        name: one of ``names()``.
+        options: those of ``ZooOptions``.
+
+    Raises:
+        InputError: there is no such workload, or an option does not fit it.
+    """
+    asked = ZooOptions(**options)
+    match name:
+        case "resnet":
+            make, takes = _resnet, {"depth", "size", "classes", "images"}
+        case "vgg16":
+            make, takes = _vgg16, {"size", "classes", "dropout", "images"}
+        case "densenet121":
+            make, takes = _densenet121, {"size", "classes", "images"}
+        case "unet3d":
+            make, takes = _unet3d, {"size", "base", "classes"}
+        case "gpt":
+            make, takes = _gpt, {"params", "layers", "width", "heads", "context", "vocab", "dropout"}
+        case _:
+            raise InputError(f"the zoo has no {name!r}; take one of: {', '.join(names())}")
+    asked.check(name, frozenset(takes))
+    return make(asked)
+
+
+def _resnet(options: ZooOptions) -> Workload:
+    depth, classes = options.depth or 50, options.classes or 1000
+    resnet_shape(depth)  # refuses a depth that cannot be, before anything is built
+    return _vision("resnet", options, f"{depth} layers", partial(ResNet, depth, classes))
+
+
+def _vgg16(options: ZooOptions) -> Workload:
+    size, classes = options.size or 224, options.classes or 1000
+    dropout = 0.5 if options.dropout is None else options.dropout
+    return _vision("vgg16", options, f"dropout {dropout:g}", partial(VGG16, size, classes, dropout))
+
+
+def _densenet121(options: ZooOptions) -> Workload:
+    return _vision("densenet121", options, "growth 32", partial(DenseNet121, options.classes or 1000))
+
+
+def _vision(name: str, options: ZooOptions, shape: str, network: Callable[[], nn.Module]) -> Workload:
+    size = options.size or 224
+    if size < 32:
+        raise InputError(f"{name} halves its input five times, so the size must be at least 32, and {size} is not")
+    source = image_source(size, options.images)
+    classes = options.classes or 1000
+    return Workload(
+        name=name,
+        options=options,
+        shape=f"{shape}, {size} × {size} pixels",
+        data=_SOURCES[source],
+        network=network,
+        loss=_classification_loss,
+        stream=lambda batch, seed: image_batches(batch, size, classes, seed, source),
+    )
+
+
+def _unet3d(options: ZooOptions) -> Workload:
+    size, base, classes = options.size or 64, options.base or 32, options.classes or 3
+    if size % 8:
+        raise InputError(
+            f"unet3d halves its volume three times, so the size must be a multiple of 8, and {size} is not"
+        )
+    return Workload(
+        name="unet3d",
+        options=options,
+        shape=f"{base} base channels, {size}³ voxels",
+        data="generated ellipsoids",
+        network=partial(UNet3d, base, 3, classes),
+        loss=_segmentation_loss,
+        stream=lambda batch, seed: volume_batches(batch, size, classes, seed),
+    )
+
+
+def _gpt(options: ZooOptions) -> Workload:
+    shape = _gpt_shape(options)
+    return Workload(
+        name="gpt",
+        options=options,
+        shape=(
+            f"{shape.layers} layers of width {shape.width}, {shape.heads} heads, context {shape.context}, "
+            f"vocabulary {shape.vocab}, dropout {shape.dropout:g}"
+        ),
+        data="source text of Python's standard library, one byte a token",
+        network=partial(GPT, shape),
+        loss=_language_loss,
+        stream=lambda batch, seed: text_batches(batch, shape.context, seed),
+    )
+
+
+def _gpt_shape(options: ZooOptions) -> GPTShape:
+    context, vocab = options.context or 1024, options.vocab or _BYTES
+    dropout = 0.1 if options.dropout is None else options.dropout
+    if vocab < _BYTES:
+        raise InputError(f"gpt reads bytes, so its vocabulary must be at least {_BYTES}, and {vocab} is not")
+    if options.params is not None:
+        if options.layers or options.width or options.heads:
+            raise InputError("gpt: params picks layers, width and heads; give either params or these, not both")
+        return shape_for(options.params, context, vocab, dropout)
+    width = options.width or 768
+    return GPTShape(options.layers or 12, width, options.heads or max(1, width // 64), context, vocab, dropout)
+
+
+# The spatial and time axes are flattened into the batch: PyTorch's cross-entropy over two axes is deterministic on
+# CUDA, the one over more is not.
+
+
+def _classification_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(images), labels)
+
+
+def _segmentation_loss(model: nn.Module, volumes: Tensor, masks: Tensor) -> Tensor:
+    return F.cross_entropy(model(volumes).movedim(1, -1).flatten(0, -2), masks.flatten())
+
+
+def _language_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())

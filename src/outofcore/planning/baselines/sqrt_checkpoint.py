@@ -1,23 +1,4 @@
-"""Checkpoints at the borders of segments, everything between them computed again.
-
-Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174): a chain of
-n layers is cut into segments; only what crosses a border is kept, and when the backward pass comes to a
-segment, the segment's forward ops run again, once, for all that it needs. With sqrt(n) segments of equal
-size, O(sqrt(n)) memory does for one more forward pass.
-
-    forward    |--- segment 1 ---|--- segment 2 ---|--- segment 3 ---| turn
-    backward                                         <-- as it is -- |
-                 <- 1 runs again   <- 2 runs again
-
-Adapted to a graph of ops: the forward pass ends at the *turn*, the op over which most bytes wait for later
-uses. Segments are equal in the bytes that wait in them; within reach of an equal cut, a border lies where what
-crosses it is there for the backward pass anyway (what is not, a later segment would have to make again
-from further up), and where it is smallest. What is to be kept is found from the graph, not named by the user.
-
-Left out: the recursive form (section 4.3), with O(log n) memory for O(n log n) time; and automatic in-place ops,
-since a captured step runs the ops that PyTorch runs. Parameters, gradients and optimizer states always stay, so the
-smallest budget is far above that of policies that offload. Nothing is copied but inputs and outputs.
-"""
+"""Checkpoints at the borders of segments, everything between them computed again (arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -29,13 +10,62 @@ from math import isqrt
 
 from outofcore.analysis.gaps import placed_bytes
 from outofcore.analysis.recipes import Content, History, replay
+from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.waiting import waiting_gaps
+from outofcore.planning.baselines.waiting import waiting_gaps
+from outofcore.planning.policy import Asked, Checked
 
 # How far from an equal cut a border may lie, as a share of a segment.
 _REACH = 1 / 3
+
+
+@dataclass(frozen=True)
+class SqrtCheckpoint(Checked):
+    """Segments of which only the borders are kept.
+
+    Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4: a chain
+    of n layers is cut into segments; only what crosses a border is kept, and when the backward pass comes to a
+    segment, the segment's forward ops run again, once, for all that it needs. With sqrt(n) segments of equal size,
+    O(sqrt(n)) memory does for one more forward pass.
+
+        forward    |--- segment 1 ---|--- segment 2 ---|--- segment 3 ---| turn
+        backward                                         <-- as it is -- |
+                     <- 1 runs again   <- 2 runs again
+
+    Different from the paper, adapted to a graph of ops: the forward pass ends at the *turn*, the op over which most
+    bytes wait for later uses. Segments are equal in the bytes that wait in them (4.2 searches a budget for each
+    segment instead; here numbers of segments are tried); within reach of an equal cut, a border lies where what
+    crosses it is there for the backward pass anyway (what is not, a later segment would have to make again from
+    further up), and where it is smallest. What is to be kept is found from the graph, not named by the user. The last
+    segment is not computed again.
+
+    Left out: the recursive form (section 4.3), with O(log n) memory for O(n log n) time; and automatic in-place ops,
+    since a captured step runs the ops that PyTorch runs. Parameters, gradients and optimizer states always stay, so the
+    smallest budget is far above that of policies that offload. Nothing is copied but inputs and outputs.
+
+    Attributes:
+        segments: how many; None: the root of the number of storages that wait over the turn, and some numbers up to
+            four times more and fewer, of which the quickest plan is taken.
+
+    >>> SqrtCheckpoint(segments=4)
+    SqrtCheckpoint(segments=4)
+    """
+
+    name = "sqrt-checkpoint"
+    segments: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        self.require("segments", self.segments is None or self.segments >= 1, "1 or more")
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """One plan for each number of segments, whatever the room."""
+        counts = segment_counts(graph) if self.segments is None else (self.segments,)
+        plans = [sqrt_checkpoint(graph, budget, segments=count) for count in counts]
+        return [lambda room, plan=plan: plan for plan in plans]
 
 
 def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = None) -> Plan:
@@ -129,7 +159,7 @@ class _Checkpoints:
         def held(content: Content) -> bool:
             storage, version = content
             uses = graph.uses[storage]
-            is_alive = storage not in dropped and uses[0] < op <= uses[-1]
+            is_alive = storage not in dropped and uses[0] < op <= history.last_op_with(content, uses[-1])
             return always_held(content) or (is_alive and version == history.version_at(storage, op))
 
         return held

@@ -1,49 +1,82 @@
-"""What is dear to compute is offloaded, what is cheap is computed again: SuperNeurons.
-
-Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018,
-arXiv 1801.04380). Three rules, adapted from layers to ops:
-
-- Liveness: what has no further use is dropped. Every program does that.
-- Unified tensor pool: *checkpoints* go home, and come back one checkpoint ahead in the backward pass. A
-  cache on the device keeps as many of them as there is room for; the least recently used leave first.
-- Cost-aware recomputation: what lies between two checkpoints, a *segment*, is dropped and computed again.
-  Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
-  each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
-
-    forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
-    home       C1 ------>   C2 -->               copied out while the next ones are computed
-    backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: computed again, from the checkpoint
-
-Checkpoints are the results of heavy ops (the paper's convolutions and fully connected layers; here those
-that take more than twice as long per byte as the median op, since a graph need not say what its ops
-are), of joins (ops that read two storages of the step, random numbers not counted), and forks (storages
-that several ops of the forward pass read).
-
-Different from the paper: all this is decided before the step, and whoever plans may ask for it without
-recomputation as well and take what the simulator finds faster. Left out: the choice of convolution algorithms by
-free workspace (PyTorch chooses) and the preallocated heap (addresses are planned). As in the
-paper parameters, gradients and optimizer states stay, and inputs are there from the start.
-"""
+"""What is dear to compute is offloaded, what is cheap is computed again: SuperNeurons (arXiv 1801.04380)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
-import numpy as np
-
-from outofcore.analysis.gaps import gaps_of, is_large, large_needs, placed_bytes
+from outofcore.analysis.gaps import is_large, large_needs, placed_bytes
 from outofcore.analysis.recipes import History, can_recompute
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.problem import Ints
-from outofcore.planning.waiting import waiting_gaps
+from outofcore.planning.baselines.held import Held
+from outofcore.planning.baselines.one_home import for_one_home
+from outofcore.planning.baselines.waiting import waiting_gaps
+from outofcore.planning.policy import Asked, Checked
 
 # An op is heavy if a byte takes it so many times as long as it takes the median op.
 _HEAVY = 2.0
+
+
+@dataclass(frozen=True)
+class SuperNeurons(Checked):
+    """Liveness, a tensor pool and cost-aware recomputation, adapted from layers to ops.
+
+    Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018,
+    arXiv 1801.04380), section 3:
+
+    - Liveness (3.2): what has no further use is dropped. Every program does that.
+    - Unified tensor pool (3.3): *checkpoints* go home, and come back one checkpoint ahead in the backward pass. A
+      cache on the device keeps as many of them as there is room for; the least recently used leave first.
+    - Cost-aware recomputation (3.4): what lies between two checkpoints, a *segment*, is dropped and computed again.
+      Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
+      each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
+    - Workspaces (3.5): each convolution runs by the fastest algorithm whose workspace fits.
+
+        forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
+        home       C1 ------>   C2 -->               copied out while the next ones are computed
+        backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: computed again, from the checkpoint
+
+    Checkpoints are the results of heavy ops (the paper's convolutions and fully connected layers; here those
+    that take more than twice as long per byte as the median op, since a graph need not say what its ops
+    are), of joins (ops that read two storages of the step, random numbers not counted), and forks (storages
+    that several ops of the forward pass read).
+
+    Different from the paper: all this is decided before the step, and the cache is the number of checkpoints that
+    fit. Algorithms are not chosen together with the plan, since costs name one for each op: with
+    ``algorithms="fastest"`` they are chosen before, by what the budget leaves beside the tensors of the op alone,
+    where the paper looks at what is free when the op runs. Where copies leave no room to run one checkpoint ahead,
+    they run just in time. Storages below 64 KiB stay. Of several homes the farthest is used; without any, checkpoints
+    stay. Left
+    out: the preallocated heap, since addresses are planned. As in the paper parameters, gradients and optimizer states
+    stay, and inputs are there from the start.
+
+    Attributes:
+        recompute: whether segments are computed again; False: they stay, and only checkpoints leave.
+        algorithms: "eager": as PyTorch chooses; "fastest": what ``compile(algorithms="fastest")`` does, with its loss
+            of equality to the last bit. It matters to ``compile`` alone: where costs are given they are taken as they
+            are.
+
+    >>> SuperNeurons(recompute=False)
+    SuperNeurons(recompute=False, algorithms='eager')
+    """
+
+    name = "superneurons"
+    recompute: bool = True
+    algorithms: Literal["eager", "fastest"] = "eager"
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """The one plan for each number of bytes."""
+
+        def plan(one: Costs, room: int) -> Plan:
+            return superneurons(graph, one, room, recompute=self.recompute)
+
+        return (for_one_home(graph, costs, plan),)
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
@@ -63,7 +96,7 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
     for ahead in (True, False):
 
         def fits(away: int, ahead: bool = ahead) -> bool:
-            return parts.peak(parts.decisions(away, recompute, ahead)) <= budget
+            return parts.held.peak(parts.decisions(away, recompute, ahead)) <= budget
 
         away = bisect_left(range(most + 1), True, key=fits)
         if away <= most:
@@ -78,7 +111,7 @@ class _Parts:
     makers: tuple[int, ...]  # the ops that make them, in order
     segments: tuple[tuple[Gap, ...], ...]  # those between the first maker and the second, and so on
     neediest: int  # bytes that the neediest op takes by itself
-    always: Ints  # for each op the bytes that it takes, and that all else but the gaps above takes meanwhile
+    held: Held
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> _Parts:
@@ -92,14 +125,13 @@ class _Parts:
         segments: dict[int, list[Gap]] = {}
         for gap in sorted(set(waiting) - set(checkpoints)):
             segments.setdefault(bisect_right(makers, graph.creator[gap.storage]), []).append(gap)
-        needs = large_needs(graph, costs)
         return _Parts(
             graph,
             tuple(sorted(checkpoints, key=lambda gap: (gap.start, gap.storage))),
             tuple(makers),
             tuple(tuple(segments.get(index, ())) for index in range(len(makers) + 1)),
-            max(needs, default=0),
-            _held_always(graph, needs, set(waiting)),
+            max(large_needs(graph, costs), default=0),
+            Held.of(graph, costs),
         )
 
     def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
@@ -132,19 +164,6 @@ class _Parts:
             found.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
         return tuple(sorted(found, key=lambda d: d.gap))
 
-    def peak(self, decisions: tuple[Decision, ...]) -> int:
-        """The most bytes that are held, but for what exists only while a segment is computed again."""
-        change = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        gone = {decision.gap: decision for decision in decisions}
-        for gap in (*self.checkpoints, *(gap for gaps in self.segments for gap in gaps)):
-            release, fetch = gap.end, gap.end
-            if gap in gone:
-                release, fetch = gone[gap].release_by, gone[gap].fetch_at
-            for first, last in ((gap.start + 1, release), (fetch, gap.end)):
-                change[first] += self._bytes(gap)
-                change[last] -= self._bytes(gap)
-        return int((self.always + np.cumsum(change)[:-1]).max(initial=0))
-
     def _bytes(self, gap: Gap) -> int:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
@@ -172,19 +191,3 @@ def _is_made(graph: StepGraph, storage: int) -> bool:
 
 def _intensity(graph: StepGraph, costs: Costs, op: Op) -> float:
     return costs.ops[op.id].seconds / max(sum(graph.storages[s].bytes for s in op.touched), 1)
-
-
-def _held_always(graph: StepGraph, needs: list[int], apart: set[Gap]) -> Ints:
-    n = len(graph.ops)
-    change = np.zeros(n + 1, dtype=np.int64)
-    for storage in graph.storages:
-        if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
-            continue
-        for gap in gaps_of(graph, storage.id):
-            spans = [(gap.start + 1, min(gap.end, n))]
-            if gap.end >= n:
-                spans.append((0, gap.end - n))
-            for first, last in spans if gap not in apart else ():
-                change[first] += placed_bytes(storage.bytes)
-                change[last] -= placed_bytes(storage.bytes)
-    return np.array(needs, dtype=np.int64) + np.cumsum(change)[:-1]

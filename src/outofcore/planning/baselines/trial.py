@@ -1,17 +1,17 @@
 """A quick simulation of steps whose feature maps are kept, swapped or computed again.
 
-It stands for the prediction step of PoocH (see ``pooch``): no program is lowered and no address planned. Ops run in
-order; copies-out run in the order in which maps are made, as soon as these are used no more; copies-in run in the order
-of use, from the op on that they are given room at. What runs again is added to the op before which it runs; what
-it reads from its home is not timed.
+It stands for the prediction of PoocH (arXiv 1907.05013, see ``pooch``): no program is lowered and no address planned.
+Ops run in order; copies-out run in the order in which maps are made, as soon as these are used no more; copies-in run
+in the order of use, from the op on that they are given room at. What runs again is added to the op before which it
+runs; what it reads from its home is not timed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 
@@ -21,9 +21,9 @@ from outofcore.costs import Costs, Home
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.held import Held
+from outofcore.planning.baselines.held import Held
+from outofcore.planning.baselines.waiting import waiting_gaps
 from outofcore.planning.problem import Ints
-from outofcore.planning.waiting import waiting_gaps
 
 
 class Class(Enum):
@@ -41,12 +41,14 @@ class Trial:
     Attributes:
         decisions: the plan.
         seconds: of the step.
-        stalling: the maps whose copy-out an op or a copy-in waited for.
+        stalling_out: the maps whose copy-out an op or a copy-in waited for.
+        stalling_in: the maps whose copy-in an op waited for.
     """
 
     decisions: tuple[Decision, ...]
     seconds: float
-    stalling: frozenset[int]
+    stalling_out: frozenset[int]
+    stalling_in: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,18 @@ class Trials:
         trial[m] = Class.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
 
+    def without_copies(self, maps: Iterable[int]) -> Trials:
+        """The same with copies of these maps that take no time."""
+        gone = set(maps)
+        out = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.out_seconds))
+        back = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.in_seconds))
+        return replace(self, out_seconds=out, in_seconds=back)
+
+    def compute_seconds(self, classes: list[Class]) -> float:
+        """Seconds of all ops, with those that run again."""
+        again = sum(chain.seconds for chain in self._chains(classes).values())
+        return sum(cost.seconds for cost in self.costs.ops) + again
+
     def least_room(self, classes: list[Class]) -> Ints:
         """For each op the bytes that are left with every map away that is not kept."""
         gone = [gap for gap, found in zip(self.maps, classes, strict=True) if found is not Class.KEEP]
@@ -148,10 +162,10 @@ class Trials:
         best: Trial | None = None
         for delayed in (True, False):
             fetches = self._fetches(swapped, room.copy(), times, releases, delayed)
-            seconds, stalling = self._timeline(swapped, times, releases, fetches)
+            seconds, out, back = self._timeline(swapped, times, releases, fetches)
             if best is None or seconds < best.seconds:
                 made = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
-                best = Trial(tuple(sorted([*decisions, *made], key=lambda d: d.gap)), seconds, stalling)
+                best = Trial(tuple(sorted([*decisions, *made], key=lambda d: d.gap)), seconds, out, back)
         return best
 
     def _chains(self, classes: list[Class]) -> dict[int, _Chain]:
@@ -176,7 +190,7 @@ class Trials:
                 uses, m = graph.uses[storage], again.get(storage)
                 if m is not None and m not in back and self.maps[m].start < op <= self.maps[m].end:
                     return False
-                return always(content) or uses[0] < op <= uses[-1]
+                return always(content) or uses[0] < op <= history.last_op_with(content, uses[-1])
 
             contents = [(self.maps[m].storage, history.version_at(self.maps[m].storage, op)) for m in targets]
             try:
@@ -252,8 +266,8 @@ class Trials:
 
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
-    ) -> tuple[float, frozenset[int]]:
-        """Seconds of the step, and the maps whose copies-out were waited for."""
+    ) -> tuple[float, frozenset[int], frozenset[int]]:
+        """Seconds of the step, and the maps whose copies out and in were waited for."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, what, the map
         for m in swapped:
             gap = self.maps[m]
@@ -261,17 +275,19 @@ class Trials:
         late = out_free = in_free = 0.0  # how much later than ``times`` compute runs; when the links are free
         out_done: dict[int, float] = {}
         in_done: dict[int, float] = {}
-        stalling: set[int] = set()
+        stalling_out: set[int] = set()
+        stalling_in: set[int] = set()
         for op, what, m in sorted(events):
             now = times[op] + late
             if what == 0:
                 out_free = out_done[m] = max(out_free, now) + self.out_seconds[m]
             elif what == 1:
                 if out_done[m] > now:
-                    stalling.add(m)
+                    stalling_out.add(m)
                     late += out_done[m] - now
             elif what == 2:
                 in_free = in_done[m] = max(in_free, now, out_done[m]) + self.in_seconds[m]
-            else:
-                late = max(late, in_done[m] - times[op])
-        return max(times[-1] + late, out_free, in_free), frozenset(stalling)
+            elif in_done[m] > now:
+                stalling_in.add(m)
+                late += in_done[m] - now
+        return max(times[-1] + late, out_free, in_free), frozenset(stalling_out), frozenset(stalling_in)

@@ -1,0 +1,10 @@
+"""The published systems, faithful to their papers and tunable. ``auto`` does without them."""
+
+from outofcore.planning.baselines.pooch import PoocH
+from outofcore.planning.baselines.profile_guided import ProfileGuided
+from outofcore.planning.baselines.sqrt_checkpoint import SqrtCheckpoint
+from outofcore.planning.baselines.superneurons import SuperNeurons
+from outofcore.planning.baselines.tflms import TFLMS
+from outofcore.planning.baselines.window import Window
+
+__all__ = ["TFLMS", "PoocH", "ProfileGuided", "SqrtCheckpoint", "SuperNeurons", "Window"]

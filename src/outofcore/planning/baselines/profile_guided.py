@@ -1,0 +1,105 @@
+"""Addresses by best fit over the skyline, from a profile of one step (arXiv 1804.10001)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outofcore.analysis.gaps import is_large
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.lowering import lower
+from outofcore.planning.placing import Planned, finish, keep_all
+from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.rectangles import Rectangle, Rectangles
+from outofcore.planning.resident_gradients import all_staying
+from outofcore.planning.skyline import best_fit
+from outofcore.program import Block, Program
+from outofcore.units import PAGE_BYTES, round_up
+
+
+@dataclass(frozen=True)
+class ProfileGuided(Checked):
+    """Nothing leaves the device, and one rule gives the addresses.
+
+    Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
+    1804.10001), section 3: the lowest free offset over time is a skyline. Of its lowest segment, the leftmost of
+    equals, it is asked which blocks have their lifetime within it; the longest-lived of these is placed there. Where
+    there is none, the segment is raised to its lower neighbour.
+
+        offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and lies within it
+               |  A     |-----|=====       so D comes next, then E beside it or above
+               |--------|  B       |
+               +------------------------> time
+
+    There is a plan where these addresses stay within the budget. It says what the rule alone needs: other policies
+    take the lowest of several placements, and search further.
+
+    Different from the paper: lifetimes and sizes come from the captured step, and what ops ask for beside that (their
+    workspaces) from measurements of each; what is resident when a step ends is one block around the end of time.
+    Small blocks (below 64 KiB) lie below the others, so that large ones are aligned to pages, and what lives through
+    the whole step lies lowest. Left out: to plan again at a request that differs, which a compiled step does with
+    every policy; and to interrupt the plan outside of the step, since nothing else is allocated in the arena.
+
+    >>> ProfileGuided().name
+    'profile-guided'
+    """
+
+    name = "profile-guided"
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """The one plan there is, whatever the room; ``placed`` gives it its addresses."""
+        return (keep_all,)
+
+    def placed(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+        """The plan with its addresses, or None where they exceed the budget.
+
+        Args:
+            graph: the step.
+            costs: of which only the workspaces matter.
+            budget: bytes of the arena.
+        """
+        everything = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
+        plans = dict.fromkeys((everything, keep_all(budget)))
+        for plan in plans:
+            program = _placed(lower(graph, costs, plan))
+            if program.arena_bytes <= budget:
+                return finish(graph, costs, replace(plan, policy=self.name), program)
+        return None
+
+
+def _placed(program: Program) -> Program:
+    """A program with the addresses of the rule."""
+    small = [block for block in program.blocks if not is_large(block.bytes)]
+    large = [block for block in program.blocks if is_large(block.bytes)]
+    offsets: dict[int, int] = {}
+    top = 0
+    for blocks in (small, large):
+        top = _stack(blocks, len(program.instructions), round_up(top, PAGE_BYTES), offsets)
+    blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
+    return replace(program, blocks=blocks, arena_bytes=top)
+
+
+def _stack(blocks: Sequence[Block], end: int, base: int, offsets: dict[int, int]) -> int:
+    """Place blocks from ``base`` on; returns how high they reach."""
+    top = base
+    idle = 0  # bytes of the largest block that is never held
+    resting: list[Rectangle] = []
+    for block in blocks:
+        offsets[block.id] = base
+        if block.wraps and block.born == block.dies == 0:
+            offsets[block.id] = top
+            top += block.bytes
+        elif block.wraps:
+            resting.append(Rectangle(block.id, 0, end, block.bytes, gap=(block.dies, block.born)))
+        elif block.bytes and block.born < block.dies:
+            resting.append(Rectangle(block.id, block.born, block.dies, block.bytes))
+        else:
+            idle = max(idle, block.bytes)
+    if not resting:
+        return max(top, base + idle)
+    layout = Rectangles.of(resting, top)
+    found = best_fit(layout, layout.held / layout.held.max())
+    for rectangle, offset in zip(resting, found.tolist(), strict=True):
+        offsets[int(rectangle.id)] = offset
+    return max(layout.height(found), base + idle)

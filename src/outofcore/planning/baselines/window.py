@@ -1,0 +1,341 @@
+"""The adaptive window schedule of Hayakawa & Narihira (arXiv 2010.14109)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from outofcore.analysis.gaps import is_large, placed_bytes, renewals_of
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.baselines.one_home import for_one_home
+from outofcore.planning.policy import Asked, Checked
+
+# How often the step is replayed until residency at its end agrees with that at its start.
+_CYCLES = 3
+# In how many places the replay can be taken up again.
+_SNAPSHOTS = 256
+
+
+@dataclass(frozen=True)
+class Window(Checked):
+    """The adaptive window schedule: Hayakawa & Narihira, arXiv 2010.14109, section 3.
+
+    Two byte budgets rule it: what may be resident, and how far ahead copies-in may run, the *window*.
+    Before each op the window is extended over the coming uses until either is full, so that it reaches
+    far over small ops and not far over large ones. After an op, what has no use within the window leaves;
+    room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
+    waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes,
+    the latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
+
+    Different from the paper (the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
+
+    - What is up to date at home leaves without a copy, and what is resident when a step ends may stay, as far as
+      the window reaches; with ``persist=False`` everything leaves there, as in the paper.
+    - The workspace of an op takes room like what it makes.
+    - The schedule is made again from shortly before the first prefetch that was cancelled; what lies before does not
+    change.
+    - Parameters and storages are not told apart; storages below 64 KiB stay. Of several homes the farthest is used.
+
+    Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing;
+    and "preclear", since every program drops what has no further use.
+
+    Attributes:
+        reach: the window in multiples of the bytes that may be resident; the paper's implementation takes 1.5.
+        persist: whether what is resident when a step ends may stay for the next.
+
+    >>> Window(reach=2.0)
+    Window(reach=2.0, persist=True)
+    >>> Window(reach=0)
+    Traceback (most recent call last):
+    outofcore.errors.InputError: the policy 'window': reach must be above 0, not 0
+    """
+
+    name = "window"
+    reach: float = 1.5
+    persist: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        self.require("reach", self.reach > 0, "above 0")
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """The one plan for each number of bytes."""
+
+        def plan(one: Costs, room: int) -> Plan:
+            return window(graph, one, room, reach=self.reach, persist=self.persist)
+
+        return (for_one_home(graph, costs, plan),) if costs.homes else ()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The uses of large storages over several steps.
+
+    What is used under one *name* is on the device or at home with the same contents: storages that do not persist have
+    another name in each step, and so has what an op overwrites as a whole where nothing is held before.
+
+    Attributes:
+        uses: when, and which name.
+        at: for each op of all steps the names that it touches.
+        fresh: for each the names of which it needs no bytes: what it creates or overwrites as a whole.
+        dying: for each the names that it uses last.
+        storage: of each name.
+        final: of each storage its name at the end of the last step.
+    """
+
+    uses: tuple[tuple[int, int], ...]
+    at: tuple[tuple[int, ...], ...]
+    fresh: tuple[frozenset[int], ...]
+    dying: tuple[frozenset[int], ...]
+    storage: tuple[int, ...]
+    final: dict[int, int]
+
+    @staticmethod
+    def of(graph: StepGraph, steps: int) -> _Order:
+        n = len(graph.ops)
+        moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
+        renewed = {(op, s.id) for s in graph.storages for op in renewals_of(graph, s.id) if op != graph.uses[s.id][0]}
+        storage: list[int] = []
+        name: dict[int, int] = {}
+        last: dict[int, int] = {}  # by name
+        at: list[tuple[int, ...]] = []
+        fresh: list[frozenset[int]] = []
+        dying: list[set[int]] = [set() for _ in range(steps * n)]
+        for now in range(steps * n):
+            op = graph.ops[now % n]
+            touched = [s for s in op.touched if moves[s]]
+            for s in touched:
+                is_other = (op.id, s) in renewed or (s not in graph.persistent and op.id == graph.uses[s][0])
+                if is_other and s in name:
+                    dying[last[name[s]]].add(name[s])
+                if is_other or s not in name:
+                    name[s] = len(storage)
+                    storage.append(s)
+                last[name[s]] = now
+            at.append(tuple(name[s] for s in touched))
+            needless = (s for s in touched if s in op.creates or (op.id, s) in graph.overwrites)
+            fresh.append(frozenset(name[s] for s in needless))
+        for s in set(name) - graph.persistent:
+            dying[last[name[s]]].add(name[s])
+        uses = tuple((now, s) for now, names in enumerate(at) for s in names)
+        return _Order(uses, tuple(at), tuple(fresh), tuple(map(frozenset, dying)), tuple(storage), name)
+
+
+@dataclass
+class _State:
+    """Where everything is when an op begins."""
+
+    used: int = 0  # bytes on the device, with what is still copied out
+    ahead: int = 0  # bytes of the window
+    head: int = 0  # the first use that is not in the window yet
+    counts: dict[int, int] = field(default_factory=dict[int, int])  # by name, its uses in the window
+    resident: set[int] = field(default_factory=set[int])
+    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not waited for
+    leaving: int = 0  # bytes of these
+    dirty: set[int] = field(default_factory=set[int])
+    last: dict[int, int] = field(default_factory=dict[int, int])  # by name, its last use so far
+    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was free
+    taken: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
+    entered: list[int] = field(default_factory=list[int])  # for each use in the window or before, when it got there
+    decided: dict[Gap, Decision] = field(default_factory=dict[Gap, Decision])
+
+    def copy(self) -> _State:
+        return _State(
+            self.used,
+            self.ahead,
+            self.head,
+            dict(self.counts),
+            set(self.resident),
+            OrderedDict(self.pending),
+            self.leaving,
+            set(self.dirty),
+            dict(self.last),
+            dict(self.left),
+            dict(self.taken),
+            list(self.entered),
+            dict(self.decided),
+        )
+
+
+class _Window:
+    """The replay of some steps, of which the last is the plan."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
+        self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
+        self.order = _Order.of(graph, steps)
+        self.sizes = [placed_bytes(graph.storages[s].bytes) for s in self.order.storage]
+        self.stops = [0] * len(self.order.uses)  # before this op a use may not enter the window
+        self.state = _State()
+
+    def run(self) -> tuple[Decision, ...]:
+        total = len(self.order.at)
+        stride = total // _SNAPSHOTS + 1
+        snapshots: dict[int, _State] = {}
+        now = 0
+        while now < total:
+            if now % stride == 0:
+                snapshots[now] = self.state.copy()
+            again = self._run_op(now)
+            if again is None:
+                now += 1
+            else:
+                now = again - again % stride
+                self.state = snapshots[now]
+        return tuple(map(self._settled, sorted(self.state.decided)))
+
+    def _settled(self, gap: Gap) -> Decision:
+        """A decision; what leaves at the end of the only step does so when its copy was waited for."""
+        decision, n = self.state.decided[gap], len(self.graph.ops)
+        if gap.end < n or self.steps > 1:
+            return decision
+        left = self.state.left.get(self.order.final[gap.storage], n)
+        return replace(decision, release_by=min(max(left, gap.start + 1), n))
+
+    def _run_op(self, now: int) -> int | None:
+        """Do what happens before, at and after an op; or else the op from which on all is to be done again."""
+        state = self.state
+        self._extend(now)
+        op = self.graph.ops[now % len(self.graph.ops)]
+        scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
+        scratch = scratch if is_large(scratch) else 0
+        made = [s for s in self.order.at[now] if s not in state.resident]
+        need = scratch + sum(self.sizes[s] for s in made)
+        while state.used + need > self.limit:
+            if not self._wait_for_oldest(now):
+                return self._cancel(now, state.used + need - self.limit)
+        for s in made:
+            self._take(s, now)
+        self._leave(now)
+        return None
+
+    def _extend(self, now: int) -> None:
+        """Let uses into the window, and fetch what they need."""
+        state, uses = self.state, self.order.uses
+        while state.head < len(uses):
+            when, s = uses[state.head]
+            size, enters = self.sizes[s], not state.counts.get(s)
+            if when > now and (self.stops[state.head] > now or (enters and state.ahead + size > self.reach)):
+                return
+            if s in state.pending:
+                del state.pending[s]
+                state.leaving -= size
+            elif enters and s not in state.resident and s not in self.order.fresh[when]:
+                if state.used - state.leaving + size > self.limit:
+                    if when > now:
+                        return
+                    raise self._too_little(now)
+                while state.used + size > self.limit:
+                    self._wait_for_oldest(now)
+                self._take(s, now)
+            if enters:
+                state.ahead += size
+            state.counts[s] = state.counts.get(s, 0) + 1
+            state.head += 1
+            state.entered.append(now)
+
+    def _wait_for_oldest(self, now: int) -> bool:
+        state = self.state
+        if not state.pending:
+            return False
+        s, _ = state.pending.popitem(last=False)
+        state.leaving -= self.sizes[s]
+        self._free(s, now)
+        return True
+
+    def _take(self, s: int, when: int) -> None:
+        self.state.used += self.sizes[s]
+        self.state.resident.add(s)
+        self.state.taken[s] = when
+
+    def _free(self, s: int, when: int) -> None:
+        self.state.used -= self.sizes[s]
+        self.state.resident.discard(s)
+        self.state.dirty.discard(s)
+        self.state.left[s] = when
+
+    def _cancel(self, now: int, missing: int) -> int:
+        """Bar the latest uses from the window until after this op; returns when the first of them came into it."""
+        state, counts = self.state, dict(self.state.counts)
+        first, at = now, state.head
+        while missing > 0:
+            at -= 1
+            when, s = self.order.uses[at]
+            if when <= now:
+                raise self._too_little(now)
+            if counts[s] == 1:
+                missing -= self.sizes[s] if s in state.resident else 0
+                self.stops[at] = now + 1
+                first = min(first, state.entered[at])
+            counts[s] -= 1
+        return first
+
+    def _too_little(self, now: int) -> BudgetError:
+        op = self.graph.ops[now % len(self.graph.ops)]
+        return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
+
+    def _leave(self, now: int) -> None:
+        """After an op: note what was decided about the gaps that end here, and let go."""
+        state = self.state
+        op = self.graph.ops[now % len(self.graph.ops)]
+        for s in self.order.at[now]:
+            storage = self.order.storage[s]
+            self._decide(s, now)
+            if storage in op.mutates or storage in op.creates:
+                state.dirty.add(s)
+            state.last[s] = now
+            state.counts[s] -= 1
+            if state.counts[s]:
+                continue
+            state.ahead -= self.sizes[s]
+            if s in state.dirty and s not in self.order.dying[now]:
+                state.pending[s] = None
+                state.leaving += self.sizes[s]
+            else:
+                self._free(s, now + 1)
+
+    def _decide(self, s: int, now: int) -> None:
+        """Record the decision about the gap that ends with this use, if it is one of the last step."""
+        n, state = len(self.graph.ops), self.state
+        storage, before, taken = self.order.storage[s], state.last.get(s), state.taken[s]
+        base = (self.steps - 1) * n
+        if now < base:
+            return
+        fetch = max(taken - base, 0)
+        if before is None:
+            if self.graph.storages[storage].kind is StorageKind.INPUT and s not in self.order.fresh[now]:
+                gap = Gap(storage, -1, now - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
+            elif storage in self.graph.persistent and now == self.graph.uses[storage][0]:
+                # There is but one step: it begins with nothing on the device, and ends with nothing there.
+                gap = Gap(storage, self.graph.uses[storage][-1], n + now)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
+        elif taken > before:
+            release = max(state.left[s], before + 1)
+            if before >= base:
+                gap = Gap(storage, before - base, now - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken, release) - base)
+            else:
+                gap = Gap(storage, before - base + n, now - base + n)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)
+
+
+def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:
+    """Plan a step by the adaptive window.
+
+    Args:
+        graph: the step.
+        costs: of which only the workspaces matter here.
+        budget: bytes of large blocks (64 KiB and more) that may be resident.
+        reach: the window in multiples of ``budget``; the paper's implementation takes 1.5.
+        persist: let residency persist over the end of a step.
+
+    Raises:
+        BudgetError: an op needs more than the budget by itself.
+    """
+    replay = _Window(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
+    return Plan("window", budget, replay.run())

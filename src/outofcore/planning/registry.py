@@ -1,0 +1,121 @@
+"""The policies by name, and what users write for one: ``"window"``, ``"window(reach=2)"``, ``"window:reach=2"``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, cast, get_args, get_type_hints
+
+from outofcore.errors import InputError
+from outofcore.planning.baselines import (
+    TFLMS,
+    PoocH,
+    ProfileGuided,
+    SqrtCheckpoint,
+    SuperNeurons,
+    Window,
+)
+from outofcore.planning.parameters import SearchParams
+from outofcore.planning.policy import Auto, KeepAll, OffloadAll, Own, Policy, PolicyLike
+
+_BY_NAME = {
+    kind.name: kind
+    for kind in (Auto, KeepAll, OffloadAll, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, TFLMS, Window)
+}
+
+# The names that are known; a text may give fields besides.
+POLICIES = tuple(_BY_NAME)
+
+_FORM = re.compile(r"\s*(?P<name>[^\s(:]+)\s*(?:\((?P<inside>.*)\)|:(?P<after>.*))?\s*", re.DOTALL)
+_WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
+
+
+def policy_of(given: PolicyLike) -> Policy:
+    """The policy that a user means.
+
+    Args:
+        given: a policy; a function of graph, costs and bytes of room that makes a plan; or a text: a name of
+            ``POLICIES``, with values for its fields in parentheses or after a colon. Values are numbers, words,
+            ``true``, ``false``, ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
+
+    Raises:
+        InputError: there is no such policy or field, or a value has the wrong type.
+
+    >>> policy_of("window(reach=2)") == policy_of("window:reach=2") == Window(reach=2)
+    True
+    >>> policy_of("auto(polish_ops=0, shares=[0.5])").params.shares
+    (0.5,)
+    """
+    if isinstance(given, str):
+        return _read(given)
+    if isinstance(given, type):
+        raise InputError(f"policy is the class {given.__name__}; give an instance: {given.__name__}()")
+    if isinstance(given, Policy):
+        return given
+    if callable(given):
+        return Own(getattr(given, "__name__", type(given).__name__), given)
+    raise InputError(
+        f"policy must be a name, a policy of outofcore.policies or a function that makes a plan, not {given!r}"
+    )
+
+
+def _read(text: str) -> Policy:
+    form = _FORM.fullmatch(text)
+    name = form["name"] if form else text
+    kind = _BY_NAME.get(name)
+    if form is None or kind is None:
+        near = get_close_matches(name, POLICIES, 1)
+        hint = f"did you mean {near[0]!r}? There are" if near else "choose one of"
+        raise InputError(f"there is no policy {name!r}; {hint} {', '.join(POLICIES)}")
+    values = _values(text, form["inside"] or form["after"] or "")
+    if kind is Auto:
+        return Auto(SearchParams(**_known("auto", SearchParams, values)))
+    return kind(**_known(name, kind, values))
+
+
+def _values(text: str, inside: str) -> dict[str, Any]:
+    """What is written between the parentheses, as a call's keyword arguments; read as data, never run."""
+    refused = InputError(f"cannot read the policy {text!r}; write it like window(reach=1.5, persist=false)")
+    try:
+        call = ast.parse(f"f({inside})", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise refused from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise refused
+    found: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in found:
+            raise refused
+        if isinstance(keyword.value, ast.Name):
+            found[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
+            continue
+        try:
+            value = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            raise refused from None
+        found[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
+    return found
+
+
+def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values, all of them for fields that there are, and those of ``SearchParams`` with its types."""
+    names = [field.name for field in fields(kind)]
+    for key in values:
+        if key not in names:
+            have = f"has {', '.join(names)}" if names else "has no fields"
+            raise InputError(f"the policy {name!r} has no field {key!r}; it {have}")
+    if kind is not SearchParams:
+        return values
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        many = bool(get_args(hints[key]))
+        kinds = (int, float) if float in (hints[key], *get_args(hints[key])) else (int,)
+        parts = cast("tuple[object, ...]", value if isinstance(value, tuple) else (value,))
+        right = many == isinstance(value, tuple) and all(type(part) in kinds for part in parts)
+        if not right or any(isinstance(part, (int, float)) and part < 0 for part in parts):
+            what = "a list of numbers" if many else "a number" if float in kinds else "a whole number"
+            raise InputError(f"the policy {name!r}: {key} must be {what}, 0 or more, not {value!r}")
+    return values

@@ -1,0 +1,153 @@
+"""Whatever has happened to the files of a cache, steps are measured anew where need be, and train."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_kept import captured, make
+
+import outofcore
+from outofcore.analysis.requests import Result, Scratch
+from outofcore.execution.homes import HostHome
+from outofcore.profiling import links
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.links import LinkReport, Rates, known_link
+from outofcore.profiling.ops import KeptProfiles, profile_ops
+from outofcore.units import GIB, MIB
+
+NUMBERS = (-1, 0, 0.5, 1e308, -1e308, 10**19, 10**400, float("nan"), float("inf"))
+WRONG = (*NUMBERS, None, True, "x", "", "\ud800", [], [[]], {})
+STEP = functools.cache(captured)
+
+
+@pytest.fixture
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that need not be measured."""
+    rates = Rates(1e9, 1e9)
+    report = LinkReport("host", GIB, 1e-4, rates, rates, rates, 1.0, 1.0, 1.0)
+    monkeypatch.setattr(links, "measure_link", lambda home, **_: report)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of a cache that is as it should be."""
+    cache = Cache(tmp_path_factory.mktemp("whole"))
+    profile_ops(STEP(), cache=cache)
+    known_link(HostHome(GIB), cache, buffer_bytes=MIB)
+    return {path.name: path.read_text() for path in cache.files() if path.suffix == ".json"}
+
+
+def spots(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in plain data: what holds it, and its key or number there."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from spots(value[key])
+
+
+def check(cache: Cache) -> None:
+    """What is read from a cache could have been measured, and what is added to it is found again."""
+    step = STEP()
+    kept = KeptProfiles(cache)
+    for op, call in zip(step.graph.ops, step.calls, strict=True):
+        profile = kept.find(op, timed=True, first=call.rehearse_first is not None, results=len(call.results))
+        if profile is None:
+            continue
+        assert 0 <= profile.cost.seconds <= 1e6
+        for requests in (profile.requests, profile.first_requests):
+            for request in requests.requests if requests else ():
+                assert 0 <= request.bytes < 1 << 60
+                if isinstance(request.placement, Scratch):
+                    assert request.placement.offset + request.bytes <= profile.cost.workspace_bytes
+                if isinstance(request.placement, Result):
+                    assert request.placement.key < len(call.results)
+    home = known_link(HostHome(GIB), cache, buffer_bytes=MIB).home
+    assert min(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) > 0
+    assert max(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) < 1e16
+    assert 0 <= home.contention <= 1
+    shelf = cache.shelf("ops", {})
+    shelf.write({"new": 1})
+    assert shelf.read()["new"].value == 1
+
+
+@pytest.mark.usefixtures("_known")
+def test_files_that_are_cut(tmp_path: Path, whole: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    for number, share in enumerate((0.0, 0.01, 0.3, 0.7, 0.99)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in whole.items():
+            (folder / name).write_text(text[: int(len(text) * share)])
+        with caplog.at_level(logging.WARNING, "outofcore.profiling"):
+            check(Cache(folder))
+        assert caplog.text.count("taken anew") >= 2
+        caplog.clear()
+
+
+@pytest.mark.usefixtures("_known")
+@pytest.mark.parametrize("seed", range(3))
+def test_values_that_are_wrong(tmp_path: Path, whole: dict[str, str], seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(25):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in whole.items():
+            content = copy.deepcopy(json.loads(text))
+            places = list(spots(content))
+            for _ in range(rng.choice((1, 1, 3, 30))):
+                holder, key = rng.choice(places)
+                holder[key] = copy.deepcopy(rng.choice(WRONG))
+            (folder / name).write_text(json.dumps(content), "utf-8")
+        check(Cache(folder))
+
+
+@pytest.mark.usefixtures("_known")
+def test_each_value_of_a_link(tmp_path: Path, whole: dict[str, str]) -> None:
+    (name,) = (name for name in whole if name.startswith("links"))
+    for number in range(len(list(spots(json.loads(whole[name]))))):
+        for wrong in WRONG:
+            content = json.loads(whole[name])
+            holder, key = list(spots(content))[number]
+            holder[key] = wrong
+            (tmp_path / name).write_text(json.dumps(content), "utf-8")
+            home = known_link(HostHome(GIB), Cache(tmp_path), buffer_bytes=MIB).home
+            assert min(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) > 0
+
+
+@pytest.mark.parametrize("wrong", [1e308, 10**400, "x", -1, [], "\ud800"])
+def test_a_step_whose_measurements_are_all_damaged_trains(tmp_path: Path, whole: dict[str, str], wrong: object) -> None:
+    for name, text in whole.items():
+        content = json.loads(text)
+        for entry in content["entries"].values():
+            entry.update(dict.fromkeys(entry, wrong))
+        (tmp_path / name).write_text(json.dumps(content), "utf-8")
+    plain, *_ = make()
+    losses = [plain(torch.ones(8, 32)) for _ in range(2)]
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path) as compiled:
+        assert [torch.equal(compiled(torch.ones(8, 32)), loss) for loss in losses] == [True, True]
+    # All is measured anew and kept.
+    for path in Cache(tmp_path).files():
+        if path.name in whole and path.name.startswith("ops"):
+            assert all(0 < entry["seconds"] < 1e3 for entry in json.loads(path.read_text())["entries"].values())
+
+
+def test_a_result_or_scratch_memory_that_an_op_does_not_have_is_not_taken(tmp_path: Path) -> None:
+    cache, step = Cache(tmp_path), STEP()
+    profile_ops(step, cache=cache)
+    (path,) = (path for path in cache.files() if path.suffix == ".json")
+    content = json.loads(path.read_text())
+    for entry in content["entries"].values():
+        entry["requests"]["list"] = [[64, "result", 7], [64, "scratch", 1 << 30]]
+    path.write_text(json.dumps(content))
+    kept = KeptProfiles(cache)
+    for op, call in zip(step.graph.ops, step.calls, strict=True):
+        assert kept.find(op, timed=True, first=False, results=len(call.results)) is None

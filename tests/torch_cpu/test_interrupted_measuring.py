@@ -1,0 +1,82 @@
+"""Ctrl-C while ops and links are measured: nothing is left half done, and the next call works."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outofcore.capture.whole import capture_whole
+from outofcore.execution.arena import Arena, ScopeTable
+from outofcore.execution.native import load_native
+from outofcore.profiling import ops as profiling_ops
+from outofcore.profiling.ops import profile_ops
+from outofcore.units import MIB
+
+SCRIPT = Path(__file__).with_name("interrupted.py")
+native = pytest.mark.skipif(load_native().library is None, reason="there is no native allocator")
+
+
+@pytest.mark.parametrize("phase", ["ops", "link"])
+def test_a_process_that_is_interrupted_at_any_moment_trains_on(phase: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "1", phase], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 of 1 went wrong" in done.stdout
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), RuntimeError("on purpose")])
+def test_an_op_that_fails_leaves_its_scope(raised: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+
+    class Watched(ScopeTable):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            begin, end = self.begin, self.end
+
+            def entered(scope: int) -> None:
+                begin(scope)
+                inside.append(True)
+                raise raised
+
+            def left() -> None:
+                end()
+                inside.clear()
+
+            self.begin, self.end = entered, left
+
+    monkeypatch.setattr(profiling_ops, "ScopeTable", Watched)
+    layer = nn.Linear(64, 64)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x).sum()
+        loss.backward()
+        layer.zero_grad()
+        return loss
+
+    captured = capture_whole(step, [layer], [], (torch.ones(8, 64),), {})
+    if isinstance(raised, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            profile_ops(captured)
+    else:
+        profile_ops(captured)  # takes the time of such an op from its bytes
+    assert inside == []
+
+
+@native
+def test_a_table_that_goes_while_its_scope_is_current_takes_the_scope_along() -> None:
+    with Arena(4 * MIB) as arena:
+        table = ScopeTable(arena, [[(MIB, 0), (MIB, MIB)]])
+        table.begin(0)
+        first = torch.empty(MIB, dtype=torch.uint8)
+        assert first.data_ptr() == arena.address
+        del table
+        gc.collect()
+        other = torch.empty(MIB, dtype=torch.uint8)
+        assert not arena.address <= other.data_ptr() < arena.address + arena.bytes
+        assert arena.counters().served == 1
