@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import tree_flatten, tree_unflatten
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.passes import capture_whole
 from outofcore.costs import Costs
 from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend

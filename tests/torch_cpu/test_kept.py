@@ -21,7 +21,7 @@ from torch import nn
 import outofcore
 from outofcore.analysis.requests import Elsewhere, Request, Requests, Result, Scratch
 from outofcore.capture import Captured
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.passes import capture_whole
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
