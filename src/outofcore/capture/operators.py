@@ -189,7 +189,7 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     mask = _output_mask(func, given)
     if repair is None and all(mask):
         return result
-    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    results: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
     if repair is not None:
         results = repair(given, results)
     for place, wanted in enumerate(mask):
