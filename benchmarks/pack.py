@@ -9,6 +9,12 @@ run as rivals: not where rectangles have gaps, which it does not know.
 ``--zoo`` packs training steps of the models of the zoo as well, each in core and as ``auto`` plans it for half and a
 quarter of that: all that the arena holds, as requested. Writes ``results/pack.json``. Graphs are those of
 ``compare.py --graphs``, in the folder that is named; they are captured where they are not there yet.
+
+``--hard`` asks of each file for a placement within the capacity that its name ends in, and again with each technique of
+the search switched off. Writes ``results/pack-hard.json``. For the hard instances of MiniMalloc, of which the folder
+``benchmarks/challenging`` of its repository has eleven::
+
+    python benchmarks/pack.py --hard minimalloc/*.csv
 """
 
 from __future__ import annotations
@@ -28,30 +34,28 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from _common import write_result
-from compare import MODELS
-from outofcore.planning.priced import priced
 from rich.console import Console
 from rich.table import Table
 
 from outofcore.analysis.gaps import is_large
-from outofcore.cli.pack import read_table
+from outofcore.cli.pack import EFFORT, read_table
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import read_graph
 from outofcore.lowering import lower
-from outofcore.plan import Plan
-from outofcore.planning import in_core_budget, keep_all, plan_step, smallest_budget, window
-from outofcore.planning.first_fit import first_fit
-from outofcore.planning.packing import EFFORT, Rectangle, pack, peak
-from outofcore.planning.rectangles import Rectangles
-from outofcore.planning.skyline import best_fit
-from outofcore.planning.sweep import sweep
+from outofcore.planning import in_core_budget, keep_all, plan_step, smallest_budget
+from outofcore.planning.placement import PlacementParams, Rectangle, best_fit, pack, peak
+from outofcore.planning.placement.first_fit import first_fit
+from outofcore.planning.placement.rectangles import Rectangles
+from outofcore.planning.placing import EFFORT as PLANNING
 from outofcore.program import Program
 from outofcore.validator import Placed, check_packing
 
 INSTANCES = Path(__file__).with_name("instances") / "pack"
 _RIVALS = ("OmniAllocator", "TelamallocAllocator", "HillClimbAllocator", "SupermallocAllocator")
 _RIVAL_SECONDS = 2.0
+# Of hard instances: after how many seconds the search is given up, and with a technique switched off.
+_HARD_SECONDS, _WITHOUT_SECONDS = 60.0, 6.0
 # Of the zoo: on what device, in which parts of the in-core budget, and how far above what is live is close.
 _GPU, _PARTS, _CLOSE = "v100-16gb-pcie3", (0.5, 0.25), 1.01
 # Of them, those that are kept as files; and how many rectangles a box is cut into beside them.
@@ -171,14 +175,9 @@ def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
     """The large blocks of programs: in core, and as two policies plan them for half of that."""
     graph, costs = residual_step(blocks)
     half = in_core_budget(graph, costs) // 2
-    policies: dict[str, Callable[[], Plan]] = {
-        "in-core": lambda: keep_all(0),
-        "priced-half": lambda: priced(graph, costs, half),
-        "window-half": lambda: window(graph, costs, half),
-    }
-    for name, policy in policies.items():
-        found = rectangles_of(lower(graph, costs, policy()))
-        yield f"residual{len(graph.ops)}-{name}", found
+    yield f"residual{len(graph.ops)}-in-core", rectangles_of(lower(graph, costs, keep_all(0)))
+    for policy in ("auto", "window"):
+        yield f"residual{len(graph.ops)}-{policy}-half", rectangles_of(plan_step(graph, costs, half, policy).program)
 
 
 def write_instances(zoo: Path | None) -> None:
@@ -204,6 +203,8 @@ def write_rectangles(path: Path, rectangles: Sequence[Rectangle]) -> None:
 
 def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
     """Training steps of the zoo, for which the graphs are in a folder, or are put there."""
+    from compare import MODELS  # noqa: PLC0415 - all else here needs no planner, and no PyTorch
+
     folder.mkdir(parents=True, exist_ok=True)
     for model in MODELS:
         path = folder / f"{model}-{_GPU}.json.gz"
@@ -238,13 +239,36 @@ def ours(effort: int) -> dict[str, _Place]:
         "first fit: by time": by(lambda r: np.lexsort((-r.sizes, r.begin, r.again > r.slots))),
         "first fit: longest": by(lambda r: np.argsort(-r.held, kind="stable")),
         "first fit: largest": by(lambda r: np.argsort(-r.sizes, kind="stable")),
-        "skyline: longest": lambda r: best_fit(x := Rectangles.of(r, 0), x.held / x.held.max()).tolist(),
-        "skyline: area": lambda r: best_fit(x := Rectangles.of(r, 0), x.held * x.sizes.astype(float)).tolist(),
-        "sweep: first fit": lambda r: sweep(Rectangles.of(r, 0)).tolist(),
-        "sweep: best fit": lambda r: sweep(Rectangles.of(r, 0), tightest=True).tolist(),
-        "pack, quick": lambda r: pack(r, effort=0).offsets,
-        "pack": lambda r: pack(r, effort=effort).offsets,
+        "best fit of PGMO": lambda r: best_fit(r).offsets,
+        "pack, quick": lambda r: pack(r, params=PlacementParams(effort=0)).offsets,
+        "pack, planning": lambda r: pack(r, params=PlacementParams(effort=PLANNING)).offsets,
+        "pack": lambda r: pack(r, params=PlacementParams(effort=effort)).offsets,
     }
+
+
+def hard(files: Sequence[Path], date: str | None) -> None:
+    """Print and write how long it takes to stay within a capacity, with all techniques and without one of each."""
+    switches = ("", "dominance", "lifting", "precedence", "decomposition", "restarts", "canonical")
+    table, rows = Table("instance", *(f"no {name}" if name else "pack" for name in switches)), list[dict[str, Any]]()
+    pack([Rectangle(0, 0, 2, 1), Rectangle(1, 1, 3, 1)])  # so that nothing has to be compiled below
+    for path in files:
+        rectangles = read_table(path.read_text(encoding="utf-8")).rectangles
+        capacity, cells = int(path.name.split(".")[-2]), list[str]()
+        for name in switches:
+            limit = _WITHOUT_SECONDS if name else _HARD_SECONDS
+            params = PlacementParams(effort=EFFORT, seconds=limit, **({name: False} if name else {}))
+            begin, clock = time.process_time(), time.perf_counter()
+            found = pack(rectangles, capacity=capacity, params=params)
+            seconds, elapsed = time.process_time() - begin, time.perf_counter() - clock
+            height = _height(rectangles, found.offsets)
+            cells.append(f"{seconds:.2f}" if height <= capacity else f"{height / capacity - 1:+.1%}")
+            row = {"instance": path.stem, "rectangles": len(rectangles), "capacity": capacity, "without": name}
+            more = {"height": height, "placed": height <= capacity, "cpu_seconds": round(seconds, 3)}
+            rows.append({**row, **more, "seconds": round(elapsed, 3)})
+        table.add_row(path.stem, *cells)
+    Console().print(table)
+    result = {"seconds_at_most": _HARD_SECONDS, "seconds_at_most_without": _WITHOUT_SECONDS, "rows": rows}
+    print(f"written to {write_result('pack-hard', result, date)}")
 
 
 def rivals() -> dict[str, _Place]:
@@ -279,12 +303,16 @@ def _height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
 def main(
     files: Annotated[list[Path] | None, typer.Argument(help="CSV files; by default all instances.")] = None,
     sizes: Annotated[str, typer.Option(help="Cut up boxes into so many, such as 100,1000,10000.")] = "",
-    effort: Annotated[float, typer.Option(min=0, help="How hard pack searches.")] = 1.0,
+    effort: Annotated[float, typer.Option(min=0, help="How hard pack searches, as of the command.")] = 0.05,
+    hard_ones: Annotated[bool, typer.Option("--hard", help="Stay within the capacity in each file's name.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Make the instances anew.")] = False,
     zoo: Annotated[Path | None, typer.Option(help="Pack steps of the zoo; a folder that keeps their graphs.")] = None,
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
     """Print the height, its ratio to the lower bound, and the seconds taken, for each instance and allocator."""
+    if hard_ones:
+        hard(files or [], date)
+        return
     if write:
         write_instances(zoo)
     found = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]

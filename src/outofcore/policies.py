@@ -35,7 +35,7 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines import TFLMS, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, Window
 from outofcore.planning.baselines.held import Held
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.policy import Asked, Auto, KeepAll, OffloadAll, Policy, PolicyLike
+from outofcore.planning.policy import Asked, Auto, KeepAll, OffloadAll, Policy, PolicyLike, movable_gaps
 from outofcore.planning.registry import POLICIES, policy_of
 
 __all__ = [
@@ -61,5 +61,6 @@ __all__ = [
     "Window",
     "gaps_of",
     "is_fetched",
+    "movable_gaps",
     "policy_of",
 ]

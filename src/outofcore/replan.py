@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outofcore import planning
-from outofcore.analysis.requests import Requests
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError
@@ -21,6 +20,7 @@ from outofcore.execution.runner import Runner
 from outofcore.execution.slots import needed_bytes
 from outofcore.execution.state import StateKeeper
 from outofcore.planning import Planned, Policy
+from outofcore.planning.placement.requests import Requests
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import forget_link
 from outofcore.profiling.ops import OpProfile, keep_profiles

@@ -16,8 +16,8 @@ import torch
 from test_kept import captured, make
 
 import outofcore
-from outofcore.analysis.requests import Result, Scratch
 from outofcore.execution.homes import HostHome
+from outofcore.planning.placement.requests import Result, Scratch
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import LinkReport, Rates, known_link

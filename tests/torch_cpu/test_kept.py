@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outofcore
-from outofcore.analysis.requests import Elsewhere, Request, Requests, Result, Scratch
 from outofcore.capture import Captured
 from outofcore.capture.passes import capture_whole
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
+from outofcore.planning.placement.requests import Elsewhere, Request, Requests, Result, Scratch
 from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache

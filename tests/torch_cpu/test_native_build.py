@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from outofcore import compiling
+from outofcore.compiling import BuildError, private_folder
 from outofcore.execution import native
-from outofcore.execution.native import BuildError, Native, load_native
+from outofcore.execution.native import Native, load_native
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
@@ -41,13 +43,13 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Native:
 
 def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "outofcore" / native.build_key()
-    native.build(native.private_folder(folder))
+    native.build(private_folder(folder))
     built = (folder / "arena.so").read_bytes()
     (folder / "arena.so").write_bytes(b"half a fi")
     assert loaded_with(monkeypatch, tmp_path).library is not None
     assert (folder / "arena.so").read_bytes()[:4] == built[:4] == b"\x7fELF"
     assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     assert loaded_with(monkeypatch, tmp_path).library is not None  # from the cache
 
 
@@ -57,7 +59,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeyp
     folder.chmod(0o777)
     assert loaded_with(monkeypatch, tmp_path).library is not None  # built in a temporary folder
     assert list(folder.iterdir()) == []
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     refused = loaded_with(monkeypatch, tmp_path)
     assert refused.library is None
     assert "somebody else" in refused.reason

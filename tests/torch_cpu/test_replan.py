@@ -16,8 +16,8 @@ from torch import nn
 
 import outofcore
 from outofcore import planning
-from outofcore.analysis.requests import Result, Scratch
 from outofcore.execution.native import load_native
+from outofcore.planning.placement.requests import Result, Scratch
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import KeptProfiles, OpProfile

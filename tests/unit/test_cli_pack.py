@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from outofcore.cli.app import app
 from outofcore.cli.pack import read_table
 from outofcore.errors import InputError
-from outofcore.planning.packing import Rectangle
+from outofcore.planning.placement import Rectangle, pack
 from outofcore.validator import Placed, check_packing
 
 # The example of MiniMalloc's description: 12 bytes are live at once, and do.
@@ -106,6 +109,12 @@ def test_where_the_search_finds_none_it_says_how_far_it_came(tmp_path: Path) -> 
     path.write_text("id,lower,upper,size,gaps\na,0,4,1,\nb,2,6,1,\nc,0,6,1,2-4\n")
     result = outofcore_pack(path, "--capacity", "2")
     assert result.exit_code == 1
+    assert (
+        "no placement can stay within 2 bytes, although no more than 2 are live at once: all were tried"
+        in result.stderr
+    )
+    result = outofcore_pack(path, "--capacity", "2", "--effort", "0")
+    assert result.exit_code == 1
     assert "no placement within 2 bytes was found: the lowest takes 3" in result.stderr
     assert "No more than 2 are live at once" in result.stderr
 
@@ -131,6 +140,12 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
         ("id,lower,upper,size,gaps\na,0,9,4,1-2 4-5\n", "line 2: only one gap"),
         ("id,lower,upper,size,gaps\na,0,9,4,1-2@0:2\n", "line 2: only one gap"),
         ("id,lower,upper,size,gaps\na,0,9,4,1\n", "line 2: a gap is written as 3-7"),
+        ("id,lower,upper,size\na,0,1,4\n\na,2,3,4\n", "line 4: the id 'a' is that of line 2"),
+        ('id,lower,upper,size\na,0,1,4\n"b,0,1,4\nc,0,1,4\n', "line 3 is not CSV"),
+        ('id,lower,upper,size,name\na,0,1,4,"two\nlines"\nb,0,1,x,c\n', "line 4: size must be"),
+        (f"id,lower,upper,size\na,0,1,{'9' * 5000}\n", "line 2: size must be a whole number, not '9999"),
+        (f"id,lower,upper,size\na,0,1,{'9' * 50}\n", "line 2: rectangle a has a time, size"),
+        ("id,lower,upper,size,alignment\na,0,1,4,0\n", "line 2: rectangle a has size 4 and alignment 0"),
     ],
 )
 def test_what_cannot_be_read_names_the_line(text: str, message: str) -> None:
@@ -163,3 +178,43 @@ def test_packing_does_not_import_torch(example: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert proven(done.stdout, 12) == 12
+
+
+def test_bytes_that_are_not_text_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.csv"
+    path.write_bytes(b"id,lower,upper,size\na,0,1,4\nb,0,\xff,4\n")
+    result = outofcore_pack(path, "--capacity", "12")
+    assert result.exit_code == 2
+    assert "line 3 is not text in UTF-8 (byte 0xff)" in result.stderr
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_damaged_file_is_refused_in_words_or_placed(data: st.DataObject) -> None:
+    rows = [f"r{i},{i},{i + 3},{10 + i},{data.draw(st.sampled_from(['', f'{i + 1}-{i + 2}']))}" for i in range(6)]
+    text = "id,lower,upper,size,gaps\n" + "\n".join(rows) + "\n"
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        junk = data.draw(st.sampled_from(['"', ",", "\n", "-", "0", "9" * 30, "\0", "\r", "x", "é", " "]))
+        text = text[:at] + junk + text[at + data.draw(st.integers(0, 3)) :]
+    try:
+        table = read_table(text)
+        found = pack(table.rectangles)
+    except InputError as error:
+        assert str(error)
+        return
+    check_packing(
+        Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
+        for r, offset in zip(table.rectangles, found.offsets, strict=True)
+    )
+    assert proven(table.text(found.offsets), found.height) == found.height
+
+
+def test_without_a_compiler_files_are_placed_by_the_quick_rules(example: Path, tmp_path: Path) -> None:
+    code = "from outofcore.cli import main; main()"
+    command = [sys.executable, "-c", code, "pack", str(example), "--capacity", "12"]
+    environment = os.environ | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert proven(done.stdout, 12) == 12
+    assert not list(tmp_path.rglob("*.so"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 
 from outofcore.cli.pack import read_table
 from outofcore.errors import InputError, ValidationError
-from outofcore.planning.ejection import improve
-from outofcore.planning.first_fit import first_fit
-from outofcore.planning.packing import Packing, Rectangle, pack, peak
-from outofcore.planning.rectangles import Ints, Rectangles
-from outofcore.planning.skyline import best_fit
-from outofcore.planning.sweep import sweep
+from outofcore.planning import placement
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, canonical, peak
+from outofcore.planning.placement.compiled import Answer, Watch, load_compiled
+from outofcore.planning.placement.first_fit import first_fit
+from outofcore.planning.placement.rectangles import Ints, Rectangles
+from outofcore.planning.placement.skyline import best_fit
 from outofcore.validator import Placed, check_packing
 
 INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances" / "pack"
@@ -32,8 +33,16 @@ def proven(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
     )
 
 
-def packed(rectangles: Sequence[Rectangle], **how: int) -> Packing:
-    found = pack(rectangles, **how)
+COMPILED = load_compiled()
+needs_compiler = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler")
+
+
+def pack(rectangles: Sequence[Rectangle], capacity: int | None = None, **how: Any) -> Packing:
+    return placement.pack(rectangles, capacity=capacity, params=PlacementParams(**how))
+
+
+def packed(rectangles: Sequence[Rectangle], capacity: int | None = None, **how: Any) -> Packing:
+    found = pack(rectangles, capacity, **how)
     assert len(found.offsets) == len(rectangles)
     assert proven(rectangles, found.offsets) == found.height
     assert found.height >= found.lower_bound
@@ -73,12 +82,15 @@ MINIMALLOC = of((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4))
 WAYS: dict[str, Callable[[Rectangles], Ints]] = {
     "skyline": lambda r: best_fit(r, r.held.astype(np.float64)),
     "snug skyline": lambda r: best_fit(r, r.sizes / r.sizes.max(), 0.5),
-    "first fit in time": sweep,
-    "first fit back in time": lambda r: sweep(r, backwards=True),
-    "best fit in time": lambda r: sweep(r, tightest=True),
     "first fit by size": lambda r: first_fit(r, np.argsort(-r.sizes, kind="stable").tolist()),
-    "ejection": lambda r: improve(r, sweep(r), 0, 20_000),
 }
+if COMPILED is not None:
+    compiled = COMPILED
+    WAYS |= {
+        "compiled skyline": lambda r: compiled.best_fit(r, r.held.astype(np.float64), 0.0),
+        "compiled first fit": lambda r: compiled.first_fit(r, np.arange(len(r))),
+        "ejection": lambda r: compiled.eject(r, compiled.first_fit(r, np.arange(len(r))), 0, 20_000, Watch(None)),
+    }
 
 
 @st.composite
@@ -99,9 +111,9 @@ def rectangles(draw: st.DrawFn) -> list[Rectangle]:
 @given(rectangles())
 def test_any_packing_holds(found: list[Rectangle]) -> None:
     packing = packed(found, effort=30_000)
-    assert packing.lower_bound == max(
-        sum(r.size for r in found if any(a <= t < b for a, b in r.segments)) for t in range(13)
-    )
+    live = max(sum(r.size for r in found if any(a <= t < b for a, b in r.segments)) for t in range(13))
+    assert live <= packing.lower_bound <= packing.height
+    assert pack(found, effort=0).lower_bound == live == peak(found).bytes
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,6 +138,88 @@ def test_who_is_near_shares_a_moment(found: list[Rectangle], at: int, late: bool
     moments = [{t for a, b in r.segments for t in range(a, b)} for r in solid]
     expected = [i for i in range(len(solid)) if i != index and moments[i] & moments[index]]
     assert Rectangles.of(solid, 0).near(index).tolist() == expected
+
+
+@needs_compiler
+@SLOWLY
+@given(rectangles(), st.sampled_from([0, 7, 4096]), st.sampled_from([0.0, 0.1, 1.0]))
+def test_compiled_rules_give_what_those_in_python_give(found: list[Rectangle], base: int, snug: float) -> None:
+    solid = [r for r in found if r.size and r.segments]
+    if not solid:
+        return
+    layout = Rectangles.of(solid, base)
+    worth = layout.held / layout.held.max()
+    order = np.argsort(-layout.sizes, kind="stable")
+    assert COMPILED is not None
+    assert (COMPILED.best_fit(layout, worth, snug) == best_fit(layout, worth, snug)).all()
+    assert (COMPILED.first_fit(layout, order) == first_fit(layout, order.tolist())).all()
+
+
+@SLOWLY
+@given(rectangles())
+def test_without_a_compiler_the_quick_rules_come_out_the_same(found: list[Rectangle]) -> None:
+    assert pack(found, compiled=False) == pack(found, effort=0)
+
+
+SWITCHES = ("dominance", "lifting", "precedence", "decomposition", "restarts")
+
+
+@needs_compiler
+@pytest.mark.parametrize("off", SWITCHES)
+@SLOWLY
+@given(found=rectangles(), base=st.sampled_from([0, 7]), less=st.integers(0, 3))
+def test_no_technique_of_the_search_loses_a_placement(off: str, found: list[Rectangle], base: int, less: int) -> None:
+    solid = [r for r in found if r.size and r.segments]
+    if not solid:
+        return
+    assert COMPILED is not None
+    layout = Rectangles.of(solid, base)
+    capacity = layout.height(first_fit(layout, range(len(solid)))) - less
+    answers: list[Answer] = []
+    plain = PlacementParams(effort=3_000_000, **dict.fromkeys(SWITCHES, False))
+    for params in (PlacementParams(effort=3_000_000), PlacementParams(effort=3_000_000, **{off: False}), plain):
+        answer, offsets = canonical.search(COMPILED, layout, capacity, params, Watch(None))
+        answers.append(answer)
+        if answer is Answer.FOUND:
+            assert proven(solid, offsets.tolist()) <= capacity
+            assert offsets.min() >= base
+    assert less or answers[0] is not Answer.NONE
+    assert not {Answer.FOUND, Answer.NONE} <= set(answers)
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [24, 40, 60])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_box_cut_up_is_put_together_again(count: int, seed: int) -> None:
+    found = tiling(count, 1000, 10_000, seed)
+    assert packed(found, capacity=10_000, effort=4_000_000_000).height == 10_000
+
+
+@needs_compiler
+def test_that_there_is_no_placement_is_proven() -> None:
+    arcs = [Rectangle(0, 0, 4, 5), Rectangle(1, 2, 6, 5), Rectangle(2, 0, 6, 5, gap=(2, 4))]
+    others = [Rectangle(f"{i}", i % 6, i % 6 + 1, 1 + i % 2) for i in range(12)]
+    assert packed(arcs + others, capacity=14).lower_bound == 15
+
+
+def test_best_fit_alone_takes_the_longest_lifetime_at_the_lowest_place() -> None:
+    found = of((0, 2, 8), (1, 4, 4), (2, 4, 8), (0, 5, 1), (4, 5, 3))
+    packing = placement.best_fit(found)
+    assert proven(found, packing.offsets) == packing.height
+    # 3 is held all the time, then 1 is the longest; 0 must rise above it, 4 begins where it ends.
+    assert packing.offsets == (5, 1, 5, 0, 1)
+    assert placement.best_fit([]) == Packing((), 0, 0)
+
+
+@needs_compiler
+def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Watch) -> bool:
+        raise KeyboardInterrupt
+
+    found = tiling(300, 1000, 10_000, seed=1)
+    monkeypatch.setattr(Watch, "over", property(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        canonical.search(COMPILED, Rectangles.of(found, 0), 10_000, PlacementParams(restarts=False), Watch(None))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +257,9 @@ def test_a_circle_may_need_more_than_is_ever_live() -> None:
     # Three arcs that meet in pairs, each at another time: two are live, three addresses are needed.
     found = [Rectangle(0, 0, 4, 1), Rectangle(1, 2, 6, 1), Rectangle(2, 0, 6, 1, gap=(2, 4))]
     packing = packed(found)
-    assert (packing.lower_bound, packing.height) == (2, 3)
+    assert packing.height == 3
+    # The search has tried all there is with two.
+    assert packing.lower_bound == (3 if COMPILED else 2)
 
 
 def test_offsets_are_aligned() -> None:
@@ -216,14 +312,14 @@ def test_there_are_instances() -> None:
 
 
 def test_the_same_rectangles_come_out_the_same() -> None:
-    found = tiling(80, 1000, 10_000, seed=1)
+    found = tiling(300, 1000, 10_000, seed=1)
     first, second = pack(found, effort=500_000), pack(list(found), effort=500_000)
     assert first == second
     assert first.height > first.lower_bound  # else nothing was searched
 
 
 def test_enough_is_enough() -> None:
-    found = tiling(80, 1000, 10_000, seed=1)
+    found = tiling(300, 1000, 10_000, seed=1)
     quick, lowest = pack(found, effort=0), pack(found, effort=500_000)
     assert lowest.height < quick.height
     relaxed = packed(found, capacity=quick.height + 10_000, effort=500_000)
@@ -258,6 +354,9 @@ def test_the_peak_says_when_and_who() -> None:
         ([Rectangle(0, 0, 4, 1, alignment=0)], "alignment 0"),
         ([Rectangle(0, 2, 4, 1, gap=(1, 3))], "lies outside"),
         ([Rectangle("x", 0, 4, 1), Rectangle("x", 5, 6, 1)], "two rectangles have the id x"),
+        (of((0, 4, 2**70)), "2\\*\\*60 or more"),
+        (of((-(2**63), 4, 1)), "2\\*\\*60 or more"),
+        (of((0, 4, 2**59), (2, 4, 2**59)), "more than there are addresses"),
     ],
 )
 def test_what_contradicts_itself_is_refused(found: list[Rectangle], message: str) -> None:

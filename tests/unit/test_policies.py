@@ -39,6 +39,7 @@ from outofcore.policies import (
     SuperNeurons,
     Window,
     gaps_of,
+    movable_gaps,
     policy_of,
 )
 from outofcore.validator import validate
@@ -152,10 +153,7 @@ class LongestFirst:
     name = "longest-first"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Callable[[int], Plan]]:
-        gaps = sorted(
-            (gap for storage in graph.storages for gap in gaps_of(graph, storage.id) if gap.start >= 0),
-            key=lambda gap: gap.start - gap.end,
-        )
+        gaps = sorted(movable_gaps(graph), key=lambda gap: gap.start - gap.end)
         held = Held.of(graph, costs)
         away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
 
@@ -217,6 +215,9 @@ def test_faults_of_a_users_policy_are_told_with_its_name() -> None:
 
     with pytest.raises(GraphError, match="the policy 'late' made a plan that cannot be carried out"):
         plan_step(graph, costs(graph), 5 * MIB, late)
+    small = StepGraph((replace(graph.storages[0], bytes=1024), *graph.storages[1:]), graph.ops)
+    with pytest.raises(GraphError, match="below 64 KiB"):
+        plan_step(small, costs(small), 4 * MIB, late)
     with pytest.raises(InputError, match="the policy '<lambda>' returned None"):
         plan_step(graph, costs(graph), 5 * MIB, lambda step, prices, room: None)  # type: ignore[arg-type, return-value]
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.analysis.requests import (
+from outofcore.errors import GraphError
+from outofcore.planning.placement.requests import (
     Elsewhere,
     Event,
     EventKind,
@@ -14,7 +15,6 @@ from outofcore.analysis.requests import (
     Scratch,
     workspace_layout,
 )
-from outofcore.errors import GraphError
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 

@@ -122,3 +122,32 @@ def test_it_is_a_policy() -> None:
         assert planned.plan.policy == "superneurons"
         # No conv runs twice.
         assert recompute_seconds(given, planned.program) <= 2 * 12
+
+
+def test_segments_stay_where_they_are_not_to_be_computed_again() -> None:
+    graph = network(12)
+    given = costs(graph)
+    budget = in_core_budget(graph, given) * 3 // 4
+    planned = plan_step(graph, given, budget, "superneurons(recompute=false)")
+    validate(graph, planned.program, budget, given)
+    assert {d.residency for d in planned.plan.decisions} == {Residency.OFFLOAD}
+    # Only results of convolutions leave, and those used longest ago first.
+    away = [d.gap.storage for d in planned.plan.decisions]
+    assert away == [3 * layer for layer in range(len(away))]
+
+
+def test_a_checkpoint_that_is_overwritten_comes_back_with_its_last_contents() -> None:
+    graph = network(12)
+    # Each conv's result is overwritten as a whole before the norm reads it.
+    ops: list[Op] = []
+    for op in graph.ops:
+        ops.append(Op(len(ops), op.name, op.reads, op.mutates, op.creates))
+        if op.name == "conv":
+            ops.append(Op(len(ops), "idle", (), (), ()))
+            ops.append(Op(len(ops), "fill", (), op.creates, ()))
+    graph = StepGraph(graph.storages, tuple(ops))
+    given = costs(graph)
+    budget = in_core_budget(graph, given) * 2 // 5
+    planned = plan_step(graph, given, budget, "superneurons")
+    validate(graph, planned.program, budget, given)
+    assert {d.residency for d in planned.plan.decisions} == {Residency.OFFLOAD, Residency.RECOMPUTE}

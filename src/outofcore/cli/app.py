@@ -321,7 +321,9 @@ def pack(
     output: Annotated[
         Path | None, typer.Option(help="Write the file with offsets here, and not to the screen.")
     ] = None,
-    effort: Annotated[float, typer.Option(min=0, help="How hard to search; 1 takes a second or two.")] = 1.0,
+    effort: Annotated[
+        float, typer.Option(min=0, help="How hard to search; 1 takes up to a minute where there may be a placement.")
+    ] = 1.0,
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop the search after so many, whatever is left.")
     ] = None,

@@ -10,11 +10,12 @@ import torch
 
 import outofcore
 from outofcore.cli.measured import cache_at, describe
+from outofcore.compiling import COMPILERS
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.folders import file_system_of
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.native import COMPILERS, Flavor, load_native
+from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import open_homes
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages

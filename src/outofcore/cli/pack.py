@@ -5,20 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from outofcore.errors import InputError
-from outofcore.planning.packing import EFFORT, Packing, Rectangle, pack, peak
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack, peak
 from outofcore.units import format_bytes
 from outofcore.validator import Placed, check_packing
 
 # Other names that MiniMalloc reads. "end" is the last moment at which the bytes are held, "upper" the one after.
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
 _NEEDED = ("id", "lower", "upper", "size")
-# How many rectangles a message lists.
-_LISTED = 12
+# How many rectangles a message lists, and how much of a field.
+_LISTED, _SHOWN = 12, 40
+# Rectangles looked at with an effort of 1; see ``PlacementParams``.
+EFFORT = 4_000_000_000
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def read_table(text: str) -> Table:
     Raises:
         InputError: a column is missing, or a line cannot be read; names the line.
     """
-    lines = [(number, tuple(fields)) for number, fields in enumerate(csv.reader(io.StringIO(text)), 1) if any(fields)]
+    lines = list(_records(text))
     if not lines:
         raise InputError("the file is empty; its first line must name the columns id,lower,upper,size")
     (_, header), *body = lines
@@ -69,11 +71,37 @@ def read_table(text: str) -> Table:
         raise InputError(f"the first line ({','.join(header)}) {what}; it must name the columns id,lower,upper,size")
     last = 1 if "end" in given else 0
     rectangles: list[Rectangle] = []
+    known: dict[int | str, int] = {}
     for number, fields in body:
         if len(fields) != len(names):
             raise InputError(f"line {number} has {len(fields)} fields, and the first line names {len(names)} columns")
-        rectangles.append(_rectangle(number, dict(zip(names, fields, strict=True)), last))
+        one = _rectangle(number, dict(zip(names, fields, strict=True)), last)
+        if one.id in known:
+            raise InputError(
+                f"line {number}: the id {_shown(str(one.id))} is that of line {known[one.id]}; give each its own"
+            )
+        known[one.id] = number
+        rectangles.append(one)
     return Table(header, tuple(fields for _, fields in body), tuple(rectangles))
+
+
+def _records(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The records that are not blank, each with the number of its first line."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise InputError(f"line {number} is not CSV: {error}") from error
+        if fields is None:
+            return
+        if any(field.strip() for field in fields):
+            yield number, tuple(fields)
+
+
+def _shown(field: str) -> str:
+    return repr(field if len(field) <= _SHOWN else field[:_SHOWN] + "…")
 
 
 def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
@@ -81,20 +109,20 @@ def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
         try:
             return int(fields[name])
         except ValueError:
-            raise InputError(f"line {number}: {name} must be a whole number, not {fields[name]!r}") from None
+            raise InputError(f"line {number}: {name} must be a whole number, not {_shown(fields[name])}") from None
 
     alignment = whole("alignment") if "alignment" in fields else 1
     gap = None
     found = fields.get("gaps", "").split()
     if len(found) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: only one gap in a lifetime, without a window, can be used: {fields['gaps']!r}"
+            f"line {number}: only one gap in a lifetime, without a window, can be used: {_shown(fields['gaps'])}"
         )
     if found:
         try:
             begin, end = (int(part) for part in found[0].split("-"))
         except ValueError:
-            raise InputError(f"line {number}: a gap is written as 3-7, not {found[0]!r}") from None
+            raise InputError(f"line {number}: a gap is written as 3-7, not {_shown(found[0])}") from None
         gap = (begin, end + last)
     one = Rectangle(fields["id"].strip(), whole("lower"), whole("upper") + last, whole("size"), alignment, gap)
     try:
@@ -122,11 +150,25 @@ def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) 
     alone = next((r for r in rectangles if r.size > capacity), None)
     if alone is not None:  # held at no time at all, so that it is not live above
         return f"no placement can stay within {capacity} bytes: rectangle {alone.id} alone has {alone.size}"
+    if packing.lower_bound > capacity:
+        return (
+            f"no placement can stay within {capacity} bytes, although no more than {most.bytes} are live at once: "
+            f"all were tried; the lowest found takes {packing.height} ({format_bytes(packing.height)})"
+        )
     return (
         f"no placement within {capacity} bytes was found: the lowest takes {packing.height} "
         f"({format_bytes(packing.height)}), {packing.height - capacity} too many. No more than {packing.lower_bound} "
         "are live at once, so there may be one: search longer with a larger --effort, or raise the capacity"
     )
+
+
+def _text(file: Path) -> str:
+    data = file.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(f"line {line} is not text in UTF-8 (byte {data[error.start]:#04x})") from error
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
@@ -137,10 +179,13 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
         ValidationError: the placement is wrong, which is a fault of this library.
     """
     try:
-        table = read_table(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        table = read_table(_text(file))
+    except OSError as error:
         raise InputError(f"cannot read {file}: {error}") from error
-    found = pack(table.rectangles, capacity=capacity, effort=int(effort * EFFORT), seconds=seconds)
+    except InputError as error:
+        raise InputError(f"cannot read {file}: {error}") from error
+    params = PlacementParams(effort=int(effort * EFFORT), seconds=seconds)
+    found = pack(table.rectangles, capacity=capacity, params=params)
     if found.height > capacity:
         sys.stderr.write(explain(table.rectangles, found, capacity) + "\n")
         return False
@@ -152,7 +197,9 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
         capacity,
     )
     text = table.text(found.offsets)
-    sys.stderr.write(f"placed {len(table.rows)} rectangles in {found.height} bytes; {found.lower_bound} live at once\n")
+    sys.stderr.write(
+        f"placed {len(table.rows)} rectangles in {found.height} bytes; {peak(table.rectangles).bytes} live at once\n"
+    )
     if output is None:
         sys.stdout.write(text)
         return True

@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from outofcore.analysis import LARGE_BYTES
-from outofcore.analysis.requests import Event, EventKind
 from outofcore.errors import ArenaError, StateError
 from outofcore.execution.arenas import ArenaCounters, Memory
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
 from outofcore.execution.native import Native, load_native
+from outofcore.planning.placement.requests import Event, EventKind
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 DEFAULT_RESERVE = 16 * MIB

@@ -1,4 +1,4 @@
-"""Where outofcore keeps files of its own: the user's cache, and the default place to spill to."""
+"""Where files of a run go: what file system a folder is on, and the default place to spill to."""
 
 from __future__ import annotations
 
@@ -7,30 +7,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from outofcore.compiling import private_folder, user_cache_folder
+
 # File systems whose "disk" is memory: spilling there frees nothing.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-
-
-def user_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored, says the XDG base directory specification.
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
-
-
-def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may enter, or check that an existing one is this user's own.
-
-    Raises:
-        OSError: it cannot be created, or somebody else may write to it.
-    """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to, or can be written by, somebody else")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path} cannot be written to")
-    return path
 
 
 def file_system_of(path: Path) -> str:

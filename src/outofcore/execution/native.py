@@ -12,10 +12,7 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,12 +20,7 @@ from pathlib import Path
 
 import torch
 
-from outofcore.execution.folders import private_folder, user_cache_folder
-
-COMPILERS = ("c++", "g++", "clang++")
-# The newest first: recent c10 headers may need C++20, older compilers may only have C++17.
-STANDARDS = ("c++20", "c++17")
-_TIMEOUT_S = 180
+from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -76,10 +68,6 @@ class Flavor(Enum):
     CUDA = "arena-cuda"  # the caching allocator of CUDA
 
 
-class BuildError(Exception):
-    """The library could not be built; the message says why. Never reaches the user as an error."""
-
-
 @functools.cache
 def load_native(flavor: Flavor = Flavor.CPU) -> Native:
     """The native allocator of this process: from the cache folder, else built now.
@@ -88,20 +76,10 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
     """
     if sys.platform != "linux":
         return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
-    reasons: list[str] = []
-    folder = user_cache_folder() / build_key(flavor)
-    try:
-        return Native(load_library(_cached(private_folder(folder), flavor)))
-    except (OSError, BuildError) as error:
-        reasons.append(f"in {folder}: {error}")
-    # The cache may be read-only, or on a volume from which nothing may be executed.
-    try:
-        with tempfile.TemporaryDirectory(prefix="outofcore-") as temporary:
-            return Native(load_library(build(Path(temporary), flavor=flavor)))  # stays loaded when the file is gone
-    except (OSError, BuildError) as error:
-        if str(error) not in reasons[0]:
-            reasons.append(f"in a temporary folder: {error}")
-    return Native(None, "the native allocator could not be built: " + "; ".join(reasons))
+    library, reason = load_kept(
+        build_key(flavor), f"{flavor.value}.so", lambda folder: build(folder, flavor=flavor), load_library
+    )
+    return Native(library, reason and f"the native allocator could not be built: {reason}")
 
 
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
@@ -115,36 +93,17 @@ def build_key(flavor: Flavor = Flavor.CPU) -> str:
 
 
 def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
-    """Build the library into ``folder``, under a name of its own until it is complete.
-
-    Several processes may do so at once: each puts the whole file in place in one step.
+    """Build the library into ``folder``.
 
     Raises:
         BuildError: there is no compiler, or it refuses the source.
         OSError: the folder cannot be written to.
     """
-    found = [path for path in map(shutil.which, compilers) if path]
-    if not found:
-        raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(compilers)}); install g++ or clang++")
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
-    target = folder / f"{flavor.value}.so"
-    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".so.part")
-    os.close(descriptor)
-    output = Path(name)
-    failures: list[str] = []
-    try:
-        for compiler in found:
-            for standard in STANDARDS:
-                failure = _compile(compiler, standard, output, flavor)
-                if failure is None:
-                    output.chmod(0o600)
-                    output.replace(target)
-                    return target
-                failures.append(f"{compiler} -std={standard}: {failure}")
-    finally:
-        output.unlink(missing_ok=True)
-    raise BuildError("; ".join(failures))
+    return compile_library(
+        _source(), folder / f"{flavor.value}.so", _flags(flavor), _link_flags(flavor), compilers=compilers
+    )
 
 
 def load_library(path: Path) -> ctypes.PyDLL:
@@ -177,33 +136,6 @@ def cuda_headers() -> Path | None:
     return None
 
 
-def _cached(folder: Path, flavor: Flavor) -> Path:
-    path = folder / f"{flavor.value}.so"
-    if path.exists():
-        try:
-            load_library(path)
-        except OSError:
-            return build(folder, flavor=flavor)  # damaged, perhaps by a full disk
-        return path
-    return build(folder, flavor=flavor)
-
-
-def _compile(compiler: str, standard: str, output: Path, flavor: Flavor) -> str | None:
-    """Run one compiler; None if it succeeded, else the most telling lines of what it said."""
-    command = [compiler, f"-std={standard}", *_flags(flavor), str(_source()), "-o", str(output)]
-    command += _link_flags(flavor)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"gave no answer in {_TIMEOUT_S} s"
-    if done.returncode == 0:
-        return None
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-    return " | ".join(lines[:3]) or f"exit status {done.returncode}"
-
-
 def _torch_folder() -> Path:
     return Path(torch.__file__).resolve().parent
 
@@ -218,10 +150,6 @@ def _flags(flavor: Flavor) -> list[str]:
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
         # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
         *([f"-I{headers}", f"-idirafter{_source().parent / 'cuda' / 'shim'}"] if headers else []),
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{_torch_folder() / 'include'}",
     ]

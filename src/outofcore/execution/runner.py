@@ -10,7 +10,6 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large
-from outofcore.analysis.requests import Requests
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
 from outofcore.costs import Costs
@@ -28,6 +27,7 @@ from outofcore.execution.surprises import requests_seen
 from outofcore.execution.undo import Undo
 from outofcore.execution.windows import Place, State
 from outofcore.graph import StorageKind
+from outofcore.planning.placement.requests import Requests
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outofcore.analysis.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.execution.binding import BoundRun
+from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 
 
 def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:

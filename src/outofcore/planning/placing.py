@@ -15,14 +15,14 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
-from outofcore.planning.packing import Packing, Rectangle, pack
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
 from outofcore.program import Block, CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, round_up
 
-# How much to search for a placement, in neighbours looked at (see ``placement``): plans are placed many times, so a fifth
-# of a second at most.
-EFFORT = 1_000_000
+# How much to search for a placement, in rectangles looked at (see ``placement``): plans are placed many times, so some
+# hundredths of a second at most.
+EFFORT = 4_000_000
 # How often a policy is asked again for less, because its blocks could not be placed closely enough.
 ATTEMPTS = 16
 # What a second of copying counts for beside a second of the step: of equally quick plans, the one that moves less wins.
@@ -97,10 +97,13 @@ def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
-    return pack([_rectangle(block, end) for block in blocks], capacity=capacity, effort=effort)
+    return pack(
+        [rectangle_of(block, end) for block in blocks], capacity=capacity, params=PlacementParams(effort=effort)
+    )
 
 
-def _rectangle(block: Block, end: int) -> Rectangle:
+def rectangle_of(block: Block, end: int) -> Rectangle:
+    """A block of a program with ``end`` instructions, as what is placed."""
     if not block.wraps:
         return Rectangle(block.id, block.born, block.dies, block.bytes)
     gap = None if block.born == block.dies == 0 else (block.dies, block.born)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
+from outofcore.analysis.gaps import gaps_of, is_large
 from outofcore.costs import Costs
 from outofcore.errors import GraphError, InputError
 from outofcore.graph import StepGraph
-from outofcore.plan import Plan
+from outofcore.plan import Gap, Plan, Residency
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Planned, fit, keep_all
@@ -32,14 +33,13 @@ class Policy(Protocol):
     A policy of one's own, in ten lines: the longest gaps leave, as few as will do.
 
     >>> from bisect import bisect_left
-    >>> from outofcore.policies import BudgetError, Decision, Held, Plan, Residency, gaps_of
+    >>> from outofcore.policies import Decision, Held, Plan, Residency, movable_gaps
     >>> class LongestFirst:
     ...     name = "longest-first"
     ...     def variants(self, graph, costs, budget):
-    ...         gaps = [gap for storage in graph.storages for gap in gaps_of(graph, storage.id)]
-    ...         gaps.sort(key=lambda gap: gap.start - gap.end)
+    ...         gaps = sorted(movable_gaps(graph), key=lambda gap: gap.start - gap.end)
     ...         held = Held.of(graph, costs)
-    ...         away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps if gap.start >= 0]
+    ...         away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
     ...         def plan(room):
     ...             count = bisect_left(range(len(away)), True, key=lambda count: held.peak(away[:count]) <= room)
     ...             return Plan(self.name, room, tuple(away[:count]))
@@ -69,6 +69,15 @@ class Policy(Protocol):
             Functions from bytes of room for large blocks to a plan. They may raise ``BudgetError``.
         """
         ...
+
+
+def movable_gaps(graph: StepGraph) -> tuple[Gap, ...]:
+    """The gaps that a plan may decide about, by storage: those of storages of 64 KiB and more.
+
+    Gaps before the first use of an input are left out: there it waits at its home in any case.
+    """
+    large = (s.id for s in graph.storages if is_large(s.bytes))
+    return tuple(gap for storage in large for gap in gaps_of(graph, storage) if gap.start >= 0)
 
 
 # A policy, its name, a text such as "window(reach=2)", or a function of graph, costs and bytes of room that makes a
@@ -238,6 +247,10 @@ def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, asked: 
         plan = asked(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
             raise InputError(f"the policy {policy.name!r} returned {plan!r}, which is no outofcore.plan.Plan")
+        for decision in plan.decisions:
+            data = graph.storages[decision.gap.storage]
+            if decision.residency is not Residency.KEEP and not is_large(data.bytes):
+                raise GraphError(f"storage {data.id} ({data.name}) is below 64 KiB, and so has to stay: {decision}")
         return plan if plan.policy == policy.name else replace(plan, policy=policy.name)
 
     try:

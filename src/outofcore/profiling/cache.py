@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outofcore.compiling import user_cache_folder
 from outofcore.errors import GraphError, InputError
-from outofcore.execution.folders import user_cache_folder
 from outofcore.jsonfile import Node, read_json, write_json
 
 _log = logging.getLogger("outofcore.profiling")

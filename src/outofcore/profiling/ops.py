@@ -24,7 +24,6 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, placed_bytes
-from outofcore.analysis.requests import Elsewhere, Placement, Request, Requests, Result, Scratch, workspace_layout
 from outofcore.capture.captured import Call, Captured
 from outofcore.capture.optimizers import PIECE_ELEMENTS
 from outofcore.capture.patching import TURN
@@ -39,6 +38,15 @@ from outofcore.execution.interrupts import Deferred
 from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
+from outofcore.planning.placement.requests import (
+    Elsewhere,
+    Placement,
+    Request,
+    Requests,
+    Result,
+    Scratch,
+    workspace_layout,
+)
 from outofcore.profiling.cache import Cache, Shelf, number_in
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run

@@ -9,11 +9,10 @@ from outofcore.analysis.gaps import is_large
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower
-from outofcore.planning.placing import Planned, finish, keep_all
+from outofcore.planning.placement import best_fit
+from outofcore.planning.placing import Planned, finish, keep_all, rectangle_of
 from outofcore.planning.policy import Asked, Checked
-from outofcore.planning.rectangles import Rectangle, Rectangles
 from outofcore.planning.resident_gradients import all_staying
-from outofcore.planning.skyline import best_fit
 from outofcore.program import Block, Program
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -75,31 +74,9 @@ def _placed(program: Program) -> Program:
     offsets: dict[int, int] = {}
     top = 0
     for blocks in (small, large):
-        top = _stack(blocks, len(program.instructions), round_up(top, PAGE_BYTES), offsets)
+        base = round_up(top, PAGE_BYTES)
+        found = best_fit([rectangle_of(block, len(program.instructions)) for block in blocks])
+        offsets |= {block.id: base + offset for block, offset in zip(blocks, found.offsets, strict=True)}
+        top = base + found.height
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=top)
-
-
-def _stack(blocks: Sequence[Block], end: int, base: int, offsets: dict[int, int]) -> int:
-    """Place blocks from ``base`` on; returns how high they reach."""
-    top = base
-    idle = 0  # bytes of the largest block that is never held
-    resting: list[Rectangle] = []
-    for block in blocks:
-        offsets[block.id] = base
-        if block.wraps and block.born == block.dies == 0:
-            offsets[block.id] = top
-            top += block.bytes
-        elif block.wraps:
-            resting.append(Rectangle(block.id, 0, end, block.bytes, gap=(block.dies, block.born)))
-        elif block.bytes and block.born < block.dies:
-            resting.append(Rectangle(block.id, block.born, block.dies, block.bytes))
-        else:
-            idle = max(idle, block.bytes)
-    if not resting:
-        return max(top, base + idle)
-    layout = Rectangles.of(resting, top)
-    found = best_fit(layout, layout.held / layout.held.max())
-    for rectangle, offset in zip(resting, found.tolist(), strict=True):
-        offsets[int(rectangle.id)] = offset
-    return max(layout.height(found), base + idle)

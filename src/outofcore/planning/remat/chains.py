@@ -85,7 +85,6 @@ class Choices:
                 self.gaps_of.setdefault(contents.first[info.gap.storage], []).append(g)
         self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
         self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
-        n = len(problem.graph.ops)
         self.limit = problem.limit if self.limit < 0 else self.limit
         # What each op takes by itself, or its chain if that takes more.
         self.alone: Ints = problem.limit - problem.free

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,8 @@ class Rectangle:
         Raises:
             InputError: its lifetime, size, alignment or gap cannot be.
         """
+        if max(abs(self.lower), abs(self.upper), self.size, self.alignment) >= FAR:
+            raise InputError(f"rectangle {self.id} has a time, size or alignment of 2**60 or more")
         if self.lower > self.upper:
             raise InputError(f"rectangle {self.id} ends at {self.upper}, before it begins at {self.lower}")
         if self.size < 0 or self.alignment < 1:
@@ -98,9 +101,11 @@ class Rectangles:
     _room: list[int] = field(default_factory=lambda: [_REMEMBERED], repr=False)
 
     @staticmethod
-    def of(rectangles: Sequence[Rectangle], base: int) -> Rectangles:
-        """Arrays of rectangles that all have a size and a lifetime."""
-        parts = [r.segments for r in rectangles]
+    def of(
+        rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
+    ) -> Rectangles:
+        """Arrays of rectangles that all have a size and a lifetime; ``segments`` are theirs, where they are known."""
+        parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)
         slot = places.reshape(-1, 2, 2).astype(np.int64)
@@ -110,8 +115,8 @@ class Rectangles:
         return Rectangles(
             np.array([r.size for r in rectangles], dtype=np.int64),
             np.array([r.alignment for r in rectangles], dtype=np.int64),
-            slot[:, 0, 0],
-            slot[:, 0, 1],
+            np.ascontiguousarray(slot[:, 0, 0]),
+            np.ascontiguousarray(slot[:, 0, 1]),
             np.where(two, slot[:, 1, 0], never),
             np.where(two, slot[:, 1, 1], never),
             max(len(moments) - 1, 1),
@@ -141,6 +146,28 @@ class Rectangles:
             self._room[0] -= len(found)
             self._near[index] = found
         return found
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where in memory the arrays lie that say what is placed: sizes, alignments, begin, end, again, over."""
+        arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over)
+        return tuple(array.ctypes.data for array in arrays)
+
+    def part(self, indices: Ints) -> Rectangles:
+        """Some of them, over the same slots of time."""
+        arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over, self.held)
+        sizes, alignments, begin, end, again, over, held = (a[indices] for a in arrays)
+        wrapping = np.flatnonzero(over <= self.slots)
+        return Rectangles(sizes, alignments, begin, end, again, over, self.slots, held, self.base, wrapping)
+
+    def live(self) -> Ints:
+        """Bytes held in each slot of time."""
+        change = np.zeros(self.slots + 1, np.int64)
+        np.add.at(change, self.begin, self.sizes)
+        np.subtract.at(change, self.end, self.sizes)
+        np.add.at(change, self.again[self.wrapping], self.sizes[self.wrapping])
+        np.subtract.at(change, self.over[self.wrapping], self.sizes[self.wrapping])
+        return np.cumsum(change)
 
     def height(self, offsets: Ints) -> int:
         """The end of the highest rectangle."""

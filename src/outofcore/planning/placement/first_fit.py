@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from outofcore.planning.rectangles import FAR, Ints, Rectangles
+from outofcore.planning.placement.rectangles import FAR, Ints, Rectangles
 from outofcore.units import round_up
 
 

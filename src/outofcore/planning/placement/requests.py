@@ -8,12 +8,15 @@ whole step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from outofcore.analysis.gaps import SMALL_ALIGNMENT, is_large
 from outofcore.errors import GraphError
+from outofcore.planning.placement.packing import pack
+from outofcore.planning.placement.parameters import PlacementParams
+from outofcore.planning.placement.rectangles import Rectangle
 from outofcore.units import PAGE_BYTES, round_up
 
 
@@ -74,16 +77,6 @@ class Requests:
     workspace_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Lifetime:
-    """A scratch request: its place in the list of requests, and the events between which it is held."""
-
-    index: int
-    bytes: int
-    born: int
-    dies: int
-
-
 def workspace_layout(
     events: Sequence[Event], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
 ) -> Requests:
@@ -96,15 +89,14 @@ def workspace_layout(
             were still referred to. Addresses that the op did not allocate (aliases of its arguments) are ignored.
         alignment: of requests below 64 KiB; larger ones begin on pages.
 
-    Scratch memory is placed first fit, once in order of time and once largest first (neither is
-    always the smaller), and the layout with the lower end is kept.
+    Scratch memory is placed by the quick rules of ``pack``.
 
     Raises:
         GraphError: memory was allocated at an address that was in use: the log is damaged.
     """
     sizes: list[int] = []
     placements: list[Placement] = []
-    scratch: list[_Lifetime] = []
+    scratch: list[Rectangle] = []
     live: dict[int, tuple[int, int]] = {}  # by pointer: index of the request, event of its birth
     for time, event in enumerate(events):
         if event.kind is EventKind.ALLOCATE:
@@ -118,32 +110,15 @@ def workspace_layout(
             placements.append(Elsewhere())
         elif event.pointer in live:
             index, born = live.pop(event.pointer)
-            scratch.append(_Lifetime(index, sizes[index], born, time))
+            step = PAGE_BYTES if is_large(sizes[index]) else alignment
+            scratch.append(Rectangle(index, born, time, sizes[index], step))
     for pointer, (index, _) in live.items():
         if pointer in result_pointers:
             placements[index] = Result(result_pointers[pointer])
 
-    in_time = sorted(scratch, key=lambda item: item.born)
-    by_size = sorted(in_time, key=lambda item: -item.bytes)
-    offsets, end = min(_first_fit(in_time, alignment), _first_fit(by_size, alignment), key=lambda layout: layout[1])
-    for index, offset in offsets.items():
-        placements[index] = Scratch(offset)
-    return Requests(tuple(map(Request, sizes, placements)), end)
-
-
-def _first_fit(items: Iterable[_Lifetime], alignment: int) -> tuple[dict[int, int], int]:
-    """Place items in the given order at the lowest offset free over their lifetime: offsets by index, and the end."""
-    placed: list[tuple[int, int, _Lifetime]] = []  # offset, end, item
+    found = pack(scratch, params=PlacementParams(effort=0))
     end = 0
-    for item in items:
-        step = PAGE_BYTES if is_large(item.bytes) else alignment
-        offset = 0
-        for start, stop in sorted(
-            (a, b) for a, b, other in placed if other.born < item.dies and item.born < other.dies
-        ):
-            if offset + item.bytes <= start:
-                break
-            offset = max(offset, round_up(stop, step))
-        placed.append((offset, offset + item.bytes, item))
-        end = max(end, round_up(offset + item.bytes, step))
-    return {item.index: offset for offset, _, item in placed}, end
+    for one, offset in zip(scratch, found.offsets, strict=True):
+        placements[int(one.id)] = Scratch(offset)
+        end = max(end, round_up(offset + one.size, one.alignment))
+    return Requests(tuple(map(Request, sizes, placements)), end)

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.planning.rectangles import Ints, Rectangles
+from outofcore.planning.placement.rectangles import Ints, Rectangles
 from outofcore.units import round_up
 
 

@@ -1,0 +1,133 @@
+"""Compiles C++ that comes with the package on first use, and keeps the libraries in the user's cache.
+
+That takes a second or two, needs only a C++ compiler, and is done once for each version of the source and each set of
+flags. Who calls has a way to do without: the reason why there is no library is a text, not an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+COMPILERS = ("c++", "g++", "clang++")
+# The newest first: recent headers of PyTorch may need C++20, older compilers may only have C++17.
+STANDARDS = ("c++20", "c++17")
+_TIMEOUT_S = 180
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+class BuildError(Exception):
+    """The library could not be built; the message says why. Never reaches the user as an error."""
+
+
+def user_cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored, says the XDG base directory specification.
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
+
+
+def private_folder(path: Path) -> Path:
+    """Create a folder that only this user may enter, or check that an existing one is this user's own.
+
+    Raises:
+        OSError: it cannot be created, or somebody else may write to it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path} belongs to, or can be written by, somebody else")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written to")
+    return path
+
+
+def load_kept(
+    key: str, name: str, build: Callable[[Path], Path], load: Callable[[Path], _Library]
+) -> tuple[_Library | None, str]:
+    """A library from the cache, or built now: into the cache, or where that cannot be used into a temporary folder.
+
+    Args:
+        key: names the folder in the cache; says everything that goes into the build.
+        name: of the file.
+        build: builds it into a folder; may raise ``BuildError`` or OSError.
+        load: loads it; raises OSError where it cannot be used.
+
+    Returns:
+        The library and "", or None and the reason in words.
+    """
+    folder = user_cache_folder() / key
+    try:
+        path = private_folder(folder) / name
+        try:
+            return load(path), ""
+        except OSError:  # not there yet, or damaged, perhaps by a full disk
+            return load(build(folder)), ""
+    except (OSError, BuildError) as error:
+        reasons = [f"in {folder}: {error}"]
+    # The cache may be read-only, or on a volume from which nothing may be executed.
+    try:
+        with tempfile.TemporaryDirectory(prefix="outofcore-") as temporary:
+            return load(build(Path(temporary))), ""  # stays loaded when the file is gone
+    except (OSError, BuildError) as error:
+        if str(error) not in reasons[0]:
+            reasons.append(f"in a temporary folder: {error}")
+    return None, "; ".join(reasons)
+
+
+def compile_library(
+    source: Path,
+    target: Path,
+    flags: Sequence[str],
+    link_flags: Sequence[str] = (),
+    compilers: Sequence[str] = COMPILERS,
+) -> Path:
+    """Compile one source to a library, under a name of its own until it is complete.
+
+    Several processes may do so at once: each puts the whole file in place in one step.
+
+    Raises:
+        BuildError: there is no compiler, or it refuses the source.
+        OSError: the folder cannot be written to.
+    """
+    found = [path for path in map(shutil.which, compilers) if path]
+    if not found:
+        raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(compilers)}); install g++ or clang++")
+    descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".so.part")
+    os.close(descriptor)
+    output = Path(name)
+    failures: list[str] = []
+    try:
+        for compiler in found:
+            for standard in STANDARDS:
+                command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
+                failure = _run([*command, str(source), "-o", name, *link_flags])
+                if failure is None:
+                    output.chmod(0o600)
+                    output.replace(target)
+                    return target
+                failures.append(f"{compiler} -std={standard}: {failure}")
+    finally:
+        output.unlink(missing_ok=True)
+    raise BuildError("; ".join(failures))
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Run a compiler; None if it succeeded, else the most telling lines of what it said."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"gave no answer in {_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    return " | ".join(lines[:3]) or f"exit status {done.returncode}"

@@ -1,0 +1,185 @@
+"""From rectangles to addresses: which techniques are tried, and in which order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outofcore.errors import InputError
+from outofcore.planning.placement import canonical, first_fit, skyline
+from outofcore.planning.placement.compiled import Answer, Compiled, Watch, load_compiled
+from outofcore.planning.placement.parameters import PlacementParams
+from outofcore.planning.placement.rectangles import FAR, Ints, Rectangle, Rectangles
+from outofcore.units import round_up
+
+_log = logging.getLogger("outofcore.planning")
+# Beyond this many rectangles, first fit takes more than its share: each looks at all the others.
+_FIRST_FIT_COUNT = 4096
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where everything lies.
+
+    Attributes:
+        offsets: of each rectangle, in the order given.
+        height: the end of the highest rectangle.
+        lower_bound: bytes below which no placement can stay: the most that are live at once, or more where a search
+            has shown that the capacity asked for cannot do.
+    """
+
+    offsets: tuple[int, ...]
+    height: int
+    lower_bound: int
+
+
+def pack(
+    rectangles: Sequence[Rectangle], *, capacity: int | None = None, params: PlacementParams | None = None
+) -> Packing:
+    """Place rectangles so that none that share a moment share an address, as low as is found.
+
+    What is held all the time lies at the bottom; the rest is placed as if it were not there, above it. That loses
+    nothing: in any placement it can be moved to the bottom, and what was below it up by its size.
+
+    The same rectangles in the same order give the same offsets, unless ``params.seconds`` runs out.
+
+    Args:
+        rectangles: with ids of their own. One without bytes or without a lifetime gets offset 0.
+        capacity: a height that will do; where none is given, the search goes on down to the lower bound.
+        params: what is tried, and how hard; by default ``PlacementParams()``.
+
+    Returns:
+        The lowest placement found. Its height may lie above ``capacity``: it is for the caller to compare.
+
+    Raises:
+        InputError: a rectangle contradicts itself, two have the same id, or there are more bytes than addresses.
+
+    >>> found = pack([Rectangle("a", 0, 2, 8), Rectangle("b", 1, 4, 4), Rectangle("c", 2, 4, 8)])
+    >>> found.offsets, found.height
+    ((0, 8, 0), 12)
+    """
+    chosen = params or PlacementParams()
+    return _packed(rectangles, lambda layout, bound: _place(layout, bound, capacity, chosen))
+
+
+def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
+    """The best-fit rule of profile-guided memory optimization alone: no other rule, and no search.
+
+    At the lowest free offset, of the rectangles whose lifetime lies within it, place the one with the longest lifetime.
+    After Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks"
+    (arXiv 1804.10001), section 3.
+
+    Raises:
+        InputError: as ``pack``.
+
+    >>> best_fit([Rectangle("a", 0, 2, 8), Rectangle("b", 1, 4, 4), Rectangle("c", 2, 4, 8)]).offsets
+    (4, 0, 4)
+    """
+    compiled = load_compiled()
+    return _packed(rectangles, lambda layout, _: _skyline(compiled, layout, _share(layout.held)))
+
+
+def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
+    """A packing by a rule for what is neither empty nor held all the time."""
+    _check(rectangles)
+    offsets = [0] * len(rectangles)
+    segments = [r.segments for r in rectangles]
+    solid = [i for i, r in enumerate(rectangles) if r.size and segments[i]]
+    start = min((segments[i][0][0] for i in solid), default=0)
+    stop = max((segments[i][-1][1] for i in solid), default=0)
+    height = base = 0
+    whole = [i for i in solid if segments[i] == ((start, stop),)]
+    for index in sorted(whole, key=lambda i: -rectangles[i].alignment):
+        offsets[index] = round_up(base, rectangles[index].alignment)
+        base = height = offsets[index] + rectangles[index].size
+    bound = sum(rectangles[i].size for i in whole)
+    if len(whole) < len(solid):
+        held = set(whole)
+        others = [i for i in solid if i not in held]
+        layout = Rectangles.of([rectangles[i] for i in others], base, [segments[i] for i in others])
+        bound += int(layout.live().max())
+        found = place(layout, bound)
+        placed, bound = found if isinstance(found, tuple) else (found, bound)
+        height = layout.height(placed)
+        for index, offset in zip(others, placed.tolist(), strict=True):
+            offsets[index] = offset
+    idle = max((r.size for r, parts in zip(rectangles, segments, strict=True) if not parts), default=0)
+    return Packing(tuple(offsets), max(height, idle), bound)
+
+
+def _check(rectangles: Sequence[Rectangle]) -> None:
+    known: set[int | str] = set()
+    total = 0
+    for rectangle in rectangles:
+        rectangle.check()
+        if rectangle.id in known:
+            raise InputError(f"two rectangles have the id {rectangle.id}; give each its own")
+        known.add(rectangle.id)
+        total += rectangle.size + rectangle.alignment
+    if total >= FAR:
+        raise InputError(f"the rectangles have {total} bytes with their alignments, more than there are addresses")
+
+
+def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
+    """Offsets, and the lower bound that is known after it."""
+    compiled = load_compiled() if params.compiled else None
+    watch = Watch(params.seconds)
+    goal = bound if capacity is None else max(bound, capacity)
+    # Where even the bound does not fit, how far above it things end matters little.
+    hopeless = capacity is not None and bound > capacity
+    best: Ints | None = None
+    height = 0
+    for rule in _rules(compiled, layout, params):
+        offsets = rule()
+        reached = layout.height(offsets)
+        if best is None or reached < height:
+            best, height = offsets, reached
+        if height <= goal or (hopeless and not params.effort) or watch.over:
+            return best, bound
+    if best is None:
+        raise InputError("there is nothing to place")
+    if hopeless or not params.effort or compiled is None:
+        return best, bound
+    if params.canonical and len(layout) <= canonical.MOST:
+        # Half of the seconds, if they are counted, so that some are left for ejection.
+        half = Watch(None if params.seconds is None else params.seconds / 2)
+        answer, offsets = canonical.search(compiled, layout, goal, params, half)
+        _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
+        if answer is Answer.FOUND:
+            return offsets, bound
+        if answer is Answer.NONE:
+            bound = goal + 1
+    if params.ejection and height > bound:
+        best = compiled.eject(layout, best, max(goal, bound), params.effort, watch)
+        _log.debug("placing %d rectangles: from %d by ejection to %d", len(layout), height, layout.height(best))
+    return best, bound
+
+
+def _rules(compiled: Compiled | None, layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
+    """The quick rules, the most promising first."""
+    held, size = _share(layout.held), _share(layout.sizes)
+    area = _share(layout.held * layout.sizes.astype(np.float64))
+    yield lambda: _skyline(compiled, layout, area)
+    yield lambda: _skyline(compiled, layout, held, 0.1)
+    yield lambda: _skyline(compiled, layout, size)
+    yield lambda: _skyline(compiled, layout, area, 1.0)
+    if params.first_fit and len(layout) <= _FIRST_FIT_COUNT:
+        yield lambda: _first_fit(compiled, layout, size)
+        yield lambda: _first_fit(compiled, layout, area)
+
+
+def _skyline(compiled: Compiled | None, layout: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
+    return compiled.best_fit(layout, worth, snug) if compiled else skyline.best_fit(layout, worth, snug)
+
+
+def _first_fit(compiled: Compiled | None, layout: Rectangles, worth: NDArray[np.float64]) -> Ints:
+    order = np.argsort(-worth, kind="stable")
+    return compiled.first_fit(layout, order) if compiled else first_fit.first_fit(layout, order.tolist())
+
+
+def _share(values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+    return values / values.max()

@@ -1,0 +1,698 @@
+// The inner loops of placement: best fit over the skyline, first fit, ejection and the canonical search.
+//
+// Called through ctypes by compiled.py, which says what each function promises; the modules skyline, first_fit,
+// ejection and canonical describe the algorithms. Everything here is deterministic: integers, a fixed generator of
+// lots, and effort counted in rectangles looked at.
+//
+// Rectangles come as parallel arrays: held over slots of time [begin, end) and, if they return, [again, over), which
+// lie beyond all slots where they do not.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <queue>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using Bytes = std::int64_t;
+using Index = std::int32_t;
+
+constexpr Bytes kFar = Bytes{1} << 60;  // the offset of what is not placed
+
+struct Layout {
+    std::int64_t count, slots, base;
+    const Bytes* sizes;
+    const Bytes* alignments;
+    const std::int64_t *begin, *end, *again, *over;
+};
+
+Bytes round_up(Bytes value, Bytes step) { return step == 1 ? value : (value + step - 1) / step * step; }
+
+// ------------------------------------------------------------------------------------------------------- skyline
+
+// Segments of a circle of time, each from its start to the next one's, and how high each is.
+class Skyline {
+public:
+    Skyline(const Layout& layout, const double* worth, double snug) : l_(layout), snug_(snug) {
+        const std::int64_t count = l_.count, period = l_.slots;
+        std::vector<std::int64_t> from(count), length(count);
+        for (std::int64_t i = 0; i < count; ++i) {
+            const bool two = l_.over[i] <= period, around = two && l_.begin[i] == 0 && l_.over[i] == period;
+            from[i] = around ? l_.again[i] : l_.begin[i];
+            length[i] = (around ? l_.end[i] + period : two ? l_.over[i] : l_.end[i]) - from[i];
+        }
+        order_.resize(count);
+        std::iota(order_.begin(), order_.end(), 0);
+        std::stable_sort(order_.begin(), order_.end(), [&](Index a, Index b) {
+            return std::make_pair(from[a], -length[a]) < std::make_pair(from[b], -length[b]);
+        });
+        // All twice, a period apart, so that a segment that runs over the end of time is one stretch of them.
+        for (int round = 0; round < 2; ++round) {
+            for (const Index i : order_) {
+                begin_.push_back(from[i] + round * period);
+                length_.push_back(length[i]);
+                worth_.push_back(worth[i]);
+            }
+        }
+        first_.resize(2 * period + 1);
+        std::size_t at = 0;
+        for (std::int64_t slot = 0; slot <= 2 * period; ++slot) {
+            while (at < begin_.size() && begin_[at] < slot) ++at;
+            first_[slot] = static_cast<Index>(at);
+        }
+    }
+
+    void place(Bytes* offsets) {
+        add(0, l_.base);
+        for (std::int64_t left = l_.count; left;) {
+            const auto [level, start] = heap_.top();
+            heap_.pop();
+            const std::size_t at = position(start);
+            if (at == starts_.size() || starts_[at] != start || levels_[at] != level) continue;  // outdated
+            const std::int64_t found = best(at);
+            if (found < 0) {
+                raise(at);
+                continue;
+            }
+            const std::int64_t which = found % l_.count;
+            worth_[which] = worth_[which + l_.count] = -1;
+            const Index chosen = order_[which];
+            offsets[chosen] = round_up(level, l_.alignments[chosen]);
+            cover(at, begin_[found], length_[found], offsets[chosen] + l_.sizes[chosen]);
+            --left;
+        }
+    }
+
+private:
+    std::size_t position(std::int64_t start) const {
+        return std::lower_bound(starts_.begin(), starts_.end(), start) - starts_.begin();
+    }
+
+    std::int64_t end_of(std::size_t at) const {
+        return at + 1 < starts_.size() ? starts_[at + 1] : starts_[0] + l_.slots;
+    }
+
+    // The rectangle worth most of those within the segment: its index among the doubled ones, or -1.
+    std::int64_t best(std::size_t at) const {
+        const bool flat = starts_.size() == 1;  // everything fits
+        const std::int64_t start = starts_[at], end = end_of(at);
+        const std::int64_t low = flat ? 0 : first_[start], high = flat ? l_.count : first_[end];
+        std::int64_t found = -1;
+        double most = -1;
+        for (std::int64_t i = low; i < high; ++i) {
+            const std::int64_t ends = begin_[i] + length_[i];
+            if (worth_[i] < 0 || (!flat && ends > end)) continue;
+            const double worth = flat ? worth_[i] : worth_[i] + snug_ * ((ends == end) + (begin_[i] == start));
+            if (worth > most) most = worth, found = i;
+        }
+        return found;
+    }
+
+    // Put [begin, begin + length) of a segment at a level.
+    void cover(std::size_t at, std::int64_t begin, std::int64_t length, Bytes level) {
+        const Bytes former = levels_[at];
+        const std::int64_t period = l_.slots;
+        if (length == period) {
+            levels_[at] = level;
+            heap_.emplace(level, starts_[at]);
+            return;
+        }
+        const bool flat = starts_.size() == 1;
+        const std::int64_t start = flat ? begin : starts_[at], end = flat ? begin + period : end_of(at);
+        remove(at);
+        if (start < begin) add(start % period, former);
+        add(begin % period, level);
+        if (begin + length < end) add((begin + length) % period, former);
+        join(begin % period);
+        join(end % period);
+    }
+
+    // Raise a segment to its lower neighbour.
+    void raise(std::size_t at) {
+        const std::size_t count = starts_.size(), after = (at + 1) % count;
+        const std::int64_t start = starts_[at], end = starts_[after];
+        levels_[at] = std::min(levels_[(at + count - 1) % count], levels_[after]);
+        heap_.emplace(levels_[at], start);
+        join(end);
+        join(start);
+    }
+
+    void add(std::int64_t start, Bytes level) {
+        const auto where = std::upper_bound(starts_.begin(), starts_.end(), start) - starts_.begin();
+        starts_.insert(starts_.begin() + where, start);
+        levels_.insert(levels_.begin() + where, level);
+        heap_.emplace(level, start);
+    }
+
+    void remove(std::size_t at) {
+        starts_.erase(starts_.begin() + at);
+        levels_.erase(levels_.begin() + at);
+    }
+
+    // Do away with a boundary that is as high on both sides; one boundary always stays.
+    void join(std::int64_t start) {
+        const std::size_t at = position(start), count = starts_.size();
+        if (at == count || count == 1 || starts_[at] != start) return;
+        if (levels_[(at + count - 1) % count] == levels_[at]) remove(at);
+    }
+
+    const Layout& l_;
+    const double snug_;
+    std::vector<Index> order_, first_;
+    std::vector<std::int64_t> begin_, length_, starts_;
+    std::vector<double> worth_;
+    std::vector<Bytes> levels_;
+    using Low = std::pair<Bytes, std::int64_t>;
+    std::priority_queue<Low, std::vector<Low>, std::greater<Low>> heap_;
+};
+
+// ----------------------------------------------------------------------------------------------------- first fit
+
+bool share_a_moment(const Layout& l, std::int64_t a, std::int64_t b) {
+    return (l.begin[a] < l.end[b] && l.begin[b] < l.end[a]) || (l.again[a] < l.end[b] && l.begin[b] < l.over[a]) ||
+           (l.begin[a] < l.over[b] && l.again[b] < l.end[a]) ||
+           (l.over[a] <= l.slots && l.again[a] < l.over[b] && l.again[b] < l.over[a]);
+}
+
+void first_fit(const Layout& l, const std::int64_t* order, Bytes* offsets) {
+    std::vector<Index> placed;  // in order of their offsets
+    for (std::int64_t k = 0; k < l.count; ++k) {
+        const std::int64_t index = order[k];
+        Bytes at = round_up(l.base, l.alignments[index]);
+        for (const Index other : placed) {
+            if (offsets[other] >= at + l.sizes[index]) break;
+            const Bytes top = offsets[other] + l.sizes[other];
+            if (top > at && share_a_moment(l, index, other)) at = round_up(top, l.alignments[index]);
+        }
+        offsets[index] = at;
+        const auto where = std::upper_bound(placed.begin(), placed.end(), at,
+                                            [&](Bytes value, Index other) { return value < offsets[other]; });
+        placed.insert(where, static_cast<Index>(index));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ ejection
+
+// Asked now and then, whether to stop.
+using Stop = int (*)();
+constexpr std::int64_t kGlance = std::int64_t{1} << 22;  // rectangles looked at between two such questions
+
+class Ejection {
+public:
+    Ejection(const Layout& layout, const Bytes* offsets, std::int64_t effort, Stop stop)
+        : l_(layout), offsets_(offsets, offsets + layout.count), effort_(effort), stop_(stop), glance_(effort) {
+        const Bytes largest = *std::max_element(l_.sizes, l_.sizes + l_.count);
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            // The root: small ones are pushed rather than large ones, but not any number of small ones.
+            const double share = static_cast<double>(l_.sizes[i]) / static_cast<double>(largest);
+            burden_.push_back(1 + static_cast<std::int64_t>(std::sqrt(share * (1 << 20))));
+        }
+        weights_ = burden_;
+    }
+
+    // Lowers the placement towards the goal, and writes the lowest found.
+    void improve(Bytes goal, Bytes* best) {
+        Bytes height = height_of(best);
+        double step = kFirstStep;
+        const std::int64_t patience = std::min(effort_ / 20, 100 * l_.count * (kMove + l_.count));
+        for (int rounds = 0; height > goal && effort_ > 0 && rounds < kRounds;) {
+            const Bytes ceiling = std::max(goal, height - std::max<Bytes>(1, (height - goal) * step));
+            lower(ceiling);
+            if (settle(patience)) {
+                std::copy(offsets_.begin(), offsets_.end(), best);
+                height = height_of(best);
+                step = std::min(2 * step, kFirstStep);
+            } else if (step > kLeastStep && ceiling < height - 1) {
+                step /= 2;
+            } else {  // the ceiling is as good as the height: start again from the best, with what was learnt
+                std::copy(best, best + l_.count, offsets_.begin());
+                out_.clear();
+                step = kFirstStep;
+                ++rounds;
+            }
+        }
+    }
+
+private:
+    static constexpr std::int64_t kMove = 250;  // what a move costs apart from its neighbours
+    static constexpr int kRounds = 4;           // how often all ceilings may have failed
+    // How far towards the goal the first ceiling is, and the least step.
+    static constexpr double kFirstStep = 0.25, kLeastStep = 1.0 / 128;
+
+    Bytes height_of(const Bytes* offsets) const {
+        Bytes height = l_.base;
+        for (std::int64_t i = 0; i < l_.count; ++i) height = std::max(height, offsets[i] + l_.sizes[i]);
+        return height;
+    }
+
+    // Take out what stands above a ceiling; it may be higher than the one before.
+    void lower(Bytes ceiling) {
+        ceiling_ = ceiling;
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            if (offsets_[i] < kFar && offsets_[i] + l_.sizes[i] > ceiling) eject(i);
+        }
+    }
+
+    // Move until everything is placed: false if that takes more effort than there is.
+    bool settle(std::int64_t patience) {
+        const std::int64_t last = std::max<std::int64_t>(effort_ - patience, 0);
+        while (!out_.empty()) {
+            if (effort_ <= last) return false;
+            if (stop_ && effort_ < glance_) {
+                glance_ = effort_ - kGlance;
+                if (stop_()) {
+                    effort_ = 0;
+                    return false;
+                }
+            }
+            std::swap(out_[draw(out_.size())], out_.back());
+            const Index index = out_.back();
+            out_.pop_back();
+            push_in(index);
+        }
+        return true;
+    }
+
+    void push_in(Index index) {
+        const Bytes size = l_.sizes[index], last = ceiling_ - size;
+        std::vector<std::pair<Bytes, std::int64_t>>& changes = changes_;  // of the weight in the way, going up
+        std::vector<Bytes>& places = places_;
+        changes.clear();
+        places.assign(1, round_up(l_.base, l_.alignments[index]));
+        std::int64_t near = 0;
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            if (i == index || !share_a_moment(l_, index, i)) continue;
+            ++near;
+            if (offsets_[i] == kFar) continue;
+            const Bytes top = offsets_[i] + l_.sizes[i];
+            changes.emplace_back(2 * (offsets_[i] - size) + 1, weights_[i]);  // just above, it is in the way
+            changes.emplace_back(2 * top, -weights_[i]);
+            const Bytes place = round_up(top, l_.alignments[index]);
+            if (place <= last) places.push_back(place);
+        }
+        effort_ -= kMove + near + l_.count / 8;
+        if (places[0] > last) {  // even alone it does not fit below the ceiling: it stays out
+            out_.push_back(index);
+            return;
+        }
+        std::sort(changes.begin(), changes.end());
+        std::sort(places.begin(), places.end());
+        std::int64_t in_the_way = 0, least = INT64_MAX, equals = 0;
+        Bytes chosen = 0;
+        std::size_t at = 0;
+        for (const Bytes place : places) {
+            while (at < changes.size() && changes[at].first <= 2 * place) in_the_way += changes[at++].second;
+            if (in_the_way < least) least = in_the_way, equals = 0;
+            if (in_the_way == least && draw(++equals) == 0) chosen = place;
+            if (!least) break;
+        }
+        if (least) {
+            for (std::int64_t i = 0; i < l_.count; ++i) {
+                if (offsets_[i] < chosen + size && offsets_[i] + l_.sizes[i] > chosen && i != index &&
+                    share_a_moment(l_, index, i)) {
+                    weights_[i] += burden_[i];
+                    eject(i);
+                }
+            }
+        }
+        offsets_[index] = chosen;
+    }
+
+    void eject(std::int64_t index) {
+        offsets_[index] = kFar;
+        out_.push_back(static_cast<Index>(index));
+    }
+
+    // A lot below a limit, by xorshift64* (Vigna, arXiv 1402.6246).
+    std::size_t draw(std::size_t limit) {
+        state_ ^= state_ >> 12;
+        state_ ^= state_ << 25;
+        state_ ^= state_ >> 27;
+        return (state_ * 0x2545F4914F6CDD1DULL >> 32) * limit >> 32;
+    }
+
+    const Layout& l_;
+    std::vector<Bytes> offsets_, places_;
+    std::vector<std::int64_t> burden_, weights_;
+    std::vector<std::pair<Bytes, std::int64_t>> changes_;
+    std::vector<Index> out_;  // what is not placed
+    std::int64_t effort_;
+    Stop stop_;
+    std::int64_t glance_;
+    Bytes ceiling_ = 0;
+    std::uint64_t state_ = 0x9E3779B97F4A7C15ULL;
+};
+
+// ---------------------------------------------------------------------------------------------- canonical search
+
+struct Techniques {
+    bool dominance, lifting, sections, precedence, decomposition;
+};
+
+enum class Answer { kNone, kFound, kStopped };
+
+class Canonical {
+public:
+    Canonical(const Layout& layout, Bytes capacity, const std::int64_t* order, const Techniques& techniques,
+              std::int64_t nodes, std::int64_t effort, Stop stop)
+        : l_(layout), t_(techniques), capacity_(capacity), nodes_(nodes), effort_(effort), stop_(stop),
+          glance_(effort), order_(order, order + layout.count), rank_(layout.count), near_(layout.count),
+          ranges_(layout.count), offsets_(layout.count, kFar), pushed_(layout.count), bound_(layout.count) {
+        for (std::int64_t k = 0; k < l_.count; ++k) rank_[order_[k]] = static_cast<Index>(k);
+        find_sections();
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            pushed_[i] = bound_[i] = round_up(l_.base, l_.alignments[i]);
+            each_section(i, [&](Index s) { members_[s].push_back(static_cast<Index>(i)); });
+            each_cut(i, [&](Index s) { ++cuts_[s]; });
+        }
+        std::vector<Index> seen(l_.count, -1);
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            seen[i] = static_cast<Index>(i);
+            each_section(i, [&](Index s) {
+                for (const Index other : members_[s]) {
+                    if (seen[other] != i) near_[i].push_back(other);
+                    seen[other] = static_cast<Index>(i);
+                }
+                effort_ -= static_cast<std::int64_t>(members_[s].size());
+            });
+        }
+        for (std::size_t s = 0; s < members_.size(); ++s) touch(static_cast<Index>(s));
+    }
+
+    Answer search() {
+        std::vector<Index> all(l_.count);
+        std::iota(all.begin(), all.end(), 0);
+        return descend(all, l_.base, 0);
+    }
+
+    const std::vector<Bytes>& offsets() const { return offsets_; }
+    std::int64_t effort() const { return effort_; }
+
+private:
+    struct Range {
+        Index begin, end, again, over;  // sections; the second range is empty where there is none
+    };
+
+    // The moments at which a set of rectangles is live that is not part of the next one's or the last one's.
+    void find_sections() {
+        std::vector<std::pair<std::int64_t, int>> events;  // a slot; 0: something ends, 1: something begins
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            events.emplace_back(l_.begin[i], 1);
+            events.emplace_back(l_.end[i], 0);
+            if (l_.over[i] > l_.slots) continue;
+            events.emplace_back(l_.again[i], 1);
+            events.emplace_back(l_.over[i], 0);
+        }
+        std::sort(events.begin(), events.end());
+        std::vector<std::int64_t> moments;
+        std::int64_t begun = -1;
+        for (const auto& [slot, begins] : events) {
+            if (begins) {
+                begun = slot;
+            } else if (begun >= 0) {
+                moments.push_back(begun);
+                begun = -1;
+            }
+        }
+        const auto section = [&](std::int64_t slot) {
+            return static_cast<Index>(std::lower_bound(moments.begin(), moments.end(), slot) - moments.begin());
+        };
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            ranges_[i] = {section(l_.begin[i]), section(l_.end[i]), section(l_.again[i]), section(l_.over[i])};
+        }
+        members_.resize(moments.size());
+        cuts_.resize(moments.size());
+        dirty_.resize(moments.size());
+    }
+
+    template <class Visit>
+    void each_section(std::int64_t i, Visit visit) {
+        for (Index s = ranges_[i].begin; s < ranges_[i].end; ++s) visit(s);
+        for (Index s = ranges_[i].again; s < ranges_[i].over; ++s) visit(s);
+    }
+
+    // Each section that a rectangle connects with the next one; the last one is followed by the first. Over a gap that
+    // is not around the end of time it counts as held.
+    template <class Visit>
+    void each_cut(std::int64_t i, Visit visit) {
+        const Range& r = ranges_[i];
+        const Index count = static_cast<Index>(members_.size());
+        if (r.again < r.over && r.begin == 0 && r.over == count) {
+            for (Index s = r.again; s < count; ++s) visit(s);
+            for (Index s = 0; s + 1 < r.end; ++s) visit(s);
+        } else {
+            for (Index s = r.begin; s + 1 < std::max(r.end, r.over < count + 1 && r.again < r.over ? r.over : 0); ++s) {
+                visit(s);
+            }
+        }
+    }
+
+    bool open(Index i) const { return offsets_[i] == kFar; }
+
+    void touch(Index section) {
+        if (dirty_[section]) return;
+        dirty_[section] = 1;
+        queue_.push_back(section);
+    }
+
+    void raise(Index i, Bytes least) {
+        raised_.emplace_back(i, bound_[i]);
+        bound_[i] = round_up(least, l_.alignments[i]);
+        each_section(i, [&](Index s) { touch(s); });
+    }
+
+    // Bounds from the sections whose rectangles' bounds have risen; false if nothing fits any more.
+    bool propagate() {
+        bool fits = true;
+        for (std::size_t at = 0; at < queue_.size(); ++at) {
+            dirty_[queue_[at]] = 0;
+            fits = fits && section_fits(queue_[at]);
+        }
+        queue_.clear();
+        return fits;
+    }
+
+    bool section_fits(Index section) {
+        // Those not placed come first, the highest bound first; the order is kept, as it changes little.
+        std::vector<Index>& all = members_[section];
+        std::size_t count = 0;
+        for (std::size_t k = 0; k < all.size(); ++k) {
+            const Index i = all[k];
+            if (!open(i)) continue;
+            std::size_t to = count++;
+            std::swap(all[k], all[to]);
+            for (; to && bound_[all[to - 1]] < bound_[i]; --to) all[to] = all[to - 1];
+            all[to] = i;
+        }
+        effort_ -= static_cast<std::int64_t>(all.size() + count);
+        // Above the bound of each there must be room for it and all whose bounds are no lower.
+        Bytes total = 0;
+        for (std::size_t k = 0; k < count; ++k) {
+            total += l_.sizes[all[k]];
+            if (bound_[all[k]] + total > capacity_) return false;
+        }
+        if (!t_.precedence) return true;
+        // Whoever cannot lie below all others lies above one of those that can.
+        const Bytes slack = capacity_ - total;
+        Bytes least = kFar;
+        std::size_t k = count;
+        for (; k && bound_[all[k - 1]] <= slack; --k) {
+            least = std::min(least, bound_[all[k - 1]] + l_.sizes[all[k - 1]]);
+        }
+        while (k--) {
+            const Index i = all[k];
+            if (bound_[i] >= least) continue;
+            if (least + l_.sizes[i] > capacity_) return false;
+            raise(i, least);
+        }
+        return true;
+    }
+
+    // Bounds of all that is open, as it must come after (last, rank) in canonical order; false if that cannot be.
+    bool lift(const std::vector<Index>& open_ones, Bytes last, Index rank) {
+        for (const Index i : open_ones) {
+            Bytes least = pushed_[i];
+            if (t_.lifting && passed_over(i, last, rank)) {
+                Bytes above = kFar;
+                for (const Index other : near_[i]) {
+                    if (open(other)) above = std::min(above, std::max(bound_[other], last) + l_.sizes[other]);
+                }
+                effort_ -= static_cast<std::int64_t>(near_[i].size());
+                if (above + l_.sizes[i] > capacity_) return false;
+                least = std::max(least, above);
+            }
+            if (least > bound_[i]) raise(i, least);
+        }
+        return true;
+    }
+
+    bool passed_over(Index i, Bytes last, Index rank) const {
+        return pushed_[i] < last || (pushed_[i] == last && rank_[i] < rank);
+    }
+
+    Answer descend(const std::vector<Index>& part, Bytes last, Index rank) {
+        const std::size_t mark = raised_.size();
+        const Answer answer = choose(part, last, rank);
+        if (answer != Answer::kFound) {
+            for (; raised_.size() > mark; raised_.pop_back()) bound_[raised_.back().first] = raised_.back().second;
+        }
+        return answer;
+    }
+
+    Answer choose(const std::vector<Index>& part, Bytes last, Index rank) {
+        if (part.empty()) return Answer::kFound;
+        if (!nodes_ || effort_ <= 0 || asked_to_stop()) return Answer::kStopped;
+        --nodes_;
+        effort_ -= static_cast<std::int64_t>(part.size());
+        const bool fits = lift(part, last, rank);
+        if (!fits) {
+            for (const Index s : queue_) dirty_[s] = 0;
+            queue_.clear();
+        }
+        if (!fits || !propagate()) return Answer::kNone;
+        // At or above the lowest top nothing is placed next: what has that top would fit below.
+        Bytes lowest_top = kFar;
+        if (t_.dominance) {
+            for (const Index i : part) lowest_top = std::min(lowest_top, pushed_[i] + l_.sizes[i]);
+        }
+        std::vector<std::pair<Bytes, Index>> choices;
+        for (const Index i : part) {
+            // What must rise above where it could lie now waits for what will lie below it.
+            if (bound_[i] == pushed_[i] && !passed_over(i, last, rank) && pushed_[i] < lowest_top) {
+                choices.emplace_back(pushed_[i], rank_[i]);
+            }
+        }
+        std::sort(choices.begin(), choices.end());
+        for (const auto& [offset, at] : choices) {
+            const Answer answer = try_at(part, order_[at], offset);
+            if (answer != Answer::kNone) return answer;
+        }
+        return Answer::kNone;
+    }
+
+    Answer try_at(const std::vector<Index>& part, Index chosen, Bytes offset) {
+        const std::size_t mark = pushes_.size();
+        const Bytes top = offset + l_.sizes[chosen];
+        offsets_[chosen] = offset;
+        bool fits = true;
+        for (const Index other : near_[chosen]) {
+            if (!open(other) || pushed_[other] >= top) continue;
+            pushes_.emplace_back(other, pushed_[other]);
+            pushed_[other] = round_up(top, l_.alignments[other]);
+            fits = fits && pushed_[other] + l_.sizes[other] <= capacity_;
+        }
+        effort_ -= static_cast<std::int64_t>(near_[chosen].size());
+        Answer answer = Answer::kNone;
+        if (fits) {
+            bool apart = false;
+            each_cut(chosen, [&](Index s) { apart |= --cuts_[s] == 0; });
+            answer = apart && t_.decomposition ? each_part(part, offset, rank_[chosen])
+                                               : descend(without(part, chosen), offset, rank_[chosen]);
+            if (answer == Answer::kFound) return answer;
+            each_cut(chosen, [&](Index s) { ++cuts_[s]; });
+        }
+        for (; pushes_.size() > mark; pushes_.pop_back()) pushed_[pushes_.back().first] = pushes_.back().second;
+        offsets_[chosen] = kFar;
+        return answer;
+    }
+
+    std::vector<Index> without(const std::vector<Index>& part, Index chosen) const {
+        std::vector<Index> rest;
+        rest.reserve(part.size() - 1);
+        for (const Index i : part) {
+            if (i != chosen) rest.push_back(i);
+        }
+        return rest;
+    }
+
+    // What no open rectangle connects is solved apart.
+    Answer each_part(const std::vector<Index>& part, Bytes last, Index rank) {
+        const Index count = static_cast<Index>(members_.size());
+        std::vector<Index> label(count);
+        Index labels = 0;
+        for (Index s = 0; s < count; ++s) {
+            label[s] = labels;
+            labels += cuts_[s] == 0;
+        }
+        // The last section is followed by the first.
+        if (labels) for (Index s = 0; s < count; ++s) label[s] %= labels;
+        std::vector<std::vector<Index>> parts(std::max<Index>(labels, 1));
+        for (const Index i : part) {
+            if (open(i)) parts[label[ranges_[i].begin]].push_back(i);
+        }
+        effort_ -= count;
+        std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
+        const std::size_t mark = pushes_.size(), bounds = raised_.size();
+        for (std::size_t k = 0; k < parts.size(); ++k) {
+            const Answer answer = descend(parts[k], last, rank);
+            if (answer == Answer::kFound) continue;
+            // The parts before this one are given up, too.
+            for (std::size_t before = 0; before < k; ++before) {
+                for (const Index i : parts[before]) {
+                    offsets_[i] = kFar;
+                    each_cut(i, [&](Index s) { ++cuts_[s]; });
+                }
+            }
+            for (; pushes_.size() > mark; pushes_.pop_back()) pushed_[pushes_.back().first] = pushes_.back().second;
+            for (; raised_.size() > bounds; raised_.pop_back()) bound_[raised_.back().first] = raised_.back().second;
+            return answer;
+        }
+        return Answer::kFound;
+    }
+
+    bool asked_to_stop() {
+        if (!stop_ || effort_ >= glance_) return false;
+        glance_ = effort_ - kGlance;
+        return stop_() != 0;
+    }
+
+    const Layout& l_;
+    const Techniques t_;
+    const Bytes capacity_;
+    std::int64_t nodes_, effort_;
+    Stop stop_;
+    std::int64_t glance_;
+    std::vector<std::int64_t> order_;
+    std::vector<Index> rank_;
+    std::vector<std::vector<Index>> near_, members_;  // members_: of each section
+    std::vector<Range> ranges_;
+    std::vector<Bytes> offsets_;
+    std::vector<Bytes> pushed_;  // the lowest offset above what is placed
+    std::vector<Bytes> bound_;   // no offset below is possible; at least pushed_, once lift has run
+    std::vector<Index> cuts_;    // how many open rectangles connect a section with the next one
+    std::vector<char> dirty_;
+    std::vector<Index> queue_;  // the dirty sections
+    std::vector<std::pair<Index, Bytes>> pushes_, raised_;
+};
+
+}  // namespace
+
+EXPORT void outofcore_best_fit(const Layout* layout, const double* worth, double snug, Bytes* offsets) {
+    Skyline(*layout, worth, snug).place(offsets);
+}
+
+EXPORT void outofcore_first_fit(const Layout* layout, const std::int64_t* order, Bytes* offsets) {
+    first_fit(*layout, order, offsets);
+}
+
+EXPORT void outofcore_eject(const Layout* layout, Bytes goal, std::int64_t effort, Stop stop, Bytes* offsets) {
+    Ejection(*layout, offsets, effort, stop).improve(goal, offsets);
+}
+
+// 0: there is no placement; 1: found; 2: stopped. ``effort`` is that allowed, and then that left.
+EXPORT int outofcore_canonical(const Layout* layout, Bytes capacity, const std::int64_t* order, std::int64_t techniques,
+                               std::int64_t nodes, std::int64_t* effort, Stop stop, Bytes* offsets) {
+    const Techniques chosen{(techniques & 1) != 0, (techniques & 2) != 0, true, (techniques & 4) != 0,
+                            (techniques & 8) != 0};
+    Canonical search(*layout, capacity, order, chosen, nodes, *effort, stop);
+    const Answer answer = search.search();
+    *effort = search.effort();
+    if (answer == Answer::kFound) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
+    return static_cast<int>(answer);
+}
