@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+from torch.nn import parameter
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -57,6 +58,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
+    "UninitializedTensorMixin",
     "UnsupportedFakeTensorException",
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
@@ -102,6 +104,10 @@ FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types
 
 # Where fake tensors report an operator that refused its arguments.
 FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+# What uninitialised parameters and buffers of lazy modules have in common.
+UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

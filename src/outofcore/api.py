@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
+from outofcore.capture.passes import leanest
 from outofcore.capture.step import capture_step
-from outofcore.capture.whole import leanest
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs

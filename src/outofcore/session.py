@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
+from outofcore.capture.passes import fastest, leanest
 from outofcore.capture.signature import Signature, Signer
-from outofcore.capture.whole import fastest, leanest
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.aliases import State

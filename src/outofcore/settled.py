@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from outofcore import planning
 from outofcore.capture import Captured
+from outofcore.capture.passes import leanest
 from outofcore.capture.step import gradients_from_now_on
-from outofcore.capture.whole import leanest
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.execution.backend import Backend

@@ -89,7 +89,7 @@ class Replay:
         out = call.func(*args, **kwargs)
         for storage, before in untouched.items():
             assert checksum(self.bytes[storage]) == before, f"{op.name} wrote storage {storage}, which it only reads"
-        results = result_leaves(out)
+        results = result_leaves(out) if call.results else []
         assert len(results) == len(call.results), op.name
         given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         made: set[int] = set()

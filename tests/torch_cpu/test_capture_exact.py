@@ -16,9 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.reorder import hoisting, reordered
-from outofcore.capture.reuse import reuse
-from outofcore.capture.splitting import split
+from outofcore.capture.passes import hoisting, reordered, reuse, split
 
 STEPS = 3
 

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from outofcore.capture import OptimizerUpdate, StateOwner, capture_step
 from outofcore.capture.captured import Call
+from outofcore.capture.optimizer_steps import StateLayouts, shape_of
 from outofcore.capture.optimizers import Member, Rehearsal
-from outofcore.capture.state_layout import StateLayouts, shape_of
 from outofcore.errors import StateError
 from outofcore.graph import StorageKind
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.passes import capture_whole
 from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.execution.native import load_native
 from outofcore.profiling import ops as profiling_ops

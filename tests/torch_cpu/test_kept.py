@@ -20,7 +20,7 @@ from torch import nn
 
 import outofcore
 from outofcore.capture import Captured
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.passes import capture_whole
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
@@ -65,9 +65,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = profiling_ops._Bench._record
 
-    def record(self: Any, op: Op, func: Callable[..., object]) -> Requests:
+    def record(self: Any, op: Op, func: Callable[..., object], *rest: Any) -> Requests:
         names.append(op.name)
-        return original(self, op, func)
+        return original(self, op, func, *rest)
 
     monkeypatch.setattr(profiling_ops._Bench, "_record", record)
     return names

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 
 import outofcore
 from outofcore.capture import optimizers
-from outofcore.capture.pieces import PIECE_ELEMENTS, Piece, pieces_of
+from outofcore.capture.optimizers import PIECE_ELEMENTS, Piece, pieces_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),

@@ -9,7 +9,7 @@ import torch
 
 from outofcore.capture import OptimizerUpdate, capture_step
 from outofcore.capture.captured import Captured
-from outofcore.capture.together import together
+from outofcore.capture.passes import together
 
 
 def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
@@ -60,5 +60,5 @@ def test_the_second_update_of_a_parameter_stays_the_second() -> None:
 
 def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured_with(torch.optim.SGD)
-    monkeypatch.setattr("outofcore.capture.together.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
+    monkeypatch.setattr("outofcore.capture.passes.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import is_lazy
 
-from outofcore._torch_internals import without_modes
+from outofcore._torch_internals import UninitializedTensorMixin, without_modes
 from outofcore.capture.patching import patched
 
 _HOOKS = ("_initialize_hook", "_load_hook")

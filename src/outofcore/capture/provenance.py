@@ -1,17 +1,134 @@
-"""Which module, and which line of the user's code, an op comes from, in forward and in backward."""
+"""Which module, and which line of the user's code, an op or a refusal comes from, in forward and in backward."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from outofcore._torch_internals import autograd_sequence_number, current_autograd_node, node_sequence_number
-from outofcore.capture.location import user_line
 from outofcore.capture.patching import patched
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
+_EXAMPLES = _PACKAGE + "zoo/"
+_STANDARD = tuple(
+    {str(Path(sysconfig.get_path(name))) + "/" for name in ("stdlib", "platstdlib")}
+    | {str(Path(functools.__file__).parent) + "/"}
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(name: str) -> bool:
+    """Whether a code object's file is neither part of PyTorch, of the standard library nor of outofcore.
+
+    Third-party packages count as the user's: a model may well come from one.
+    """
+    if name.startswith(("<frozen", "<string>", "<__array_function__")):
+        return False
+    if name.startswith(_EXAMPLES):
+        return True
+    if name.startswith((_TORCH, _PACKAGE)):
+        return False
+    return not (name.startswith(_STANDARD) and "site-packages" not in name and "dist-packages" not in name)
+
+
+def user_line() -> str:
+    """The innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def called_from(file_suffix: str) -> bool:
+    """Whether a frame on this thread's stack is of a file whose name ends so."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(file_suffix):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def users_part(traceback: TracebackType | None) -> TracebackType | None:
+    """The frames of a traceback that are in the user's code."""
+    if traceback is None:
+        return None
+    rest = users_part(traceback.tb_next)
+    if not is_users_file(traceback.tb_frame.f_code.co_filename):
+        return rest
+    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+
+
+def where_set(name: str, functions: Iterable[Any]) -> str:
+    """The ``file:line`` at which one of some functions sets an attribute or a variable, or else names it; or empty."""
+    named = ""
+    for code in [code for function in functions for code in _codes(function)]:
+        for instruction in dis.get_instructions(code):
+            line = instruction.positions.lineno if instruction.positions else None
+            if instruction.argval == name and line is not None and is_users_file(code.co_filename):
+                if instruction.opname.startswith("STORE"):
+                    return f"{code.co_filename}:{line}"
+                named = named or f"{code.co_filename}:{line}"
+    return named
+
+
+def where_defined(function: Any) -> str:
+    """The ``file:line`` at which a function begins; empty if it has no code in Python."""
+    code = next(_codes(function), None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code and is_users_file(code.co_filename) else ""
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """The code of a function, with the functions inside of it."""
+    code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes(constant)
+
+
+def name_on_the_stack(tensor: torch.Tensor) -> str:
+    """What the code that runs calls a tensor, such as ``average.n_averaged``; empty if no name is found.
+
+    Looked at are the variables of the frames on this thread's stack, and the parameters and buffers of their modules.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            for name, value in (*frame.f_locals.items(), *_globals_named(frame)):
+                if value is tensor:
+                    return found or name
+                if isinstance(value, nn.Module) and (not found or name != "self"):
+                    inside = next((k for k, t in _tensors_of(value) if t is tensor), "")
+                    if inside:
+                        found = f"{type(value).__name__ if name == 'self' else name}.{inside}"
+        frame = frame.f_back
+    return found
+
+
+def _globals_named(frame: FrameType) -> list[tuple[str, Any]]:
+    known = frame.f_globals
+    return [(name, known[name]) for name in frame.f_code.co_names if name in known]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:

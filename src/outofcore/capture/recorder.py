@@ -1,8 +1,14 @@
-"""Writes down every ATen operator that a step runs on fake tensors."""
+"""Writes down every ATen operator that a step runs on fake tensors, and what it does to random generators.
+
+Activation checkpointing keeps the generator's state before a forward and sets it again before the same forward runs
+once more in backward. While a step is captured no generator moves, so what is handed out is a token; when the step
+runs, the ops do what the calls would have done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +22,12 @@ from outofcore._torch_internals import (
     current_autograd_node,
     result_leaves,
 )
-from outofcore.capture import schema
+from outofcore.capture import operators
 from outofcore.capture.captured import Call, Ref
+from outofcore.capture.operators import faithful, made_up, repaired
+from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
-from outofcore.capture.repairs import faithful, made_up, repaired
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
@@ -103,15 +110,15 @@ class Recorder(TorchDispatchMode):
         if node is not None and _BY_VALUES.get(node.name()) == func._schema.name:
             raise gradient_by_values(node.name().partition("Backward")[0].lower())
         tables = self._tables
-        bound = schema.bind(func, args, kwargs)
-        written = schema.written_places(func, bound)
+        bound = operators.bind(func, args, kwargs)
+        written = operators.written_places(func, bound)
         given = [(place, tensor) for place, item in bound for tensor in tensors_in(item)]
         for _, tensor in given:
             self._check(tensor)
         # Taken before the call: in-place views such as t_() change what their argument is.
         before = [(place, tables.value_of(tensor)) for place, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
-        by_name = schema.by_name(func, args, kwargs)
+        by_name = operators.by_name(func, args, kwargs)
         result = made_up(func, by_name)
         if result is None:
             result = repaired(func, by_name, self._run(func, args, kwargs))
@@ -132,7 +139,7 @@ class Recorder(TorchDispatchMode):
                 results.append(tables.value_of(tensor))
             else:
                 results.append(None)
-        mutates = [] if schema.traits(func).reshapes else [value for place, value in before if place in written]
+        mutates = [] if operators.traits(func).reshapes else [value for place, value in before if place in written]
         if not creates and not mutates:
             return result
 
@@ -149,8 +156,8 @@ class Recorder(TorchDispatchMode):
                 mutates=_unique(tables.values[value].storage for value in mutates),
                 creates=tuple(creates),
                 rerunnable=not any(isinstance(item, torch.Generator) for _, item in bound),
-                random=schema.is_random(func, bound),
-                family=schema.family_text(name, call_args, call_kwargs, tables.values),
+                random=operators.is_random(func, bound),
+                family=operators.family_text(name, call_args, call_kwargs, tables.values),
                 module=module,
                 source=source,
                 discards=self._discarded(func, before, written),
@@ -164,12 +171,12 @@ class Recorder(TorchDispatchMode):
         for place, index in before:
             value = tables.values[index]
             whole = covers(value, tables.storages[value.storage].bytes)
-            if not (place in written and whole and schema.is_overwritten(func, place)):
+            if not (place in written and whole and operators.is_overwritten(func, place)):
                 reads.append(value.storage)
         return _unique(reads)
 
     def _discarded(self, func: OpOverload, before: list[tuple[int, int]], written: frozenset[int]) -> tuple[int, ...]:
-        statistics = schema.traits(func).statistics & written
+        statistics = operators.traits(func).statistics & written
         if not statistics:
             return ()
         places = [(place, self._tables.values[index].storage) for place, index in before]
@@ -212,11 +219,11 @@ class Recorder(TorchDispatchMode):
 
     def _split(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a ``_foreach_`` operator as one op for each tensor: together they would all be needed at once."""
-        bound = schema.bind(func, args, kwargs)
-        places = schema.splits(func, bound)
+        bound = operators.bind(func, args, kwargs)
+        places = operators.splits(func, bound)
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(f"the step calls {func}", "its scalars are a tensor", "give the scalars as a list of numbers")
-        names = schema.traits(func).names
+        names = operators.traits(func).names
         gathered: list[Any] = []
         for index in range(len(args[0])):
             one_args = tuple([item[index]] if place in places else item for place, item in enumerate(args))
@@ -248,7 +255,7 @@ class Recorder(TorchDispatchMode):
                 call=Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
                 reads=(constant,),
                 creates=(created,),
-                family=schema.family_text(str(clone), (Ref(value),), {}, tables.values),
+                family=operators.family_text(str(clone), (Ref(value),), {}, tables.values),
                 module=module,
                 source=source,
             )
@@ -273,3 +280,109 @@ class Recorder(TorchDispatchMode):
 
 def _unique(items: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(items))
+
+
+class GeneratorState:
+    """The state of a default generator at one place of the step: what ``get_rng_state`` returns in a capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state: torch.Tensor | None = None
+
+    def save(self) -> None:
+        """Take the generator's state as it is now."""
+        self._state = _generator(self._device).get_state()
+
+    def restore(self) -> None:
+        """Set the generator to the state saved last in this step."""
+        if self._state is not None:
+            _generator(self._device).set_state(self._state)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refusal(
+            f"the step computes with the state of a random generator (.{name})",
+            "there is no state to read while the step is captured",
+            "only hand it to set_rng_state",
+        )
+
+
+class _Seed:
+    """Seeds a default generator."""
+
+    def __init__(self, seed: int, seeder: Callable[[int], Any]) -> None:
+        self._seed = seed
+        self._seeder = seeder
+
+    def apply(self) -> None:
+        self._seeder(self._seed)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
+
+
+def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The default generators that a step on a device may draw from: its own, and that of the CPU."""
+    own = _generator(device)
+    return (own,) if own is torch.default_generator else (own, torch.default_generator)
+
+
+def _nothing() -> None:
+    """Stands in for a change of a generator where an op is only measured."""
+
+
+def _cuda_device(device: int | str | torch.device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+@contextlib.contextmanager
+def recorded_generators(recorder: Recorder) -> Iterator[None]:
+    """Record every save, restore and seed of a default generator."""
+
+    def get(device: torch.device) -> GeneratorState:
+        slot = GeneratorState(device)
+        recorder.effect(f"generator.save.{device.type}", slot.save, _nothing)
+        return slot
+
+    def put(state: Any, device: torch.device) -> None:
+        if not isinstance(state, GeneratorState):
+            raise refusal(
+                "the step sets a random generator to a state from outside",
+                "the same numbers would be drawn in every step",
+                "call torch.set_rng_state before the step",
+            )
+        recorder.effect(f"generator.restore.{device.type}", state.restore, _nothing)
+
+    def seed(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
+        def seeded(seed: int) -> torch.Generator:
+            recorder.effect("generator.seed", _Seed(int(seed), seeder).apply, _nothing)
+            return torch.default_generator
+
+        return seeded
+
+    def fresh_seed() -> int:
+        raise refusal("the step calls torch.seed()", "the seed is unknown while the step is captured", "seed before it")
+
+    cpu = torch.device("cpu")
+    seed_all, seed_cuda, seed_all_cuda = map(
+        seed, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)
+    )
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(patched(module, "get_rng_state", lambda: get(cpu)))
+            stack.enter_context(patched(module, "set_rng_state", lambda new_state: put(new_state, cpu)))
+            stack.enter_context(patched(module, "manual_seed", seed_all))
+            stack.enter_context(patched(module, "seed", fresh_seed))
+        for module in (torch.cuda, torch.cuda.random):
+            stack.enter_context(patched(module, "get_rng_state", lambda device="cuda": get(_cuda_device(device))))
+            stack.enter_context(
+                patched(module, "set_rng_state", lambda new_state, device="cuda": put(new_state, _cuda_device(device)))
+            )
+            stack.enter_context(patched(module, "manual_seed", seed_cuda))
+            stack.enter_context(patched(module, "manual_seed_all", seed_all_cuda))
+        yield

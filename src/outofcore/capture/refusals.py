@@ -12,7 +12,7 @@ from outofcore._torch_internals import (
     UnsupportedMutationAliasingException,
     UnsupportedOperatorException,
 )
-from outofcore.capture.location import called_from, name_on_the_stack, user_line
+from outofcore.capture.provenance import called_from, name_on_the_stack, user_line
 from outofcore.errors import CaptureError
 
 NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"

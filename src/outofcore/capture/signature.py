@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
 from outofcore.capture.captured import CPU
+from outofcore.capture.guard import Variable, owner_of, variables_of
 from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
-from outofcore.capture.variables import Variable, owner_of, variables_of
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")

@@ -13,22 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, tree_flatten
-from outofcore.capture.assembly import Ending, assemble
+from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
-from outofcore.capture.ending import check_inputs, read_ending
 from outofcore.capture.guard import Guard
 from outofcore.capture.lazy import LazyInitialisation
-from outofcore.capture.location import users_part
 from outofcore.capture.mirror import Mirror
+from outofcore.capture.optimizer_steps import StepRecorder
 from outofcore.capture.patching import TURN, patched
-from outofcore.capture.provenance import Provenance
-from outofcore.capture.randomness import recorded_generators
-from outofcore.capture.recorder import Recorder
+from outofcore.capture.provenance import Provenance, users_part
+from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import translated
-from outofcore.capture.stepping import StepRecorder
-from outofcore.capture.substitute import Substitute, average_counts
+from outofcore.capture.substitute import Substitute, average_counts, uncompiled
 from outofcore.capture.tables import Tables, source_of
-from outofcore.capture.uncompiled import uncompiled
 from outofcore.errors import CaptureError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
-from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, FOREACH_TENSOR_TYPES, FakeTensor
+from outofcore._torch_internals import (
+    BACKWARD_ENTRY_POINTS,
+    FOREACH_TENSOR_TYPES,
+    FakeTensor,
+    is_compiled,
+    without_compiled_code,
+)
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
@@ -215,3 +222,29 @@ def _array_refusal() -> CaptureError:
         "the contents of the array would be frozen into the step",
         "make it before the step and pass it as an argument, or register it as a buffer",
     )
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the code of compiled functions and modules run as it was written, and say which modules that concerns.
+
+    A compiled function that is no module is run as it was written as well, but not spoken of: nothing tells of it.
+    """
+    names = [
+        f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+        for model in models
+        for name, module in model.named_modules()
+        if is_compiled(module)
+    ]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        _log.warning(
+            "%s%s: wrapped by torch.compile; in this step it runs as plain PyTorch, with the numbers of plain PyTorch",
+            names[0],
+            more,
+        )
+    with without_compiled_code():
+        yield

@@ -150,32 +150,44 @@ def covers(value: Value, count: int) -> bool:
     return True
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``tree`` with each tensor in it, inside lists, tuples and dicts too, replaced."""
-    if isinstance(tree, torch.Tensor):
+def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+    """``tree`` with each leaf of a kind in it, inside lists, tuples and dicts too, replaced."""
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):
-        return [map_tensors(item, change) for item in tree]
+        return [map_leaves(item, kind, change) for item in tree]
     if isinstance(tree, tuple):
-        items = [map_tensors(item, change) for item in tree]
+        items = [map_leaves(item, kind, change) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
     if isinstance(tree, dict):
-        return {key: map_tensors(item, change) for key, item in tree.items()}
+        return {key: map_leaves(item, kind, change) for key, item in tree.items()}
     return tree
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree of lists, tuples and dicts, in order."""
-    found: list[torch.Tensor] = []
+def leaves_in(tree: Any, kind: type[Any]) -> list[Any]:
+    """The leaves of a kind in a tree of lists, tuples, sets and dicts, in order."""
+    found: list[Any] = []
     pending: list[Any] = [tree]
     while pending:
         item = pending.pop()
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, kind):
             found.append(item)
         elif isinstance(item, list | tuple):
             pending.extend(reversed(item))
+        elif isinstance(item, set | frozenset):
+            pending.extend(item)
         elif isinstance(item, dict):
             pending.extend(reversed(list(item.values())))
     return found
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``tree`` with each tensor in it replaced; see ``map_leaves``."""
+    return map_leaves(tree, torch.Tensor, change)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree; see ``leaves_in``."""
+    return leaves_in(tree, torch.Tensor)

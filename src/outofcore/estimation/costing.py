@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import tree_flatten, tree_unflatten
 from outofcore.capture.captured import Call, Captured, Ref
-from outofcore.capture.whole import capture_whole
+from outofcore.capture.passes import capture_whole
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend

@@ -16,7 +16,7 @@ import torch
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.randomness import generators_on
+from outofcore.capture.recorder import generators_on
 from outofcore.execution.arenas import Memory
 from outofcore.execution.slots import Piece, Slots, meet
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run

@@ -25,8 +25,8 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, placed_bytes
 from outofcore.capture.captured import Call, Captured
+from outofcore.capture.optimizers import PIECE_ELEMENTS
 from outofcore.capture.patching import TURN
-from outofcore.capture.pieces import PIECE_ELEMENTS
 from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
 from outofcore.errors import ArenaError, CaptureError, GraphError, OutOfCoreError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import OpOverload
-from outofcore.capture import schema
+from outofcore.capture import operators
 from outofcore.capture.tables import tensors_in
 from outofcore.execution.binding import BoundRun
 
@@ -40,7 +40,7 @@ class Contents:
             for tensor in tensors_in([run.args, run.kwargs]):
                 self._fill(tensor)
         if isinstance(run.func, OpOverload) and run.func._schema.name in _FITTING:
-            _FITTING[run.func._schema.name](schema.by_name(run.func, run.args, run.kwargs))
+            _FITTING[run.func._schema.name](operators.by_name(run.func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

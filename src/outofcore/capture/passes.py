@@ -1,0 +1,357 @@
+"""Passes over a captured step: each gives the same step, to the bit, in another form.
+
+``fastest`` is for where memory is no matter, ``leanest`` for where it is short. Splitting: the backward pass of a
+convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
+other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
+but its shape, so a tensor on the memory of the result stands in for it. Reuse: an elementwise op writes its result
+over an argument that nobody needs any more, which holds two tensors where there were three; autograd does so where
+it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
+gradients are final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import OpOverload, OpOverloadPacket
+from outofcore.analysis import LARGE_BYTES, is_large
+from outofcore.analysis.hoisting import hoisted_order
+from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
+from outofcore.capture.step import capture_step
+from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.units import MIB
+
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_INPUT = 1  # the place of the input among the arguments
+_MASK = 10  # the place of ``output_mask`` among the arguments
+
+
+def _with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
+    """The capture with other ops, numbered in their order."""
+    found = list(pairs)
+    graph = captured.graph
+    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(found))
+    return replace(
+        captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in found)
+    )
+
+
+def split(captured: Captured) -> Captured:
+    """The same step, to the bit, with every convolution's backward pass in two ops where it had both halves."""
+    pairs = zip(captured.graph.ops, captured.calls, strict=True)
+    return _with_ops(captured, [part for op, call in pairs for part in _parts(captured, op, call)])
+
+
+def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
+    if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
+        return [(op, call)]
+    wanted = [bool(flag) for flag in call.args[_MASK]]
+    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
+        return [(op, call)]
+    halves = (
+        ([False, *wanted[1:]], (None, *call.results[1:])),
+        ([True, False, False], (call.results[0], None, None)),
+    )
+    parts: list[tuple[Op, Call]] = []
+    for mask, results in halves:
+        args = [*call.args[:_MASK], mask, *call.args[_MASK + 1 :]]
+        given, result = args[_INPUT], results[0]
+        if mask[0] and result is not None and isinstance(given, Ref) and _same_layout(captured, given.value, result):
+            args[_INPUT] = Ref(result)
+        creates = dict.fromkeys(captured.values[v].storage for v in results if v is not None)
+        used = {captured.values[a.value].storage for a in args if isinstance(a, Ref)}
+        reads = tuple(s for s in op.reads if s in used)
+        part = replace(op, reads=reads, creates=tuple(creates), family=f"{op.family}{mask}")
+        parts.append((part, replace(call, args=tuple(args), results=tuple(results))))
+    return parts
+
+
+def _same_layout(captured: Captured, one: int, other: int) -> bool:
+    """Whether two values are the same but for where they lie."""
+    a, b = captured.values[one], captured.values[other]
+    return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
+
+
+# What may be written over: what the step itself has made, and what nobody sees when it ends.
+_PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+
+
+@dataclass(frozen=True)
+class _Over:
+    """Runs the overload of an op that is told where to put its result."""
+
+    run: OpOverload
+    out: str | None  # what it calls the tensor that it writes its result to; None: it is always the first argument
+    place: int  # of the argument that is written over
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.out is None:
+            return self.run(*args, **kwargs)
+        return self.run(*args, **kwargs, **{self.out: args[self.place]})
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    """That an op writes its result over one of its arguments."""
+
+    call: Call
+    place: int  # of that argument
+    kept: int  # the storage that is written over
+    gone: int  # the storage that the op created
+
+
+def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
+    """The same step, to the bit, in which large results of elementwise ops lie where an argument lay.
+
+    An argument is written over if this is its last use, the step has made it, and it is laid out as the result is.
+
+    Args:
+        captured: the step.
+        least: results of fewer bytes than this have memory of their own.
+    """
+    graph = captured.graph
+    into: dict[int, int] = {}  # a storage that is gone, and the one in its place
+    ops: list[Op] = []
+    calls: list[Call] = []
+    for op, call in zip(graph.ops, captured.calls, strict=True):
+        found = _reuse_in(captured, op, call, least)
+        if found is None:
+            ops.append(op)
+            calls.append(call)
+            continue
+        into[found.gone] = into.get(found.kept, found.kept)
+        family = f"{op.family}, over argument {found.place}" if op.family else ""
+        ops.append(replace(op, mutates=(*op.mutates, found.kept), creates=(), family=family))
+        calls.append(found.call)
+    return _merged(captured, ops, calls, into) if into else captured
+
+
+def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | None:
+    graph, values = captured.graph, captured.values
+    func = call.func
+    if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
+        return None
+    if len(op.creates) != 1 or op.mutates or op.random or len(call.results) != 1 or call.results[0] is None:
+        return None
+    ways = _told_where(func)
+    result = values[call.results[0]]
+    gone = op.creates[0]
+    if not ways or gone in graph.outputs or graph.storages[gone].bytes < least:
+        return None
+    refs = [item for item in (*call.args, *call.kwargs.values()) if isinstance(item, Ref)]
+    for place, item in enumerate(call.args):
+        if not isinstance(item, Ref) or (ways[0].out is None and place != 0):
+            continue
+        value = values[item.value]
+        kept = value.storage
+        if (
+            (value.dtype, value.layout()) == (result.dtype, result.layout())
+            and graph.storages[kept].bytes == graph.storages[gone].bytes
+            and graph.storages[kept].kind in _PASSING
+            and kept in graph.creator
+            and kept not in graph.outputs
+            and graph.uses[kept][-1] == op.id
+            and sum(values[ref.value].storage == kept for ref in refs) == 1
+        ):
+            return _Reuse(replace(call, func=replace(ways[0], place=place), results=(None,)), place, kept, gone)
+    return None
+
+
+def _told_where(func: OpOverload) -> list[_Over]:
+    """How to run an op with its result in a given place: in any, or in that of its first argument only."""
+    packet = func._overloadpacket
+    found = [_Over(other, outs[0], -1) for other, outs in _alike(func, packet) if len(outs) == 1]
+    in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
+    if not found and in_place is not None:
+        found = [_Over(other, None, 0) for other, outs in _alike(func, in_place) if not outs]
+    return found
+
+
+def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
+    """The overloads of a packet with the arguments of an op, and the names of those that they add for results."""
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        arguments = other._schema.arguments
+        same = [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted
+        # Those generated from the plain overload compute elsewhere and then copy.
+        if same and torch.Tag.generated not in other.tags:
+            yield other, [a.name for a in arguments if a.is_out]
+
+
+def _merged(captured: Captured, ops: list[Op], calls: list[Call], into: dict[int, int]) -> Captured:
+    """The capture without the storages that are gone."""
+    graph = captured.graph
+    left = [storage for storage in graph.storages if storage.id not in into]
+    number = {storage.id: index for index, storage in enumerate(left)}
+    number |= {gone: number[kept] for gone, kept in into.items()}
+
+    def all_of(storages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number[s] for s in storages))
+
+    renumbered = tuple(
+        replace(
+            op,
+            reads=all_of(op.reads),
+            mutates=all_of(op.mutates),
+            creates=all_of(op.creates),
+            discards=all_of(op.discards),
+        )
+        for op in ops
+    )
+    merged = StepGraph(
+        tuple(replace(storage, id=number[storage.id]) for storage in left), renumbered, all_of(graph.outputs)
+    )
+    merged.check()
+    return replace(
+        captured,
+        graph=merged,
+        calls=tuple(calls),
+        values=tuple(replace(value, storage=number[value.storage]) for value in captured.values),
+        constants={number[storage]: tensor for storage, tensor in captured.constants.items()},
+    )
+
+
+def hoisting(captured: Captured) -> tuple[int, ...]:
+    """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
+
+    Moved are optimizer updates that draw no random numbers, and ops that turn large storages into
+    small ones without changing any, such as the norm of a gradient. The results are the same, to the bit.
+    """
+    graph = captured.graph
+    movable = [op.id for op in graph.ops if not op.random and (_updates(captured, op) or _shrinks(graph, op))]
+    return hoisted_order(graph, movable)
+
+
+def reordered(captured: Captured, order: Sequence[int]) -> Captured:
+    """A captured step with its ops in another order, in which each must still find what it found before."""
+    return _with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
+
+
+def _updates(captured: Captured, op: Op) -> bool:
+    return isinstance(captured.calls[op.id].func, OptimizerUpdate)
+
+
+def _shrinks(graph: StepGraph, op: Op) -> bool:
+    def large(storage: int) -> bool:
+        return is_large(graph.storages[storage].bytes)
+
+    return (
+        bool(op.creates)
+        and not op.mutates
+        and not any(large(s) for s in op.creates)
+        and any(large(s) for s in op.reads)
+    )
+
+
+# An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.
+TOGETHER_BYTES = 4 * MIB
+
+
+def together(captured: Captured) -> Captured:
+    """The same step, to the bit, with updates that follow one another joined, so far as none needs more scratch memory.
+
+    An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
+    """
+    pairs: list[tuple[Op, Call]] = []
+    row: list[int] = []
+    updates: list[OptimizerUpdate] = []
+
+    def end_row() -> None:
+        if row:
+            pairs.append(_joined(captured, row, updates))
+            row.clear()
+            updates.clear()
+
+    for op, call in zip(captured.graph.ops, captured.calls, strict=True):
+        update = _update(captured, op.id)
+        if update is None or (updates and not _follows(updates, update)):
+            end_row()
+        if update is None:
+            pairs.append((op, call))
+        else:
+            row.append(op.id)
+            updates.append(update)
+    end_row()
+    return _with_ops(captured, pairs)
+
+
+def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
+    """What an op updates, if it is an update of one parameter after another."""
+    update = captured.calls[op].func
+    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or captured.graph.ops[op].random:
+        return None
+    for index in {member.group for member in update.members}:
+        group = update.optimizer.param_groups[index]
+        foreach = group.get("foreach")
+        if foreach is None:
+            # What torch.optim takes where nothing is said: all at once, but for the CPU.
+            foreach = any(member.parameter.device.type != "cpu" for member in update.members)
+        if foreach and not group.get("fused"):
+            return None
+    return update
+
+
+def _follows(row: Sequence[OptimizerUpdate], update: OptimizerUpdate) -> bool:
+    known = [member for each in row for member in each.members]
+    if update.optimizer is not row[0].optimizer or update.is_first() != row[0].is_first():
+        return False  # those that have yet to make their state ask for other memory
+    # A parameter that is updated twice has a second update of its own.
+    if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
+        return False
+    return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= TOGETHER_BYTES
+
+
+def _joined(captured: Captured, row: Sequence[int], updates: Sequence[OptimizerUpdate]) -> tuple[Op, Call]:
+    if len(row) == 1:
+        return captured.graph.ops[row[0]], captured.calls[row[0]]
+    parts = [captured.graph.ops[each] for each in row]
+    calls = [captured.calls[each] for each in row]
+    update = OptimizerUpdate.joined(updates)
+    args = tuple([item for call in calls for item in call.args[place]] for place in range(3))
+    rehearsal = Rehearsal(update)
+    call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
+    op = replace(
+        parts[0],
+        reads=tuple(dict.fromkeys(s for part in parts for s in part.reads)),
+        mutates=tuple(dict.fromkeys(s for part in parts for s in part.mutates)),
+        family=" ".join(part.family for part in parts),
+    )
+    return op, call
+
+
+def fastest(traced: Captured) -> Captured:
+    """A trace for where memory is no matter: the ops as plain PyTorch runs them, but for what reuse saves.
+
+    Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
+    """
+    return reuse(together(traced))
+
+
+def leanest(traced: Captured) -> Captured:
+    """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
+    captured = reuse(split(traced))
+    return reordered(captured, hoisting(captured))
+
+
+def capture_whole(
+    step: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+) -> Captured:
+    """Capture a step (see ``capture_step``) in its leanest form.
+
+    Raises:
+        CaptureError: the step cannot become one graph.
+    """
+    return leanest(capture_step(step, models, optimizers, args, kwargs, device))
