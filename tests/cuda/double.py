@@ -304,7 +304,7 @@ class FakeBackend:
         self.driver = driver
         self.device = driver.device
 
-    def arena(self, count: int, reserve: int) -> Arena:
+    def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
         return self.driver.open_arena(count, reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
