@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outofcore.errors import (
+    ArenaError,
+    BudgetError,
+    CaptureError,
+    GraphError,
+    InputError,
+    OutOfCoreError,
+    SpillError,
+    StateError,
+    TransferError,
+    UnitError,
+    ValidationError,
+)
+
 if TYPE_CHECKING:
     from outofcore.api import (
         Estimate,
@@ -22,10 +36,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArenaError",
+    "BudgetError",
+    "CaptureError",
     "Estimate",
+    "GraphError",
+    "InputError",
     "OpenHome",
+    "OutOfCoreError",
+    "SpillError",
+    "StateError",
     "Step",
     "StepStats",
+    "TransferError",
+    "UnitError",
+    "ValidationError",
     "build",
     "compile",
     "estimate",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,10 @@ from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
 from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
+
+# How much of what comes back from a home is compared by checksum, and how convolutions are run: see ``compile``.
+CheckName = Literal["sampled", "full", "off"]
+Algorithms = Literal["eager", "fastest"]
 
 
 def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -65,7 +69,7 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: str) -> OpenHome:
+def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: CheckName) -> OpenHome:
     """The homes of a step on a GPU, opened."""
     if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
@@ -76,7 +80,9 @@ def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, c
     return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
 
 
-def _opened(home: str | os.PathLike[str] | None, host_budget: int | str | None, check: str, *, kept: bool) -> OpenHome:
+def _opened(
+    home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
+) -> OpenHome:
     if check not in {mode.value for mode in Check}:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
     return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
@@ -85,7 +91,7 @@ def _opened(home: str | os.PathLike[str] | None, host_budget: int | str | None, 
 def open_home(
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
-    check: str = "sampled",
+    check: CheckName = "sampled",
 ) -> OpenHome:
     """Open a home for models to be born in, and for several steps to share.
 
@@ -139,8 +145,8 @@ def compile(
     host_budget: int | str | None = None,
     policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
-    check: str = "sampled",
-    algorithms: str = "eager",
+    check: CheckName = "sampled",
+    algorithms: Algorithms = "eager",
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 

@@ -54,6 +54,13 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
         SpillError: the home has no room for the model.
         InputError: a parameter is on the meta device (see ``materialize``).
         StateError: the home is closed.
+
+    >>> import torch
+    >>> import outofcore
+    >>> with outofcore.open_home("host") as home:
+    ...     model = outofcore.build(lambda: torch.nn.Linear(256, 256), home=home)
+    ...     model(torch.ones(1, 256)).shape
+    torch.Size([1, 256])
     """
     home.check_open()
     with _InitializationMode(home.faces) as mode:
@@ -138,6 +145,14 @@ def materialize(
         InputError: a tensor is left without contents, or has another shape in the file.
         SpillError: the home has no room.
         StateError: a parameter cannot be given memory, since something holds on to it; or the home is closed.
+
+    >>> import torch
+    >>> import outofcore
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(256, 256)
+    >>> with outofcore.open_home("host") as home:
+    ...     outofcore.materialize(model, home=home).weight.device
+    device(type='cpu')
     """
     home.check_open()
     files = None if weights is None else Weights(Path(weights))

@@ -61,6 +61,18 @@ class Step(Generic[P, R]):
             same model.
         on_progress: told how far capturing, profiling and planning are (a stage, how much is done, and of how much);
             None: a bar on a terminal tells.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     return loss
+    >>> with outofcore.compile(train_step, model, budget="4MiB") as step:
+    ...     loss = step(torch.ones(64, 256))
+    ...     step.budget
+    4194304
     """
 
     def __init__(

@@ -170,8 +170,10 @@ def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None
 
 def test_public_names() -> None:
     assert outofcore.__all__ == [
-        *("Estimate", "OpenHome", "Step", "StepStats"),
-        *("build", "compile", "estimate", "load", "materialize", "smallest_budget", "open_home", "save"),
+        *("ArenaError", "BudgetError", "CaptureError", "Estimate", "GraphError", "InputError", "OpenHome"),
+        *("OutOfCoreError", "SpillError", "StateError", "Step", "StepStats", "TransferError", "UnitError"),
+        *("ValidationError", "build", "compile", "estimate", "load", "materialize", "open_home", "save"),
+        "smallest_budget",
     ]
     for name in outofcore.__all__:
         assert getattr(outofcore, name).__doc__

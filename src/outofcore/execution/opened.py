@@ -24,6 +24,13 @@ class OpenHome:
         stores: where the bytes are, nearest first.
         kept: whether whoever opened the home closes it. Then what lives there stays there when a step is closed;
             else it moves to ordinary memory with the last step that shares the home.
+
+    >>> import torch
+    >>> import outofcore
+    >>> with outofcore.open_home("host") as home:
+    ...     model = outofcore.build(lambda: torch.nn.Linear(256, 256), home=home)
+    ...     home.bytes >= 256 * 256 * 4
+    True
     """
 
     def __init__(self, stores: Sequence[HomeStore], *, kept: bool) -> None:

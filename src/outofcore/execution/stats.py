@@ -21,6 +21,18 @@ class StepStats:
         bytes_in: moved from the home to the arena.
         off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
         predicted_seconds: what the simulator foretold.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> def train_step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     return loss
+    >>> with outofcore.compile(train_step, model, budget="4MiB") as step:
+    ...     loss = step(torch.ones(64, 256))
+    ...     step.stats.seconds > 0, step.stats.off_plan
+    (True, 0)
     """
 
     seconds: float
