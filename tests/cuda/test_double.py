@@ -75,7 +75,7 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
                     torch.manual_seed(1)
                     found = [step(*world.batch(index)).clone() for index in range(STEPS)]
                     moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-                    assert policy not in ("offload-all", "auto(polish_ops=0)") or len(moved) > 3
+                    assert len(moved) >= {"offload-all": 4, "auto(polish_ops=0)": 1}.get(policy, 0)
                     validate(step.captured.graph, step.planned.program, budget, step.costs)
                     assert same(world.state(), state) == []
                 assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS

@@ -79,15 +79,14 @@ def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: 
     plain, ours = compiled
     step = ours[2]
     before = contents(ours[0], ours[1])
-    home = step.homes[-1]
-    original, sent, noted = home.read, [], threading.Semaphore(0)
+    sent, noted = [], threading.Semaphore(0)
     note = Deferred._note
 
     def noting(self: Deferred, *args: Any) -> None:
         noted.release()
         note(self, *args)
 
-    def interrupting(*args: Any) -> None:
+    def interrupting(original: Callable[..., None], *args: Any) -> None:
         if not sent:
             sent.append(1)
             for _ in range(times):  # one after the other: two that come at once are one
@@ -97,10 +96,12 @@ def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(Deferred, "_note", noting)
-        patch.setattr(home, "read", interrupting)
+        for home in step.homes:  # whichever the plan reads from
+            patch.setattr(home, "read", functools.partial(interrupting, home.read))
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:
             step(batch(9))
+    assert sent
     if times == 1:
         torch.manual_seed(9)
         plain[2](batch(9))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
@@ -42,8 +43,7 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
         costs: where given, workspaces and homes are checked against them.
 
     Limits: that an op which runs again gives the same bytes is taken from ``Op.rerunnable``, and that an op overwrites
-        a
-    storage as a whole from ``Op.reads``. The alignment of offsets is not checked.
+        a storage as a whole from ``Op.reads``. The alignment of offsets is not checked.
 
     Raises:
         ValidationError: a promise is broken; names the instruction, op, module and storage.
@@ -80,26 +80,37 @@ def _check_blocks(step: Step) -> None:
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
+
+    def refusal(block: Block, why: str) -> ValidationError:
+        return ValidationError(f"{step.block(block)} {why}")
+
     for index, block in enumerate(step.program.blocks):
         if block.id != index:
             raise ValidationError(f"block at index {index} has id {block.id}; ids must be the indices")
         if block.storage is not None and not 0 <= block.storage < len(graph.storages):
             raise ValidationError(f"block {index} is of storage {block.storage}, which the graph does not have")
-        name = step.block(block)
         if block.bytes < (0 if block.storage is None else graph.storages[block.storage].bytes):
-            raise ValidationError(f"{name} has {block.bytes} bytes, fewer than what it is to hold")
+            raise refusal(block, f"has {block.bytes} bytes, fewer than what it is to hold")
         if block.offset < -1:
-            raise ValidationError(f"{name} has offset {block.offset}; it must be -1 (not placed) or not negative")
+            raise ValidationError(
+                f"{step.block(block)} has offset {block.offset}; it must be -1 (not placed) or not negative"
+            )
         if not block.wraps:
             if not 0 <= block.born < block.dies <= end:
-                raise ValidationError(f"{name} is held over [{block.born}, {block.dies}) of {end} instructions")
+                raise ValidationError(
+                    f"{step.block(block)} is held over [{block.born}, {block.dies}) of {end} instructions"
+                )
             continue
         if not (block.born == block.dies == 0 or 0 <= block.dies <= block.born < end):
-            raise ValidationError(f"{name} wraps with born = {block.born}, dies = {block.dies} in {end} instructions")
+            raise ValidationError(
+                f"{step.block(block)} wraps with born = {block.born}, dies = {block.dies} in {end} instructions"
+            )
         if block.storage not in lasting:
-            raise ValidationError(f"{name} wraps, but its contents do not persist from step to step")
+            raise refusal(block, "wraps, but its contents do not persist from step to step")
         if block.storage in wrapping:
-            raise ValidationError(f"{name} wraps, and so does block {wrapping[block.storage]} of the same storage")
+            raise ValidationError(
+                f"{step.block(block)} wraps, and so does block {wrapping[block.storage]} of the same storage"
+            )
         wrapping[block.storage] = index
 
 
@@ -119,7 +130,7 @@ def _check_instructions(step: Step, costs: Costs | None) -> None:
             raise ValidationError(f"{step.instruction(index)} copies a block that has no home")
         for number in used:
             block = blocks[number]
-            if not _is_held(block, index):
+            if not (block.born <= index < block.dies or (block.wraps and _is_held(block, index))):
                 raise ValidationError(
                     f"{step.instruction(index)} uses {step.block(block)}, which is not held then "
                     f"(born {block.born}, dies {block.dies}, wraps {block.wraps})"
@@ -129,16 +140,18 @@ def _check_instructions(step: Step, costs: Costs | None) -> None:
 def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
-    touched, name = step.graph.ops[run.op].touched, step.instruction(index)
+    touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:
-        raise ValidationError(f"{name} touches storages {touched}, but its blocks are of storages {owners}")
+        raise ValidationError(
+            f"{step.instruction(index)} touches storages {touched}, but its blocks are of storages {owners}"
+        )
     scratch = None if run.workspace is None else step.program.blocks[run.workspace]
     if scratch is not None and scratch.storage is not None:
-        raise ValidationError(f"{name} takes {step.block(scratch)} as its workspace")
+        raise ValidationError(f"{step.instruction(index)} takes {step.block(scratch)} as its workspace")
     needed, given = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
     if given < needed:
-        raise ValidationError(f"{name} has a workspace of {given} bytes and needs {needed}")
+        raise ValidationError(f"{step.instruction(index)} has a workspace of {given} bytes and needs {needed}")
 
 
 def _check_coverage(step: Step) -> None:
@@ -178,12 +191,12 @@ def _check_room(step: Step, budget: int) -> None:
     for block in program.blocks:
         if block.wraps and (block.dies > 0 or block.born == 0):
             held += block.bytes
-            _take(step, live, block, "the start of the step")
+            _take(step, live, block, None)
         if block.born > 0 or not block.wraps:
             births[block.born].append(block)
         if 0 < block.dies < len(deaths):
             deaths[block.dies].append(block)
-    peak, peak_at = held, "the start of the step"
+    peak, peak_at = held, -1
     for index, (born, dead) in enumerate(zip(births, deaths, strict=True)):
         for block in dead:
             held -= block.bytes
@@ -191,20 +204,22 @@ def _check_room(step: Step, budget: int) -> None:
                 del live[bisect_left(live, (block.offset, block.offset + block.bytes, block.id))]
         for block in born:
             held += block.bytes
-            _take(step, live, block, f"instruction {index}")
+            _take(step, live, block, index)
         if held > peak:
-            peak, peak_at = held, step.instruction(index)
+            peak, peak_at = held, index
     if not is_placed and peak > budget:
-        raise ValidationError(f"{peak} bytes are held at {peak_at}, more than the budget of {budget}")
+        when = "the start of the step" if peak_at < 0 else step.instruction(peak_at)
+        raise ValidationError(f"{peak} bytes are held at {when}, more than the budget of {budget}")
 
 
-def _take(step: Step, live: list[tuple[int, int, int]], block: Block, when: str) -> None:
+def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
     at = bisect_left(live, (begin, end, block.id))
     for other_begin, other_end, other in live[max(at - 1, 0) : at + 1]:
         if other_begin < end and begin < other_end:
+            when = "the start of the step" if index is None else f"instruction {index}"
             raise ValidationError(
                 f"{step.block(block)} at bytes [{begin}, {end}) overlaps {step.block(step.program.blocks[other])} at "
                 f"[{other_begin}, {other_end}), and both are held at {when}"
@@ -236,17 +251,10 @@ def _staying(step: Step) -> dict[int, Block]:
 class _Cell:
     """What one stay of a block, or one home slot, holds, and who touched it last."""
 
-    name: str
+    of: Block | tuple[int, int]  # the block; or the storage and its home
     version: int | None  # None: garbage, or bytes too old to trust
     writer: int | None = None
-    readers: dict[int, int] = field(default_factory=dict[int, int])  # the last one on each queue
-
-    def last(self) -> list[int]:
-        return list(self.readers.values()) if self.writer is None else [self.writer, *self.readers.values()]
-
-    @property
-    def found(self) -> str:
-        return f"{self.name} holds " + ("nothing to rely on" if self.version is None else f"version {self.version}")
+    readers: dict[int, int] = field(default_factory=dict[int, int])  # since then, the last one on each queue
 
 
 class _Replay:
@@ -255,16 +263,19 @@ class _Replay:
     def __init__(self, step: Step, order: Order, lodgings: dict[int, int]) -> None:
         graph, program = step.graph, step.program
         self.step, self.graph, self.program, self.order = step, graph, program, order
-        # Versions before and after each op in plain execution.
-        self.before: list[dict[int, int]] = []
-        self.after: list[dict[int, int]] = []
-        self.final = [0] * len(graph.storages)
+        # Of the instruction that is looked at: its index, its queue, and as in ``Order.known``.
+        self.index, self.queue, self.known = 0, 0, [0]
+        # Versions of what each op reads, and of what it writes, in plain execution.
+        self.before: list[list[int]] = []
+        self.after: list[list[tuple[int, int]]] = []
+        final = self.final = [0] * len(graph.storages)
         self.staying = _staying(step)
         for op in graph.ops:
-            self.before.append({s: self.final[s] for s in op.reads + op.mutates})
-            for storage in set(op.mutates + op.creates):
-                self.final[storage] += 1
-            self.after.append({s: self.final[s] for s in op.mutates + op.creates})
+            self.before.append([final[s] for s in op.reads])
+            written = set(op.mutates + op.creates)
+            for storage in written:
+                final[storage] += 1
+            self.after.append([(s, final[s]) for s in written])
         self.wrapping = {b.storage: b for b in program.blocks if b.wraps}
         # With a block that wraps, the user may have written to the device copy between two steps.
         inputs = {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
@@ -274,83 +285,122 @@ class _Replay:
         self.homes: dict[tuple[int, int], _Cell] = {}
         for storage in sorted(at_home):
             self._home(storage, lodgings.get(storage, 0)).version = 0
-        self.stays: dict[tuple[int, int], _Cell] = {}
+        # By block; and of one that wraps, from when it is born again.
+        self.stays: list[_Cell | None] = [None] * len(program.blocks)
+        self.later_stays: dict[int, _Cell] = {}
         # Who touched the arena's bytes last: cells over disjoint spans, by address.
-        self.spans: list[tuple[int, int, _Cell]] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.holders: list[_Cell] = []
 
     def check(self) -> None:
+        order = self.order
         for index, instruction in enumerate(self.program.instructions):
+            self.index, self.queue, self.known = index, order.queue[index], order.known[index]
             if isinstance(instruction, Run):
-                self._run(index, instruction)
+                self._run(instruction)
                 continue
-            cell = self._cell(instruction.block, index)
+            cell = self._cell(instruction.block)
             home = self._home(self.program.blocks[instruction.block].storage or 0, instruction.home)
             source, target = (cell, home) if isinstance(instruction, CopyOut) else (home, cell)
-            self._read(index, source, instruction.version)
-            self._write(index, target, instruction.version)
+            self._read(source, instruction.version)
+            self._write(target, instruction.version)
         self._check_end()
 
     def _home(self, storage: int, home: int) -> _Cell:
-        where = (
-            f"the home of {self.step.storage(storage)}" if home == 0 else f"{self.step.storage(storage)} at home {home}"
-        )
-        return self.homes.setdefault((storage, home), _Cell(where, None))
+        cell = self.homes.get((storage, home))
+        if cell is None:
+            cell = self.homes[storage, home] = _Cell((storage, home), None)
+        return cell
 
-    def _run(self, index: int, run: Run) -> None:
+    def _name(self, cell: _Cell) -> str:
+        if isinstance(cell.of, Block):
+            return self.step.block(cell.of)
+        storage, home = cell.of
+        name = self.step.storage(storage)
+        return f"the home of {name}" if home == 0 else f"{name} at home {home}"
+
+    def _found(self, cell: _Cell) -> str:
+        content = "nothing to rely on" if cell.version is None else f"version {cell.version}"
+        return f"{self._name(cell)} holds {content}"
+
+    def _run(self, run: Run) -> None:
         op = self.graph.ops[run.op]
-        cells = {s: self._cell(b, index) for s, b in zip(op.touched, run.blocks, strict=True)}
-        for storage, version in self.before[op.id].items():
-            if storage in op.reads and not (run.again and storage in op.discards):
-                self._read(index, cells[storage], version)
-        for storage, version in self.after[op.id].items():
-            self._write(index, cells[storage], None if run.again and storage in op.discards else version)
+        cells = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
+        garbage = op.discards if run.again else ()
+        for storage, version in zip(op.reads, self.before[run.op], strict=True):
+            if storage not in garbage:
+                self._read(cells[storage], version)
+        for storage, version in self.after[run.op]:
+            self._write(cells[storage], None if storage in garbage else version)
         if run.workspace is not None:
-            self._write(index, self._cell(run.workspace, index), None)
+            self._write(self._cell(run.workspace), None)
 
-    def _cell(self, number: int, index: int) -> _Cell:
-        block = self.program.blocks[number]
-        stay = _stay_of(block, index)
-        if (number, stay) not in self.stays:
-            cell = _Cell(self.step.block(block), 0 if block.wraps and stay == 0 else None)
-            self.stays[number, stay] = cell
-            self._succeed(index, cell, block)
-        return self.stays[number, stay]
+    def _cell(self, number: int) -> _Cell:
+        cell, block = self.stays[number], self.program.blocks[number]
+        later = block.wraps and _stay_of(block, self.index) == 1
+        if later:
+            cell = self.later_stays.get(number)
+        if cell is None:
+            cell = _Cell(block, 0 if block.wraps and not later else None)
+            if later:
+                self.later_stays[number] = cell
+            else:
+                self.stays[number] = cell
+            if block.offset >= 0 and block.bytes > 0:
+                self._succeed(cell, block.offset, block.offset + block.bytes)
+        return cell
 
-    def _succeed(self, index: int, cell: _Cell, block: Block) -> None:
+    def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
         """At the first touch of a stay: all who had its bytes before must be done with them."""
-        if block.offset < 0 or block.bytes == 0:
+        begins, ends, holders = self.begins, self.ends, self.holders
+        low, high = bisect_right(ends, begin), bisect_left(begins, end)
+        for former in holders[low:high]:
+            if former.writer is not None or former.readers:
+                self._follow(former, cell)
+        if high == low + 1 and begins[low] == begin and ends[low] == end:
+            holders[low] = cell
             return
-        begin, end = block.offset, block.offset + block.bytes
-        low = bisect_right(self.spans, begin, key=lambda span: span[1])
-        high = bisect_left(self.spans, end, key=lambda span: span[0])
-        renewed = [(begin, end, cell)]
-        for span_begin, span_end, former in self.spans[low:high]:
-            for earlier in former.last():
-                self._demand_order(earlier, index, f"the bytes of {former.name}, then of {cell.name}")
-            if span_begin < begin:
-                renewed.append((span_begin, begin, former))
-            if span_end > end:
-                renewed.append((end, span_end, former))
-        self.spans[low:high] = sorted(renewed, key=lambda span: span[0])
+        news = [(begin, end, cell)]
+        if low < high and begins[low] < begin:
+            news.insert(0, (begins[low], begin, holders[low]))
+        if low < high and ends[high - 1] > end:
+            news.append((end, ends[high - 1], holders[high - 1]))
+        begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
-    def _demand_order(self, earlier: int, index: int, bytes_of: str) -> None:
-        if not self.order.before(earlier, index):
-            names = f"{self.step.instruction(index)} may start before {self.step.instruction(earlier)}"
-            raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
+    def _follow(self, former: _Cell, cell: _Cell) -> None:
+        """Whoever wrote to a cell, and has read it since, must have ended before this instruction starts.
 
-    def _read(self, index: int, cell: _Cell, version: int) -> None:
+        Args:
+            former: the cell.
+            cell: the same, or one that takes over some of its bytes.
+        """
+        known, order = self.known, self.order
+        for earlier in (former.writer, *former.readers.values()):
+            if earlier is not None and known[order.queue[earlier]] < order.position[earlier]:
+                where = self._name(cell)
+                self._refuse(
+                    earlier, where if former is cell else f"the bytes of {self._name(former)}, then of {where}"
+                )
+
+    def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
+        names = f"{self.step.instruction(self.index)} may start before {self.step.instruction(earlier)}"
+        raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
+
+    def _read(self, cell: _Cell, version: int) -> None:
         if cell.version != version:
-            raise ValidationError(f"{self.step.instruction(index)} needs version {version}, but {cell.found}")
-        if cell.writer is not None:
-            self._demand_order(cell.writer, index, cell.name)
-        cell.readers[self.order.queue[index]] = index
+            name = self.step.instruction(self.index)
+            raise ValidationError(f"{name} needs version {version}, but {self._found(cell)}")
+        writer = cell.writer
+        if writer is not None and self.known[self.order.queue[writer]] < self.order.position[writer]:
+            self._refuse(writer, self._name(cell))
+        cell.readers[self.queue] = self.index
 
-    def _write(self, index: int, cell: _Cell, version: int | None) -> None:
-        for earlier in cell.last():
-            if earlier != index:
-                self._demand_order(earlier, index, cell.name)
-        cell.writer = index
-        cell.readers.clear()
+    def _write(self, cell: _Cell, version: int | None) -> None:
+        if cell.writer is not None or cell.readers:
+            self._follow(cell, cell)
+            cell.readers.clear()
+        cell.writer = self.index
         cell.version = version
 
     def _check_end(self) -> None:
@@ -367,12 +417,15 @@ class _Replay:
         ]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
-            untouched = _Cell(self.step.block(block), None if stay else 0)
-            last = self.stays.get((block.id, stay), untouched)
+            last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Cell(
+                block, None if stay else 0
+            )
             ends.append((last, self.final[block.storage or 0], "starts the next step"))
         for storage, block in self.staying.items():
-            last = self.stays.get((block.id, 0), _Cell(self.step.block(block), None))
+            last = self.stays[block.id] or _Cell(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
         for cell, version, why in ends:
             if cell.version != version:
-                raise ValidationError(f"{cell.name} {why} and must end at version {version}, but {cell.found}")
+                raise ValidationError(
+                    f"{self._name(cell)} {why} and must end at version {version}, but {self._found(cell)}"
+                )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph
-from outofcore.program import Block, Program, Run, lane_of
+from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, Wait, queue_of
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,11 @@ class Step:
 
     graph: StepGraph
     program: Program
+
+    @cached_property
+    def touched(self) -> list[tuple[int, ...]]:
+        """Of each op, as ``Op.touched``."""
+        return [op.touched for op in self.graph.ops]
 
     def storage(self, storage: int) -> str:
         return f"storage {storage} ({self.graph.storages[storage].name or 'unnamed'})"
@@ -32,40 +38,57 @@ class Step:
         if isinstance(instruction, Run):
             return f"instruction {index} (run of {self.op(instruction.op)})"
         block = self.program.blocks[instruction.block]
-        return f"instruction {index} ({lane_of(instruction)[0].value} of {self.block(block)})"
+        return f"instruction {index} ({queue_of(instruction).value} of {self.block(block)})"
 
 
 class Order:
-    """Which instructions are certain to be over when another starts."""
+    """Which instructions are certain to be over when another starts.
+
+    Attributes:
+        queue: of each instruction, numbered as they come.
+        position: of each instruction on its queue, from 1.
+        known: of each instruction, how many of each other queue are over when it starts; of its own no limit is named,
+            as all before it are. One that waits for no more than those before it on its queue shares their list.
+    """
 
     def __init__(self, program: Program) -> None:
-        lanes = [lane_of(instruction) for instruction in program.instructions]
+        self.queue: list[int] = []
+        self.position: list[int] = []
+        self.known: list[list[int]] = []
+        lanes = [_lane(instruction) for instruction in program.instructions]
         number = {lane: i for i, lane in enumerate(dict.fromkeys(lanes))}
-        self.queue = [number[lane] for lane in lanes]
-        self.position: list[int] = []  # of each instruction on its queue, from 1
-        self._known: list[list[int]] = []  # of each instruction, how many of each queue are over when it starts
         lines: list[list[int]] = [[] for _ in number]
-        for index, instruction in enumerate(program.instructions):
-            line = lines[self.queue[index]]
-            known = self._known_after(line[-1]) if line else [0] * len(number)
+        latest = [[len(lanes) if of == queue else 0 for of in number.values()] for queue in number.values()]
+        for index, (instruction, lane) in enumerate(zip(program.instructions, lanes, strict=True)):
+            queue = number[lane]
+            known = latest[queue]
             for wait in instruction.waits:
-                of = number.get((wait.queue, wait.home))
-                others = [] if of is None else lines[of]
+                of = number.get(_lane(wait), -1)
+                others = lines[of] if of >= 0 else []
                 if not 1 <= wait.count <= len(others):
                     raise ValidationError(
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
                         f"{len(others)} come before it; a wait must name one of them"
                     )
-                known = [max(pair) for pair in zip(known, self._known_after(others[wait.count - 1]), strict=True)]
-            line.append(index)
-            self.position.append(len(line))
-            self._known.append(known)
-
-    def _known_after(self, index: int) -> list[int]:
-        known = list(self._known[index])
-        known[self.queue[index]] = self.position[index]
-        return known
+                # Who is known to be over already was known with all that it knew.
+                if known[of] < wait.count:
+                    known = list(map(max, known, self.known[others[wait.count - 1]]))
+                    known[of] = wait.count
+            latest[queue] = known
+            lines[queue].append(index)
+            self.queue.append(queue)
+            self.position.append(len(lines[queue]))
+            self.known.append(known)
 
     def before(self, first: int, second: int) -> bool:
         """Whether the first instruction has ended whenever the second starts."""
-        return self._known[second][self.queue[first]] >= self.position[first]
+        return first < second and self.known[second][self.queue[first]] >= self.position[first]
+
+
+def _lane(one: Instruction | Wait) -> int:
+    """A number for the queue of an instruction, or of a wait: to hash enums would take as long as all the rest."""
+    if isinstance(one, Run):
+        return 0
+    if isinstance(one, Wait):
+        return 3 * one.home + (0 if one.queue is Queue.COMPUTE else 1 if one.queue is Queue.COPY_OUT else 2)
+    return 3 * one.home + (1 if isinstance(one, CopyOut) else 2)
