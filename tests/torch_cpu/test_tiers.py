@@ -169,7 +169,7 @@ def test_host_memory_with_a_limit_and_no_disk() -> None:
         policy="offload-all",
     )
     before = {key: tensor.clone() for key, tensor in everything(case)}
-    with pytest.raises(BudgetError, match="homes cannot hold"):
+    with pytest.raises(SpillError, match="limit is 148 KiB"):
         step(*case.batch())
     for key, tensor in everything(case):
         assert torch.equal(tensor, before[key])
