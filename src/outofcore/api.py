@@ -24,8 +24,7 @@ from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.opened import OpenHome
-from outofcore.execution.opening import homes_of, open_backend, open_device_homes, open_homes
+from outofcore.execution.opening import OpenHome, homes_of, open_backend, open_device_homes, open_homes
 from outofcore.execution.stats import StepStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.policies import PolicyLike, SuperNeurons, policy_of

@@ -28,7 +28,7 @@ from outofcore.checkpoint.tensor_files import Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.memory import trim_heap
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import OpenHome
 from outofcore.units import MIB
 
 Built = TypeVar("Built")

@@ -17,8 +17,8 @@ from outofcore import planning
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, SpillError, ValidationError
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import needed_bytes
-from outofcore.execution.store import HomeStore
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, Policy
 from outofcore.planning.placement.requests import Requests

@@ -28,12 +28,12 @@ from outofcore.capture.signature import Signature, Signer
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.aliases import State
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner
 from outofcore.planned_step import (
     Cause,

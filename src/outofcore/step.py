@@ -21,9 +21,9 @@ from outofcore.costs import Costs
 from outofcore.errors import InputError, StateError
 from outofcore.estimation.reports import report_step, trace_step
 from outofcore.execution.backend import Backend, CpuBackend
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.homes import HomeStore
+from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step
-from outofcore.execution.store import HomeStore
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache

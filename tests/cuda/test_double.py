@@ -14,9 +14,8 @@ from worlds import WORLDS, World, convolutional, dense, eager, same
 from outofcore.costs import Home
 from outofcore.estimation.costing import costed
 from outofcore.execution.cuda.interface import Stream
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.host import HostHome
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.homes import HomeStore, HostHome
+from outofcore.execution.opening import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait

@@ -15,10 +15,9 @@ from outofcore.errors import TransferError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.files import reads_after_writes
 from outofcore.execution.cuda.interface import Stream
-from outofcore.execution.homes import DiskHome, HomeStore
-from outofcore.execution.host import HostHome
+from outofcore.execution.cuda.staging import reads_after_writes
+from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.slots import Piece
 from outofcore.graph import StepGraph
 from outofcore.profiling import links

@@ -24,7 +24,7 @@ from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import FileHome, Stream
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.native import Flavor, load_native
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import OpenHome
 from outofcore.program import CopyIn, CopyOut
 from outofcore.step import Step
 from outofcore.units import GIB, KIB, MIB

@@ -9,8 +9,7 @@ import torch
 
 from outofcore.errors import SpillError, UnitError
 from outofcore.execution import opening
-from outofcore.execution.cuda.host import PinnedHome
-from outofcore.execution.homes import DiskHome
+from outofcore.execution.homes import DiskHome, PinnedHome
 from outofcore.execution.native import Native, load_native
 from outofcore.units import MIB
 

@@ -10,8 +10,7 @@ import pytest
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
 from outofcore.execution import native
-from outofcore.execution.arena import Arena, Installed, ScopeTable
-from outofcore.execution.arenas import ArenaCounters
+from outofcore.execution.arena import Arena, ArenaCounters, Installed, ScopeTable
 from outofcore.execution.native import Native, load_native
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")

@@ -21,7 +21,7 @@ from outofcore.execution.arena import Arena
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.execution.homes import DiskHome, HostHome
 from outofcore.execution.memory import Region, address_of, map_anonymous
-from outofcore.execution.opened import OpenHome
+from outofcore.execution.opening import OpenHome
 from outofcore.execution.spill import SpillFile
 from outofcore.units import MIB, PAGE_BYTES
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.transfers import Transfer, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
 from outofcore.execution.homes import DiskHome
 from outofcore.execution.memory import Region, address_of, map_anonymous
 from outofcore.execution.native import load_native

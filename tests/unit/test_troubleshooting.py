@@ -19,11 +19,8 @@ SPEAKING = (
     *("planned_step.py", "cli/subjects.py", "profiling/cache.py", "jsonfile.py"),
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
-    *(
-        f"execution/{name}.py"
-        for name in ("arena", "homes", "host", "store", "checks", "spill", "model_state", "runner")
-    ),
-    *(f"execution/{name}.py" for name in ("slots", "aliases", "opened", "opening")),
+    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
+    *(f"execution/{name}.py" for name in ("slots", "aliases", "opening")),
     "execution/cuda",
 )
 # Only a fault of the library can bring these up.

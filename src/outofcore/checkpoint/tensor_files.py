@@ -25,8 +25,8 @@ import torch
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
-from outofcore.execution.store import HomeStore
 from outofcore.jsonfile import Node, load_json
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 

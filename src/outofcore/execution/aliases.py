@@ -26,8 +26,8 @@ from outofcore.capture.captured import CPU, Captured, StateBinding, Value
 from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Slots
-from outofcore.execution.store import HomeStore
 
 _POINTER = torch.Tensor.data_ptr
 _STRIDE = torch.Tensor.stride

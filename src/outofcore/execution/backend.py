@@ -13,8 +13,7 @@ from outofcore._torch_internals import storage_key
 from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT
 from outofcore.capture.captured import Captured
 from outofcore.errors import ArenaError, BudgetError
-from outofcore.execution.arena import Arena, Recorder
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Arena, Memory, Recorder
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.cuda.interface import Driver
 from outofcore.execution.engines import Engine

@@ -16,8 +16,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.errors import GraphError
-from outofcore.execution.arena import STOCK
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import STOCK, Memory
 from outofcore.graph import StepGraph
 from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of

@@ -13,8 +13,8 @@ from enum import Enum
 import torch
 
 from outofcore.errors import TransferError
+from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
-from outofcore.execution.store import HomeStore
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 # Of a slot that is sampled: its first page, its last, and so many between them.

@@ -11,8 +11,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.errors import OutOfCoreError, StateError, TransferError
-from outofcore.execution.arena import Arena, ScopeTable, as_arena_error
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMPUTE, Bound, BoundCopy, Draws
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore

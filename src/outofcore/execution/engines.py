@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from outofcore.execution.arena import ScopeTable
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory, ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, Draws
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached

@@ -1,21 +1,376 @@
-"""Homes: where a storage's bytes live when they are not on the device. Here the one on disk; see ``store``."""
+"""Homes: where bytes are that are not on the device. In host memory, pinned for a GPU or not, or on a disk.
+
+A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between
+steps a slot has a face: a tensor over its bytes, through which the user sees and changes them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
-from outofcore.execution.host import HostHome
-from outofcore.execution.memory import advise_pages, tensor_over
+from outofcore.execution.memory import Region, address_of, advise_pages, map_anonymous, tensor_over, unmap
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
-from outofcore.execution.store import HomeStore, check_slot, slot_layout
-from outofcore.units import PAGE_BYTES, format_bytes, round_up
+from outofcore.units import KIB, PAGE_BYTES, format_bytes, round_up
+
+
+class HomeStore(Protocol):
+    """What the executor needs of a home. Offsets of slots are multiples of the page size.
+
+    ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a
+    slot's last page whole. Transfers of one slot, and the use of its face, are put in order by the caller.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in costs and reports: "host", "disk"."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Names the link: homes of one identity are equally fast."""
+        ...
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether slots are memory, so that bytes move within the home without any I/O."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that slots may occupy now."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that slots could occupy at most, as far as can be told."""
+        ...
+
+    def check(self, count: int) -> None:
+        """Refuse a total of ``count`` bytes that the home cannot hold, before anything is allocated.
+
+        Raises:
+            SpillError: it cannot.
+        """
+        ...
+
+    def ensure(self, count: int) -> None:
+        """Make room for a total of ``count`` bytes. Slots and faces that exist stay as they are.
+
+        Raises:
+            SpillError: there is not so much room.
+        """
+        ...
+
+    def reserve(self, count: int) -> int:
+        """Make room for one more slot of ``count`` bytes, and give its offset.
+
+        Raises: as ``ensure``.
+        """
+        ...
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Copy ``source`` into the slot at ``offset``.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        ...
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from the slot at ``offset``.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        ...
+
+    def face(self, offset: int, count: int) -> torch.Tensor:
+        """The slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
+
+        It shows what was last written, and what is stored through it is what is next read. It stays valid
+        when the home is closed.
+        """
+        ...
+
+    def drop_cache(self, face: torch.Tensor) -> None:
+        """Give back physical memory that a face occupies for caching alone; its contents stay."""
+        ...
+
+    def start(self) -> None:
+        """Called when a step starts: between steps the user may have changed what lies here.
+
+        Raises:
+            TransferError: not all of it is there any more.
+        """
+        ...
+
+    def sibling(self, count: int) -> HomeStore:
+        """An empty home of its own on the same link, with room for ``count`` bytes or more: to measure on.
+
+        Raises:
+            SpillError: there is no such room.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back to the system, apart from faces in use. May be called again."""
+        ...
+
+
+def slot_layout(sizes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
+    """Offsets for slots of the given sizes, one after the other in whole pages from ``start`` on, and their end."""
+    offsets: list[int] = []
+    end = round_up(start, PAGE_BYTES)
+    for size in sizes:
+        offsets.append(end)
+        end += round_up(size, PAGE_BYTES)
+    return tuple(offsets), end
+
+
+def check_slot(offset: int, count: int, total: int) -> None:
+    """Refuse what does not lie in a home of ``total`` bytes as a slot does.
+
+    Raises:
+        TransferError: it does not.
+    """
+    if offset < 0 or offset % PAGE_BYTES or offset + count > total:
+        raise TransferError(
+            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots lie within it and "
+            f"start on a multiple of {PAGE_BYTES}; this is a fault of the plan: please report it"
+        )
+
+
+class HostHome:
+    """Slots in one slab of host memory.
+
+    Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
+    makes room and slots are written.
+
+    Args:
+        limit: bytes that slots may take, of which whole pages count; by default all physical memory.
+        release: gives address and bytes back to the system when nothing refers to them any more.
+
+    Raises:
+        SpillError: the system will not reserve the addresses.
+    """
+
+    def __init__(self, limit: int | None = None, release: Callable[[int, int], object] = unmap) -> None:
+        given = limit if limit is not None else _physical_bytes()
+        self._limit = max(given // PAGE_BYTES, 1) * PAGE_BYTES
+        self._bytes = 0
+        try:
+            address = map_anonymous(self._limit, accessible=False)
+        except OSError as error:
+            raise SpillError(
+                f"no addresses for {format_bytes(self._limit)} of host memory can be reserved ({error.strerror}); "
+                "give a smaller limit or lift that on address space (ulimit -v)"
+            ) from error
+        self._region: Region | None = Region(address, self._limit, release)
+
+    @property
+    def name(self) -> str:
+        """The name in costs and reports."""
+        return "host"
+
+    @property
+    def identity(self) -> str:
+        """All host memory is alike."""
+        return "host"
+
+    @property
+    def in_memory(self) -> bool:
+        """It is what it is."""
+        return True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that slots may occupy now."""
+        return self._bytes
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that slots could occupy at most: the limit, or what they have and the memory available."""
+        return min(self._limit, self._bytes + _available_bytes())
+
+    def check(self, count: int) -> None:
+        """See ``HomeStore.check``."""
+        if count > self._limit:
+            raise SpillError(
+                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
+                "raise the limit or the budget, or use a disk home"
+            )
+        available = _available_bytes()
+        if count - self._bytes > available:
+            raise SpillError(
+                f"the step needs {format_bytes(count - self._bytes)} more of host memory, and the system has "
+                f"{format_bytes(available)} available; raise the budget or use a disk home"
+            )
+
+    def ensure(self, count: int) -> None:
+        """See ``HomeStore.ensure``."""
+        region = self._opened()
+        wanted = round_up(count, PAGE_BYTES)
+        if wanted <= self._bytes:
+            return
+        self.check(wanted)
+        try:
+            region.make_accessible(self._bytes, wanted - self._bytes)
+        except OSError as error:
+            raise SpillError(
+                f"the system does not give {format_bytes(wanted - self._bytes)} more of host memory "
+                f"({error.strerror}); raise the budget or use a disk home"
+            ) from error
+        self._bytes = wanted
+
+    def reserve(self, count: int) -> int:
+        """See ``HomeStore.reserve``."""
+        offset = self.bytes
+        self.ensure(offset + count)
+        return offset
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """See ``HomeStore.write``."""
+        region = self._opened()
+        check_slot(offset, len(source), self._bytes)
+        if len(source):
+            # Unlike an assignment to a slice of a memoryview, this releases the GIL.
+            ctypes.memmove(region.address + offset, address_of(source), len(source))
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """See ``HomeStore.read``."""
+        region = self._opened()
+        check_slot(offset, len(target), self._bytes)
+        if len(target):
+            ctypes.memmove(address_of(target), region.address + offset, len(target))
+
+    def face(self, offset: int, count: int) -> torch.Tensor:
+        """See ``HomeStore.face``: the slot itself."""
+        region = self._opened()
+        check_slot(offset, count, self._bytes)
+        return tensor_over(region.memory(offset, count))
+
+    def drop_cache(self, face: torch.Tensor) -> None:
+        """See ``HomeStore.drop_cache``: there is nothing to drop, the slot being the face."""
+
+    def start(self) -> None:
+        """See ``HomeStore.start``: memory does not go away."""
+
+    def sibling(self, count: int) -> HostHome:
+        """See ``HomeStore.sibling``: another slab."""
+        return HostHome(count)
+
+    def close(self) -> None:
+        """See ``HomeStore.close``."""
+        self._region = None
+
+    def _opened(self) -> Region:
+        if self._region is None:
+            raise StateError("the host home is closed; compile the step again to go on")
+        return self._region
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_bytes() -> int:
+    """Bytes of memory that can be taken without swapping, as the kernel estimates; all there are if it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return _physical_bytes()
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * KIB
+    return _physical_bytes()
+
+
+class PinnedHome(HostHome):
+    """Slots in one slab of host memory that is pinned where it lies, slot by slot, to the page.
+
+    No allocator of pinned memory stands between, which would round sizes up to powers of two. Where the system pins no
+    more, slots from there on are pageable, and a warning says so: copies to and from them are slower, and the host
+    waits for them.
+
+    Args:
+        pin: pins whole pages from an address on; False if it could not.
+        unpin: undoes that, by the address.
+        limit: as for ``HostHome``.
+
+    Raises:
+        SpillError: the system will not reserve the addresses.
+    """
+
+    def __init__(
+        self, pin: Callable[[int, int], bool], unpin: Callable[[int], object], limit: int | None = None
+    ) -> None:
+        pinned: list[int] = []
+
+        def release(address: int, count: int) -> None:
+            for piece in pinned:
+                unpin(piece)
+            unmap(address, count)
+
+        super().__init__(limit, release)
+        self._pin = pin
+        self._unpin = unpin
+        self._addresses = pinned
+        self._seams: list[int] = []  # offsets where one pinned piece ends and the next one begins
+        self._refused = False
+
+    @property
+    def identity(self) -> str:
+        """All pinned memory is alike; so is all that could not be pinned."""
+        return "host" if self._refused else "host-pinned"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all slots so far are pinned."""
+        return not self._refused
+
+    def ensure(self, count: int) -> None:
+        """See ``HomeStore.ensure``: what one call adds is pinned in one piece, and no copy may span two."""
+        before = self.bytes
+        super().ensure(count)
+        added = self.bytes - before
+        if not added or self._refused:
+            return
+        address = self._opened().address + before
+        if before:
+            self._seams.append(before)
+        if self._pin(address, added):
+            self._addresses.append(address)
+            return
+        self._refused = True
+        warnings.warn(
+            f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(before)}; copies will "
+            "be slower and make the host wait: raise the limit on locked memory (ulimit -l), or lower host_budget",
+            stacklevel=2,
+        )
+
+    def unbroken(self, offset: int, count: int) -> list[tuple[int, int]]:
+        """The bytes [offset, offset + count) as stretches (offset, bytes) that each lie in one pinned piece.
+
+        A copy that spans two pieces is refused by CUDA (cudaErrorInvalidValue).
+        """
+        cuts = [seam for seam in self._seams if offset < seam < offset + count]
+        edges = [offset, *cuts, offset + count]
+        return [(start, end - start) for start, end in pairwise(edges)]
+
+    def sibling(self, count: int) -> PinnedHome:
+        """See ``HomeStore.sibling``: another slab, pinned as well."""
+        return PinnedHome(self._pin, self._unpin, count)
 
 
 class DiskHome:
@@ -169,6 +524,3 @@ class DiskHome:
         if self._file is None or self._closed:
             raise StateError("the disk home is not open; call ensure() first, and do not use it after close()")
         return self._file
-
-
-__all__ = ["DiskHome", "HomeStore", "HostHome", "slot_layout"]

@@ -23,7 +23,7 @@ from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
 

@@ -15,17 +15,15 @@ from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
-from outofcore.execution.arena import ScopeTable
-from outofcore.execution.arenas import Memory
-from outofcore.execution.binding import Bound, bind, scopes, tensor_on
+from outofcore.execution.arena import Memory, ScopeTable
+from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out
-from outofcore.execution.surprises import requests_seen
 from outofcore.execution.undo import Undo
 from outofcore.graph import StorageKind
-from outofcore.planning.placement.requests import Requests
+from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 
 
@@ -364,3 +362,38 @@ def live_gradient(captured: Captured, binding: StateBinding) -> torch.Tensor:
     if gradient is None:
         raise StateError(f"{binding.key} was there when the step was captured and is None now")
     return gradient
+
+
+def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
+    """The requests of an op as they were in one visit to its scope.
+
+    Args:
+        run: the op as bound; its results lie where the plan has them, unless their requests came out of turn.
+        planned: what the op was thought to ask for.
+        events: what its thread did with the allocator while it ran.
+        alignment: as in ``workspace_layout``.
+    """
+    live: dict[int, int] = {}  # bytes by pointer, in order of the requests
+    for event in events:
+        if event.kind is EventKind.ALLOCATE:
+            live[event.pointer] = event.bytes
+        else:
+            live.pop(event.pointer, None)
+    addresses = {leaf: address for leaf, address, _ in run.results}
+    pointers: dict[int, int] = {}
+    missing: list[tuple[int, int]] = []
+    for request in planned.requests:
+        if isinstance(request.placement, Result) and request.placement.key in addresses:
+            address = addresses[request.placement.key]
+            if live.get(address) == request.bytes:
+                pointers[address] = request.placement.key
+                del live[address]
+            else:
+                missing.append((request.placement.key, request.bytes))
+    # One that was served elsewhere is known by its size.
+    for leaf, count in missing:
+        found = next((pointer for pointer, size in live.items() if size == count), None)
+        if found is not None:
+            pointers[found] = leaf
+            del live[found]
+    return workspace_layout(events, pointers, alignment)

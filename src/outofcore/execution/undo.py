@@ -17,7 +17,7 @@ from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.recorder import generators_on
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory
 from outofcore.execution.slots import Piece, Slots, meet
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
 from outofcore.units import MIB

@@ -22,7 +22,7 @@ import torch
 
 from outofcore.costs import Home
 from outofcore.errors import GraphError
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
 from outofcore.execution.cuda.staging import Staging, first_stream, last_stream

@@ -30,8 +30,7 @@ from outofcore.capture.patching import TURN
 from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
 from outofcore.errors import ArenaError, CaptureError, GraphError, OutOfCoreError
-from outofcore.execution.arena import ScopeTable
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory, ScopeTable
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.execution.interrupts import Deferred

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from outofcore.execution.arena import Recorder
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory, Recorder
 from outofcore.execution.cuda.driver import ALIGNMENT, SEGMENT, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.host import PinnedHome
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.units import MIB, round_up
 
 # Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.

@@ -29,13 +29,11 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, InputError, StateError, TransferError
-from outofcore.execution.arena import Recorder, install, read_counters
-from outofcore.execution.arenas import ArenaCounters
+from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.host import PinnedHome
 from outofcore.execution.cuda.interface import FileHome, Mark, Stream
-from outofcore.execution.cuda.transfers import Transfer, check_transfers, transfer_of
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
+from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 

@@ -23,15 +23,20 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.errors import GraphError, StateError
-from outofcore.execution.arena import ScopeTable, as_arena_error
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
-from outofcore.execution.cuda.files import reads_after_writes
-from outofcore.execution.cuda.host import PinnedHome
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
-from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Part, Staging, first_stream, last_stream
+from outofcore.execution.cuda.staging import (
+    BUFFER_BYTES,
+    BUFFERS,
+    Part,
+    Staging,
+    first_stream,
+    last_stream,
+    reads_after_writes,
+)
 from outofcore.execution.engines import GeneratorStates, Port, place_results
-from outofcore.execution.homes import DiskHome, HomeStore
+from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from outofcore.execution.arenas import Memory
+from outofcore.execution.arena import Memory
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.homes import HomeStore
 

@@ -10,13 +10,18 @@ Has run on the double of the tests; not on a GPU yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outofcore.errors import TransferError
 from outofcore.execution.cuda.interface import Driver, FileHome, Mark, Stream
-from outofcore.units import MIB, PAGE_BYTES, round_up
+from outofcore.execution.slots import Piece, meet
+from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 8 * MIB
 BUFFERS = 4  # for each direction
@@ -146,3 +151,74 @@ class Staging:
 def _pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
     # A slot has its last page to itself, so that what lies there after the last byte does no harm.
     return buffer[: round_up(count, PAGE_BYTES)]
+
+
+def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[Piece, ...]]) -> dict[int, int]:
+    """For each read that has to wait for a write, which one.
+
+    Reads are done in order, and so are writes; a read that follows one that waits for the same write, or for a later
+    one, is not named. A write need not wait for a read: the program lets it wait until what was read is on the device.
+
+    Args:
+        copies: in the order of the program, the index of each copy and whether it writes to the file.
+        slots: by the index, where in the file.
+    """
+    found: dict[int, int] = {}
+    written: list[int] = []
+    reached = 0  # so many writes are done by now for whoever reads
+    for index, writes in copies:
+        if writes:
+            written.append(index)
+            continue
+        for count in range(len(written), reached, -1):
+            if meet(slots[index], slots[written[count - 1]]):
+                found[index], reached = written[count - 1], count
+                break
+    return found
+
+
+class Transfer(ctypes.Structure):
+    """As ``Transfer`` in ``transfer.cpp``; to be kept until it has run."""
+
+    _fields_ = (
+        ("address", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("descriptor", ctypes.c_int32),
+        ("writes", ctypes.c_int32),
+        ("forgets", ctypes.c_int32),
+        ("failure", ctypes.c_int32),
+        ("done", ctypes.c_int64),
+    )
+
+
+def transfer_of(home: FileHome, offset: int, address: int, count: int, *, writes: bool) -> Transfer:
+    """A transfer that has yet to run.
+
+    Args:
+        home: whose file it is.
+        offset: in the file.
+        address: of host memory.
+        count: bytes; with the address and the offset in whole pages.
+        writes: to the file, or from it.
+    """
+    return Transfer(address, count, offset, home.descriptor, writes, not home.direct, 0, 0)
+
+
+def check_transfers(transfers: Iterable[Transfer]) -> None:
+    """Refuse transfers that have run and failed.
+
+    Raises:
+        TransferError: the first that did.
+    """
+    for transfer in transfers:
+        if transfer.failure:
+            verb = "write" if transfer.writes else "read"
+            why = "the file ends there" if transfer.failure < 0 else os.strerror(transfer.failure)
+            left, at = transfer.bytes - transfer.done, transfer.offset + transfer.done
+            error = TransferError(
+                f"could not {verb} {format_bytes(left)} at byte {at} of the spill file behind the device: {why}; check "
+                "that disk, or name another spill directory"
+            )
+            error.errno = errno.EIO if transfer.failure < 0 else transfer.failure
+            raise error
