@@ -1,12 +1,24 @@
-"""Processes that get Ctrl-C at random moments while they measure ops or a link, and then train.
+"""Interrupts training at random moments: a process of its own, since the worst outcome is a crash.
 
-python tests/torch_cpu/interrupted.py 100        # a hundred processes, and what went wrong in how many of them
-python tests/torch_cpu/interrupted.py 100 link   # likewise while the link to a disk is measured
+Each round compiles a step over a fresh model and makes its first three calls. A SIGINT comes at a random moment of one
+of them, and sometimes a second one soon after. Whatever happens, the model must be as the note on the exception says,
+calls must go on from there, and all that was trained must equal what eager PyTorch makes of the same calls.
+
+With ``--stage`` the SIGINT comes while ops or a link are measured, several times in one round, and nothing must be left
+behind when the step is closed.
+
+    python tests/torch_cpu/interrupted.py --seed 7 --rounds 20 --cache none
+    python tests/torch_cpu/interrupted.py --rounds 20 --stage "measure the home"
+
+Prints one line of JSON for each round; exits with 1 if a round failed.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import argparse
+import contextlib
+import functools
+import json
 import os
 import random
 import signal
@@ -14,126 +26,214 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import faulty
 
 import outofcore
 
-# The stage of a first call that an interrupt comes in, and seconds within which it comes.
-PHASES = {"ops": ("profile", 0.6), "link": ("measure the home", 1.2)}
-_TRIES = 4
-_SECONDS = 150
+CALLS = 3
+# In one stage of a first call there are so many interrupts.
+TRIES = 4
+# What the notes of an exception say of the model.
+UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
 
-def train_interrupted(phase: str, seed: int) -> int:
-    """Interrupt first calls in a phase of theirs, then train as eager does; the number of interrupts.
+@dataclass
+class Round:
+    """What happened in one round."""
 
-    Raises:
-        RuntimeError: a thread, a file or a descriptor is left behind, or the numbers differ.
-    """
-    stage, within = PHASES[phase]
-    rng = random.Random(seed)
-    torch.set_num_threads(2)
+    seed: int
+    call: int  # the one that is interrupted
+    after_s: float
+    twice: bool
+    stage: str = ""  # of the call; "": any moment
+    interrupts: int = 0  # that were raised
+    told: str = ""  # what the note says
+    where: str = ""  # the innermost lines of the library
+    faults: list[str] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of each, of the first call that ended
 
-    def world():
-        torch.manual_seed(0)
-        body = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten())
-        model = nn.Sequential(*body, nn.Linear(1024, 256))
-        optimizer = torch.optim.AdamW(model.parameters())
 
-        def step(x):
-            loss = F.mse_loss(model(x), torch.zeros(x.shape[0], 256))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+def reference() -> list[dict[str, torch.Tensor]]:
+    """What eager training holds before the first call and after each."""
+    model, optimizer, step = faulty.sides()
+    found = [faulty.contents(model, optimizer)]
+    for k in range(CALLS):
+        torch.manual_seed(k)
+        step(faulty.batch(k))
+        found.append(faulty.contents(model, optimizer))
+    return found
 
-        return step, model, optimizer
 
-    batch = torch.randn(16, 3, 34, 34)
-    plain, *_ = world()
-    wanted = [plain(batch).detach() for _ in range(2)]
-    main = threading.main_thread().ident
-    interrupts = 0
-    with tempfile.TemporaryDirectory() as folder:
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
 
-        def compiled():
-            return outofcore.compile(*world(), budget="64MiB", home=folder, cache=False)
 
-        def left_behind() -> tuple[int, int, int]:
-            names = [name for _, _, files in os.walk(folder) for name in files]
-            return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
-
-        with compiled() as first:
-            assert torch.equal(first(batch).detach(), wanted[0])
-        before = left_behind()
-        with compiled() as step:
-            for _ in range(_TRIES):
-                lock, began, over = threading.Lock(), threading.Event(), []
-                step.on_progress = lambda now, *_, began=began: began.set() if now == stage else None
-
-                def interrupt(lock=lock, began=began, over=over) -> None:
-                    began.wait()
-                    time.sleep(rng.random() * within)
-                    with lock:
-                        if not over:
-                            signal.pthread_kill(main, signal.SIGINT)
-
-                other = threading.Thread(target=interrupt)
-                other.start()
-                try:
-                    step(batch)
-                    with lock:
-                        over.append(True)
-                except KeyboardInterrupt:
-                    interrupts += 1
+def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
+    """Make the calls of one round; returns the seconds of each."""
+    model, optimizer, step = faulty.sides()
+    seconds: list[float] = []
+    made = 0
+    with outofcore.compile(step, model, optimizer, **how) as ours:
+        tries = TRIES if found.stage else 1
+        while made < CALLS:
+            torch.manual_seed(made)
+            batch = faulty.batch(made)
+            killer = None
+            began = threading.Event()
+            stages: list[tuple[str, float]] = []  # each as it begins
+            ours.on_progress = functools.partial(_tell, stages, began, found.stage)
+            if not found.stage:
                 began.set()
-                other.join()
-                # What the heap has suffered shows when it is used.
-                del other
-                _ = [torch.randn(rng.randrange(1, 1 << 18)) for _ in range(64)]
-        with compiled() as again:
-            if not all(torch.equal(again(batch).detach(), loss) for loss in wanted):
-                raise RuntimeError("the losses differ from eager's")
-        if left_behind() != before:
-            raise RuntimeError(f"threads, files and descriptors: {left_behind()} after, {before} before")
-    return interrupts
+            if made == found.call and tries:
+                tries -= 1
+                killer = threading.Thread(target=_interrupt, args=(began, found.after_s, found.twice), daemon=True)
+            begin = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                if killer is not None:
+                    killer.start()
+                ours(batch)
+                began.set()  # a stage that did not come
+                if killer is not None:
+                    killer.join()
+                    time.sleep(0.01)
+            except BaseException as caught:
+                error = caught
+            began.set()
+            if killer is not None:
+                _outlast(killer)
+            seconds.append(time.perf_counter() - begin)
+            if made == 0 and error is None:
+                ends = [at for _, at in stages[1:]] + [time.perf_counter()]
+                found.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
+            if error is None:
+                ours._session.keeper.check()
+                made += 1
+                continue
+            found.interrupts += isinstance(error, KeyboardInterrupt)
+            # What the heap has suffered shows when it is used.
+            _ = [torch.empty(count) for count in range(1, 1 << 18, 4099)]
+            made = judge(found, error, model, optimizer, expected, made)
+            if found.faults or TORN in found.told:
+                return seconds
+        if not same(faulty.contents(model, optimizer), expected[CALLS]):
+            found.faults.append("the model is not as eager training leaves it")
+    return seconds
 
 
-def run(phase: str, seed: int) -> tuple[int, str]:
-    """The number of interrupts that one process got, and what went wrong.
+def _outlast(killer: threading.Thread) -> None:
+    """Return when no signal is to come any more."""
+    for _ in range(3):  # a signal may come while another one is handled
+        with contextlib.suppress(KeyboardInterrupt):
+            killer.join()
+            time.sleep(0.01)
 
-    The process is a fork, so that torch is imported once.
-    """
-    with tempfile.TemporaryFile("w+") as told:
-        child = os.fork()
-        if child == 0:
-            os.dup2(told.fileno(), 1)
-            os.dup2(told.fileno(), 2)
-            signal.alarm(_SECONDS)  # ends a process that hangs
-            # A shell lets what it runs in the background ignore Ctrl-C.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            faulthandler.dump_traceback_later(_SECONDS - 5)
-            print("interrupts", train_interrupted(phase, seed))
-            sys.exit()
-        _, status = os.waitpid(child, 0)
-        told.seek(0)
-        text = told.read()
-    if status or "corrupt" in text or "double free" in text:
-        return 0, f"exit status {os.waitstatus_to_exitcode(status)}: {text[-2000:]}"
-    return int(text.split()[-1]), ""
+
+def _tell(stages: list[tuple[str, float]], began: threading.Event, wanted: str, stage: str, *_: object) -> None:
+    if not stages or stages[-1][0] != stage:
+        stages.append((stage, time.perf_counter()))
+    if stage == wanted:
+        began.set()
+
+
+def _interrupt(began: threading.Event, after_s: float, twice: bool) -> None:
+    began.wait()
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGINT)
+    if twice:
+        time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def left_behind(folder: str) -> tuple[int, int, int]:
+    """Threads, files and descriptors that there are."""
+    names = [name for _, _, files in os.walk(folder) for name in files]
+    return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def judge(
+    found: Round,
+    error: BaseException,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: list[dict[str, torch.Tensor]],
+    made: int,
+) -> int:
+    """How many calls have been made, after one that was interrupted."""
+    found.told = " ".join(getattr(error, "__notes__", ()))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "outofcore" in f.filename]
+    found.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    if not isinstance(error, KeyboardInterrupt):
+        found.faults.append(f"{type(error).__name__}: {error}")
+    now = faulty.contents(model, optimizer)
+    if TORN in found.told:
+        return made
+    if DONE in found.told or UNCHANGED in found.told:
+        made += DONE in found.told
+        if not same(now, expected[made]):
+            found.faults.append("the model is not as the note says")
+        return made
+    # At the very borders of the call there is no note.
+    if len(frames) > 1:
+        found.faults.append("there is no note")
+    if same(now, expected[made]):
+        return made
+    if made < CALLS and same(now, expected[made + 1]):
+        return made + 1
+    found.faults.append("the model is neither as before the step nor as after it")
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", default="none", help="a folder, or 'none'")
+    parser.add_argument("--policy", default="offload-all")
+    parser.add_argument("--share", type=float, default=1.0, help="of the smallest budget")
+    parser.add_argument("--only", type=int, default=None, help="the call to interrupt")
+    parser.add_argument("--stage", default="", help="of a first call, as it tells on_progress: interrupt only there")
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    expected = reference()
+    smallest = faulty.smallest_budget()
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        how: dict[str, Any] = {
+            "budget": int(smallest * given.share),
+            "home": folder,
+            "policy": given.policy,
+            "cache": False if given.cache == "none" else given.cache,
+        }
+        quiet = Round(given.seed, -1, 0.0, False)
+        lengths = play(quiet, expected, how)
+        if given.cache != "none":
+            lengths = play(quiet, expected, how)  # as it is with all measurements kept
+        print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
+        before = left_behind(folder)
+        for number in range(given.rounds):
+            seed = given.seed * 1_000_003 + number
+            draw = random.Random(seed)
+            call = draw.randrange(CALLS) if given.only is None else given.only
+            found = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
+            if given.stage:
+                found = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[given.stage], False, given.stage)
+            play(found, expected, how)
+            if given.stage and left_behind(folder) != before:
+                found.faults.append(f"threads, files, descriptors: {left_behind(folder)} after, {before} before")
+            print(json.dumps(asdict(found)), flush=True)
+            bad += bool(found.faults)
+    return int(bad > 0 or bool(quiet.faults))
 
 
 if __name__ == "__main__":
-    start = time.monotonic()
-    found = []
-    for seed in range(int(sys.argv[1])):
-        found.append(run((*sys.argv[2:], "ops")[0], seed))
-        count, wrong = found[-1]
-        print(f"seed {seed}: {wrong or f'{count} interrupts'}", flush=True)
-    failed, count = sum(bool(wrong) for _, wrong in found), sum(number for number, _ in found)
-    print(f"{failed} of {len(found)} went wrong; {count} interrupts; {time.monotonic() - start:.0f} s")
-    sys.exit(failed > 0 or not count)
+    sys.exit(main())

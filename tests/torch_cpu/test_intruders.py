@@ -159,8 +159,8 @@ def test_a_process_killed_in_the_middle_of_a_step_leaves_nothing(
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ctrl_c_at_any_moment_leaves_the_model_as_the_note_says(seed: int, tmp_path: Path) -> None:
-    """More moments: ``python tests/torch_cpu/interrupted_calls.py --seed 3 --rounds 100``."""
-    script = Path(__file__).with_name("interrupted_calls.py")
+    """More moments: ``python tests/torch_cpu/interrupted.py --seed 3 --rounds 100``."""
+    script = Path(__file__).with_name("interrupted.py")
     command = [sys.executable, str(script), "--seed", str(seed), "--rounds", "12", "--cache", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
