@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -195,39 +196,27 @@ class CpuEngine:
             for number, home in enumerate(self._homes):
                 out, into = 2 * number + 1, 2 * number + 2
                 self._copiers += [
-                    _Copier(out, f"{home.name}-out", self._progress, self._copy_out),
-                    _Copier(into, f"{home.name}-in", self._progress, self._copy_in),
+                    _Copier(out, f"{home.name}-out", self._progress, partial(self._copy, True)),
+                    _Copier(into, f"{home.name}-in", self._progress, partial(self._copy, False)),
                 ]
             for copier in self._copiers:
                 copier.start()
         return self._copiers
 
-    def _copy_out(self, copy: BoundCopy) -> None:
+    def _copy(self, out: bool, copy: BoundCopy) -> None:
         arena = self._arena
         if arena is None:
             raise StateError("a copy was asked for while no step was running")
         pieces = self._slots.get(copy.index)
         if pieces is None:
             address, count, _ = self._ports[copy.storage]
-            ctypes.memmove(address, arena.address + copy.offset, count)
+            inside = arena.address + copy.offset
+            ctypes.memmove(*((address, inside) if out else (inside, address)), count)
             return
         at, home = copy.offset, self._homes[copy.home]
+        move = home.write if out else home.read
         for piece in pieces:
-            home.write(piece.offset, arena.memory(at, piece.bytes))
-            at += piece.bytes
-
-    def _copy_in(self, copy: BoundCopy) -> None:
-        arena = self._arena
-        if arena is None:
-            raise StateError("a copy was asked for while no step was running")
-        pieces = self._slots.get(copy.index)
-        if pieces is None:
-            address, count, _ = self._ports[copy.storage]
-            ctypes.memmove(arena.address + copy.offset, address, count)
-            return
-        at, home = copy.offset, self._homes[copy.home]
-        for piece in pieces:
-            home.read(piece.offset, arena.memory(at, piece.bytes))
+            move(piece.offset, arena.memory(at, piece.bytes))
             at += piece.bytes
 
     def run(
@@ -239,21 +228,7 @@ class CpuEngine:
         slots: Mapping[int, tuple[Piece, ...]],
         ports: dict[int, Port],
     ) -> Timeline:
-        """Run one step and return when all queues are empty.
-
-        Args:
-            program: what ``bound`` was made from.
-            bound: the instructions.
-            arena: the device.
-            table: the planned requests of each run.
-            slots: by the index of a copy, where the bytes of the block are at its home, one piece after the other.
-            ports: for each input and output the address and bytes of the caller's memory: where copies without a slot
-                go to and come from.
-
-        Raises:
-            TransferError: a copy failed.
-            ArenaError: an op asked for more memory than was planned and reserved.
-        """
+        """See ``Engine.run``: returns when all queues are empty."""
         count = len(program.instructions)
         starts, ends = self._starts, self._ends = [0.0] * count, [0.0] * count
         progress = self._progress
@@ -301,7 +276,7 @@ class CpuEngine:
             raise interrupted
 
     def _inline(self, bound: Bound) -> _Inline:
-        turns = (self._copy_out, self._copy_in)
+        turns = (partial(self._copy, True), partial(self._copy, False))
         return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
 
     def _compute(
