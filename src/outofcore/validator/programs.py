@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from operator import le
 from typing import NoReturn
 
 from outofcore.costs import Costs
@@ -265,6 +266,7 @@ class _Replay:
         self.step, self.graph, self.program, self.order = step, graph, program, order
         # Of the instruction that is looked at: its index, its queue, and as in ``Order.known``.
         self.index, self.queue, self.known = 0, 0, [0]
+        self.alone = True  # all instructions before it are over when it starts: nothing can conflict with it
         # Versions of what each op reads, and of what it writes, in plain execution.
         self.before: list[list[int]] = []
         self.after: list[list[tuple[int, int]]] = []
@@ -295,8 +297,12 @@ class _Replay:
 
     def check(self) -> None:
         order = self.order
+        issued = [0] * len(order.known[0]) if order.known else []
         for index, instruction in enumerate(self.program.instructions):
-            self.index, self.queue, self.known = index, order.queue[index], order.known[index]
+            queue = order.queue[index]
+            self.index, self.queue, self.known = index, queue, order.known[index]
+            self.alone = all(map(le, issued, self.known))
+            issued[queue] += 1
             if isinstance(instruction, Run):
                 self._run(instruction)
                 continue
@@ -355,7 +361,7 @@ class _Replay:
         """At the first touch of a stay: all who had its bytes before must be done with them."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
-        for former in holders[low:high]:
+        for former in () if self.alone else holders[low:high]:
             if former.writer is not None or former.readers:
                 self._follow(former, cell)
         if high == low + 1 and begins[low] == begin and ends[low] == end:
@@ -391,14 +397,15 @@ class _Replay:
         if cell.version != version:
             name = self.step.instruction(self.index)
             raise ValidationError(f"{name} needs version {version}, but {self._found(cell)}")
-        writer = cell.writer
+        writer = None if self.alone else cell.writer
         if writer is not None and self.known[self.order.queue[writer]] < self.order.position[writer]:
             self._refuse(writer, self._name(cell))
         cell.readers[self.queue] = self.index
 
     def _write(self, cell: _Cell, version: int | None) -> None:
-        if cell.writer is not None or cell.readers:
+        if not self.alone:
             self._follow(cell, cell)
+        if cell.readers:
             cell.readers.clear()
         cell.writer = self.index
         cell.version = version
