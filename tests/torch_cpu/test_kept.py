@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +21,6 @@ import outofcore
 from outofcore._torch_internals import precision_of
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
-from outofcore.jsonfile import Node
 from outofcore.planning.placement.requests import Elsewhere, Request, Requests, Result, Scratch
 from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
@@ -134,8 +133,9 @@ PROFILES = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(PROFILES)
 def test_profiles_survive_the_file(profile: OpProfile) -> None:
-    text = json.dumps(module._content(profile, timed=True))
-    assert module._profile(Node(json.loads(text), "file")) == (profile, True)
+    kept = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)
+    assert kept.profile() == profile
+    assert kept.seconds == profile.cost.seconds
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_damaged_entry_is_measured_anew(
     cache = Cache(tmp_path)
     first = profile_ops(captured_small_step(), cache=cache)
     shelf, before = op_shelf(cache), len(timed)
-    key, node = next(iter(shelf.read().items()))
-    usual = {k: v for k, v in node.mapping().items() if wrong != {}}
+    key, value = next(iter(shelf.read().items()))
+    usual = {k: v for k, v in value.items() if wrong != {}}
     shelf.write({key: {**usual, **wrong} if isinstance(wrong, dict) else wrong})
     with caplog.at_level(logging.WARNING, "outofcore.profiling"):
         again = profile_ops(captured_small_step(), cache=cache)
