@@ -52,11 +52,12 @@ def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = Tr
     value = _parsed(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
         refuse(path, "$", "must be an object")
-    found = cast("dict[str, object]", value).get("format")
+    content = cast("dict[str, object]", value)
+    found = content.get("format")
     if form is not None and found != form:
         shown = repr(found) if isinstance(found, str | int | float) else "not text"
         refuse(path, "$.format", f"must be {form!r}, and is {shown}: this is another kind of file, or a newer version")
-    return convert_json(value, kind, path)
+    return convert_json(content, kind, path)
 
 
 def convert_json(value: object, kind: type[T], file: str | Path, where: str = "$") -> T:
