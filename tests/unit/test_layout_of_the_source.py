@@ -37,3 +37,8 @@ def test_there_is_one_writer(attribute: str, writers: list[str]) -> None:
                 if any(isinstance(t, ast.Attribute) and t.attr == attribute for t in flat):
                     found.append(function.name)
     assert found == writers
+
+
+def test_no_test_module_imports_another() -> None:
+    for path in SOURCE.parents[1].joinpath("tests").rglob("test_*.py"):
+        assert not re.search(r"^\s*(from|import) test_", path.read_text(encoding="utf-8"), re.MULTILINE), path
