@@ -1,7 +1,4 @@
-"""JSON files, plain or gzip: every refusal says where in which file.
-
-``decode_json`` reads what a type describes, by msgspec; a ``Node`` is a value of which nothing is known beforehand.
-"""
+"""JSON files, plain or gzip, read as types by msgspec: every refusal says where in which file."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
@@ -19,103 +15,10 @@ import msgspec
 from outofcore.errors import GraphError, InputError
 
 _GZIP_MAGIC = b"\x1f\x8b"
-_ABSENT = object()
 # Up to here a float64 holds every whole number.
 _EXACT = 2.0**53
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A value in a JSON file, and where it stands."""
-
-    value: object
-    file: str
-    path: str = ""  # such as "ops[3].reads[0]"; empty: the whole file
-
-    def refuse(self, what: str) -> NoReturn:
-        """Raise the error that something is wrong with this value.
-
-        Raises:
-            GraphError: always.
-        """
-        raise GraphError(f"{self.file}: {self.path or 'the file'} {what}")
-
-    def at(self, key: str) -> Node:
-        """The value under a key that must be there."""
-        found = self.find(key)
-        if found is None:
-            self.refuse(f"has no {key!r}, which it needs")
-        return found
-
-    def find(self, key: str) -> Node | None:
-        """The value under a key; None where the key is absent."""
-        found = self.mapping().get(key, _ABSENT)
-        return None if found is _ABSENT else Node(found, self.file, f"{self.path}.{key}" if self.path else key)
-
-    def mapping(self) -> Mapping[str, object]:
-        """The value as an object."""
-        value = self.value
-        if not isinstance(value, dict):
-            self.refuse(f"must be an object, and is {_shown(value)}")
-        return cast("Mapping[str, object]", value)
-
-    def items(self) -> Iterator[Node]:
-        """The values of an array."""
-        value = self.value
-        if not isinstance(value, list):
-            self.refuse(f"must be an array, and is {_shown(value)}")
-        values = cast("list[object]", value)
-        return (Node(value, self.file, f"{self.path}[{index}]") for index, value in enumerate(values))
-
-    def text(self) -> str:
-        """The value as text."""
-        if not isinstance(self.value, str):
-            self.refuse(f"must be text, and is {_shown(self.value)}")
-        return self.value
-
-    def flag(self) -> bool:
-        """The value as true or false."""
-        if not isinstance(self.value, bool):
-            self.refuse(f"must be true or false, and is {_shown(self.value)}")
-        return self.value
-
-    def whole(self) -> int:
-        """The value as a whole number; one written as 4096.0 counts as whole."""
-        value = self.value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self.refuse(f"must be a whole number, and is {_shown(value)}")
-        return value
-
-    def count(self) -> int:
-        """The value as a whole number that is not negative."""
-        found = self.whole()
-        if found < 0:
-            self.refuse(f"must not be negative, and is {found}")
-        return found
-
-    def number(self) -> float:
-        """The value as a finite number."""
-        value = self.value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            self.refuse(f"must be a finite number, and is {_shown(value)}")
-        return float(value)
-
-    def key(self) -> int | str:
-        """The value as an id: text or a whole number."""
-        return self.value if isinstance(self.value, str) else self.whole()
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "an array"
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def refuse(file: str | Path, where: str, what: str) -> NoReturn:
@@ -132,57 +35,48 @@ def refuse(file: str | Path, where: str, what: str) -> NoReturn:
     raise GraphError(f"{file}: {where}: {what}")
 
 
-def decode_json(path: Path, form: str, kind: type[T]) -> T:
+def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = True) -> T:
     """Read a JSON file whose key ``format`` says ``form`` as a type. Gzip is recognised by its first bytes.
 
     Args:
         path: the file.
-        form: such as "outofcore-graph/1".
-        kind: a ``msgspec.Struct``, whose annotations give types and ranges. Whole numbers may be written as 4096.0
-            or 1e9.
+        form: such as "outofcore-graph/1"; None: the file does not name its format.
+        kind: a ``msgspec.Struct``, whose annotations give types and ranges.
+        whole: whether whole numbers may be written as 4096.0 or 1e9; if not, such numbers are read as floats.
 
     Raises:
         InputError: the file cannot be read.
         GraphError: it is not JSON, not of this format, or a value has not the type or the range that it should; says
             which, such as ``$.ops[3].seconds``.
     """
-    value = _parsed(path, _whole_or_float)
-    _check_format(Node(value, str(path)), form)
+    value = _parsed(path, _whole_or_float if whole else float)
+    if not isinstance(value, dict):
+        refuse(path, "$", "must be an object")
+    content = cast("dict[str, object]", value)
+    found = content.get("format")
+    if form is not None and found != form:
+        shown = repr(found) if isinstance(found, str | int | float) else "not text"
+        refuse(path, "$.format", f"must be {form!r}, and is {shown}: this is another kind of file, or a newer version")
+    return convert_json(content, kind, path)
+
+
+def convert_json(value: object, kind: type[T], file: str | Path, where: str = "$") -> T:
+    """What a file holds at some place as a type.
+
+    Args:
+        value: plain objects.
+        kind: a type that msgspec knows; its annotations give types and ranges.
+        file: its path.
+        where: the place of the value, such as "$.entries.mm".
+
+    Raises:
+        GraphError: a value has not the type or the range that it should; says which.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).replace("`", "").partition(" - at ")
-        refuse(path, where or "$", what[0].lower() + what[1:])
-
-
-def load_json(path: Path) -> Node:
-    """Read a JSON file of any kind. Gzip is recognised by its first bytes.
-
-    Raises:
-        InputError: the file cannot be read.
-        GraphError: it is not JSON, an object has a key twice, or a number is not finite.
-    """
-    return Node(_parsed(path, float), str(path))
-
-
-def read_json(path: Path, form: str) -> Node:
-    """Read a JSON file whose key ``format`` says ``form``. Gzip is recognised by its first bytes.
-
-    Raises:
-        InputError: the file cannot be read.
-        GraphError: it is not JSON, or not of this format.
-    """
-    root = load_json(path)
-    _check_format(root, form)
-    return root
-
-
-def _check_format(root: Node, form: str) -> None:
-    found = root.at("format")
-    if found.value != form:
-        found.refuse(
-            f"must be {form!r}, and is {_shown(found.value)}: this is another kind of file, or a newer version"
-        )
+        what, _, place = str(error).replace("`", "").partition(" - at ")
+        refuse(file, where + place.removeprefix("$"), what[0].lower() + what[1:])
 
 
 class _Wrong:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from double import POISON, FakeBackend, FakeCuda, RaceError
-from worlds import WORLDS, World, convolutional, dense, eager, same
+from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional, dense, eager, same
 
-from outofcore.costs import Home
 from outofcore.estimation.costing import costed
 from outofcore.execution.cuda.interface import Stream
-from outofcore.execution.homes import HomeStore, HostHome
-from outofcore.execution.opening import OpenHome
-from outofcore.planning import in_core_budget, smallest_budget
+from outofcore.execution.homes import HostHome
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
@@ -24,34 +20,6 @@ from outofcore.session import runner_of
 from outofcore.step import Step
 from outofcore.units import MIB
 from outofcore.validator import validate
-
-CPU = torch.device("cpu")
-STEPS = 3
-
-
-def compiled(
-    world: World, budget: int, policy: str, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
-) -> Step:
-    stores = [HostHome()] if homes is None else list(homes)
-    home = OpenHome(stores, kept=False)
-    step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
-    rate = driver.bytes_per_s
-    # Known: it is not what is tested here.
-    step._session.links = tuple(
-        Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores)
-    )
-    return step
-
-
-@functools.cache
-def budget_of(make: Callable[[torch.device], World], share: float) -> int:
-    """Between the smallest budget (0) and the one that holds everything (1)."""
-    world = make(CPU)
-    with compiled(world, 1 << 30, "auto", FakeCuda()) as step:
-        step(*world.batch(0))
-        graph, costs = step.captured.graph, step.costs
-    low, high = smallest_budget(graph, costs), in_core_budget(graph, costs)
-    return int(low + share * (high - low)) + 256 * 1024
 
 
 def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:

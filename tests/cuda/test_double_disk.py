@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from double import FakeCuda, RaceError
-from test_double import CPU, STEPS, budget_of, compiled
-from worlds import World, convolutional, dense, eager, same
+from worlds import CPU, STEPS, World, budget_of, compiled, convolutional, dense, eager, same
 
 from outofcore.errors import TransferError
 from outofcore.execution.arena import ScopeTable

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from double import FakeBackend, FakeCuda
 from torch import nn
+
+from outofcore.costs import Home
+from outofcore.execution.homes import HomeStore, HostHome
+from outofcore.execution.opening import OpenHome
+from outofcore.planning import in_core_budget, smallest_budget
+from outofcore.step import Step
+
+CPU = torch.device("cpu")
+STEPS = 3
 
 
 @dataclass
@@ -111,3 +122,28 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def compiled(
+    world: World, budget: int, policy: str, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
+) -> Step:
+    stores = [HostHome()] if homes is None else list(homes)
+    home = OpenHome(stores, kept=False)
+    step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
+    rate = driver.bytes_per_s
+    # Known: it is not what is tested here.
+    step._session.links = tuple(
+        Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores)
+    )
+    return step
+
+
+@functools.cache
+def budget_of(make: Callable[[torch.device], World], share: float) -> int:
+    """Between the smallest budget (0) and the one that holds everything (1)."""
+    world = make(CPU)
+    with compiled(world, 1 << 30, "auto", FakeCuda()) as step:
+        step(*world.batch(0))
+        graph, costs = step.captured.graph, step.costs
+    low, high = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    return int(low + share * (high - low)) + 256 * 1024

@@ -304,6 +304,31 @@ def test_damage_is_found(budget: int, tmp_path: Path) -> None:
         assert_alike(bits(model, optimizer), before)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index["files"].popitem(), "checkpoint.json: .*no checksum"),
+        (lambda index: index["names"].pop("model"), "checkpoint.json: .*no data file"),
+        (lambda index: index["models"][0].update(stem=3), r"\$\.models\[0\]\.stem: expected str"),
+        (lambda index: index["optimizers"][0]["groups"][1].pop("settings"), r"\$\.optimizers\[0\]\.groups\[1\]: "),
+        (lambda index: index["generators"]["numpy"].update(key=[2**32]), r"numpy\.key\[0?.*\]: expected int"),
+        (lambda index: index.update(format="outofcore checkpoint 9"), r"\$\.format: .*newer version"),
+    ],
+)
+def test_a_damaged_index_is_refused_with_the_field(
+    tmp_path: Path, change: Callable[[Any], object], message: str
+) -> None:
+    model, optimizer, _ = make()
+    outofcore.save(tmp_path, model, optimizer)
+    index = json.loads((tmp_path / "checkpoint.json").read_text())
+    change(index)
+    (tmp_path / "checkpoint.json").write_text(json.dumps(index))
+    before = bits(model, optimizer)
+    with pytest.raises(InputError, match=message):
+        outofcore.load(tmp_path, model, optimizer)
+    assert_alike(bits(model, optimizer), before)
+
+
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     model, optimizer, step = make()
     run(step, range(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -11,19 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from steps import captured_small_step, small_step
 
 import outofcore
-from outofcore.capture import Captured
-from outofcore.capture.passes import capture_whole
+from outofcore._torch_internals import precision_of
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
-from outofcore.jsonfile import Node
 from outofcore.planning.placement.requests import Elsewhere, Request, Requests, Result, Scratch
 from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
@@ -37,26 +34,6 @@ from outofcore.profiling.ops import (
     op_shelf,
     profile_ops,
 )
-
-
-def make(width: int = 64) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 32))
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, model, optimizer
-
-
-def captured(width: int = 64) -> Captured:
-    step, model, optimizer = make(width)
-    return capture_whole(step, [model], [optimizer], (torch.ones(8, 32),), {})
 
 
 @pytest.fixture
@@ -74,33 +51,33 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_second_profile_measures_nothing_and_is_the_same(tmp_path: Path, timed: list[str]) -> None:
-    first = profile_ops(captured(), cache=Cache(tmp_path))
+    first = profile_ops(captured_small_step(), cache=Cache(tmp_path))
     assert timed
     timed.clear()
-    assert profile_ops(captured(), cache=Cache(tmp_path)) == first
+    assert profile_ops(captured_small_step(), cache=Cache(tmp_path)) == first
     assert timed == []
     # What another model has in common is found, and the rest is measured.
-    profile_ops(captured(width=48), cache=Cache(tmp_path))
+    profile_ops(captured_small_step(width=48), cache=Cache(tmp_path))
     assert 0 < len(timed) < len(first)
 
 
 def test_without_a_cache_everything_is_measured(timed: list[str]) -> None:
-    profile_ops(captured())
+    profile_ops(captured_small_step())
     count = len(timed)
-    profile_ops(captured())
+    profile_ops(captured_small_step())
     assert len(timed) == 2 * count
 
 
 def test_a_profile_without_times_does_for_memory_alone(tmp_path: Path, timed: list[str]) -> None:
-    untimed = profile_ops(captured(), measure_time=False, cache=Cache(tmp_path))
+    untimed = profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path))
     count = len(timed)
-    assert profile_ops(captured(), measure_time=False, cache=Cache(tmp_path)) == untimed
+    assert profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path)) == untimed
     assert len(timed) == count
-    full = profile_ops(captured(), cache=Cache(tmp_path))
+    full = profile_ops(captured_small_step(), cache=Cache(tmp_path))
     assert len(timed) == 2 * count
     assert sum(profile.cost.seconds for profile in full) > 0
     assert [p.requests for p in full] == [p.requests for p in untimed]
-    assert profile_ops(captured(), measure_time=False, cache=Cache(tmp_path)) == full
+    assert profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path)) == full
 
 
 def test_other_settings_are_another_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +133,9 @@ PROFILES = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(PROFILES)
 def test_profiles_survive_the_file(profile: OpProfile) -> None:
-    text = json.dumps(module._content(profile, timed=True))
-    assert module._profile(Node(json.loads(text), "file")) == (profile, True)
+    kept = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)
+    assert kept.profile() == profile
+    assert kept.seconds == profile.cost.seconds
 
 
 @pytest.mark.parametrize(
@@ -179,18 +157,18 @@ def test_a_damaged_entry_is_measured_anew(
     tmp_path: Path, wrong: object, timed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(tmp_path)
-    first = profile_ops(captured(), cache=cache)
+    first = profile_ops(captured_small_step(), cache=cache)
     shelf, before = op_shelf(cache), len(timed)
-    key, node = next(iter(shelf.read().items()))
-    usual = {k: v for k, v in node.mapping().items() if wrong != {}}
+    key, value = next(iter(shelf.read().items()))
+    usual = {k: v for k, v in value.items() if wrong != {}}
     shelf.write({key: {**usual, **wrong} if isinstance(wrong, dict) else wrong})
     with caplog.at_level(logging.WARNING, "outofcore.profiling"):
-        again = profile_ops(captured(), cache=cache)
+        again = profile_ops(captured_small_step(), cache=cache)
     assert "measured anew" in caplog.text
     assert 1 <= len(timed) - before <= 2  # an update of an optimizer has a first run besides
     assert [p.requests for p in again] == [p.requests for p in first]
     timed.clear()
-    assert profile_ops(captured(), cache=cache) == again
+    assert profile_ops(captured_small_step(), cache=cache) == again
     assert timed == []
 
 
@@ -212,12 +190,12 @@ def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> No
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import torch, outofcore\n"
         "from outofcore.profiling import links, ops\n"
-        "from test_kept import make\n"
+        "from steps import small_step\n"
         "measured = []\n"
         "time, link = ops._Bench._time, links.measure_link\n"
-        "ops._Bench._time = lambda self, op, requests: measured.append(op.name) or time(self, op, requests)\n"
+        "ops._Bench._time = lambda self, op, *rest: measured.append(op.name) or time(self, op, *rest)\n"
         "links.measure_link = lambda home, **kw: measured.append('link') or link(home, **kw)\n"
-        "step, model, optimizer = make()\n"
+        "step, model, optimizer = small_step()\n"
         "with outofcore.compile(step, model, optimizer, budget='64MiB', cache=sys.argv[1]) as compiled:\n"
         "    compiled(torch.ones(8, 32))\n"
         "print(len(measured))\n"
@@ -232,6 +210,26 @@ def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> No
 
 def test_a_cache_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    step, model, optimizer = make()
+    step, model, optimizer = small_step()
     with pytest.raises(outofcore.errors.InputError, match="not a folder"):
         outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path / "file")
+
+
+@pytest.fixture
+def _as_before() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_the_newer_way_changes_the_shelf_and_raises_nothing(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    op_shelf(cache).write({"entry": {"seconds": 1.0}})
+    assert "entry" in op_shelf(cache).read()
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    assert precision_of(torch.backends.mkldnn, "matmul") == "bf16"
+    # With that, PyTorch's older question raises.
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    assert "entry" not in op_shelf(cache).read()

@@ -247,9 +247,9 @@ def test_an_old_a_refuted_and_a_damaged_link_are_measured_anew(
     forget_link(home, cache)
     assert known_link(home, cache).latency_s == 4
     shelf = cache.shelf("links", links.machine_facts())
-    ((key, node),) = shelf.read().items()
+    ((key, value),) = shelf.read().items()
     for wrong in ({"alone": 3}, {"latency_s": -1.0}, {"compute_both_s": None}):
-        shelf.write({key: {**node.mapping(), **wrong}})
+        shelf.write({key: {**value, **wrong}})
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             known_link(home, cache)
     assert len(counted) == 7

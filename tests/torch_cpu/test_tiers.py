@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from test_exact import CASES, assert_same, budgets_of, everything
+from steps import CASES, assert_same, budgets_of, everything
 from torch import nn
 
 import outofcore

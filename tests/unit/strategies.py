@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from naive_program import naive_program
 
@@ -12,7 +13,11 @@ from outofcore.analysis.recipes import History, can_recompute
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Plan, Residency
+from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.program import Program
+
+LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+Task = tuple[StepGraph, Costs, int]
 
 # Below and above 64 KiB, from where on requests are planned; around a page; odd; and nothing at all.
 _SIZES = st.one_of(
@@ -308,3 +313,20 @@ def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
     graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
     graph.check()
     return graph
+
+
+@st.composite
+def tasks(draw: st.DrawFn, kinds: st.SearchStrategy[StepGraph] | None = None) -> Task:
+    """A graph with costs and a budget between the smallest that could do and a little more than everything."""
+    graph = draw(graphs() if kinds is None else kinds)
+    costs = draw(costs_for(graph))
+    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    budget = draw(
+        st.one_of(
+            st.just(smallest),
+            st.integers(smallest, max(smallest, everything - 1)),
+            st.integers(smallest, max(smallest, everything - 1)),
+            st.just(max(smallest, everything)),
+        )
+    )
+    return graph, costs, budget

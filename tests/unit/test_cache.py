@@ -18,7 +18,7 @@ FACTS = {"cpu": "8086", "cores": 1}
 
 
 def values(shelf: Shelf) -> dict[str, object]:
-    return {key: node.value for key, node in shelf.read().items()}
+    return shelf.read()
 
 
 def test_what_is_written_is_read_by_another_process(tmp_path: Path) -> None:

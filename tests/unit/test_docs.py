@@ -76,3 +76,14 @@ def test_links_between_pages_lead_somewhere() -> None:
 def test_the_site_names_every_page() -> None:
     named = set(re.findall(r": ([\w/-]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
+
+
+def test_contributing_names_every_module_and_package_once() -> None:
+    table = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The rooms")[2]
+    rooms = [line.split("|")[1] for line in table.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    named = sorted(name for room in rooms for name in re.findall(r"`([\w/]+(?:/|\.py))`", room))
+    source = DOCS.parent / "src" / "outofcore"
+    paths = [path for path in source.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    packages = [path for path in (source / "planning").iterdir() if (path / "__init__.py").is_file()]
+    there = [p.name if p.suffix else f"{p.name}/" for p in (*paths, *packages)]
+    assert named == sorted({*there, "execution/cuda/"} - {"__init__.py"})

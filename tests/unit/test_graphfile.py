@@ -1,15 +1,19 @@
-"""A step written to a graph file and read again is the same step."""
+"""A step written to a graph file and read again is the same step, with its homes."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs
 
-from outofcore.graph import StorageKind
+from outofcore.costs import Costs, Home
+from outofcore.errors import GraphError
+from outofcore.graph import StepGraph, StorageKind
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 
 
@@ -29,3 +33,27 @@ def test_a_written_step_is_read_as_it_was(data: st.DataObject) -> None:
     assert [s.bytes for s in again.graph.storages] == [s.bytes for s in graph.storages]
     for before, after in zip(graph.storages, again.graph.storages, strict=True):
         assert after.kind is before.kind or after.kind is StorageKind.INPUT
+
+
+def written(path: Path, home: Home) -> dict[str, object]:
+    write_graph(path, GraphFile.of(StepGraph((), ()), Costs((), (home,))))
+    return json.loads(path.read_text(encoding="utf-8"))["homes"][0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3))
+def test_shares_survive(tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float) -> None:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown)
+    written(path, home)
+    assert read_graph(path).costs.homes == (home,)
+
+
+@pytest.mark.parametrize(("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5)])
+def test_impossible_shares_are_refused(tmp_path: Path, field: str, value: float) -> None:
+    path = tmp_path / "graph.json"
+    content = written(path, Home("host", None, 1e9, 2e9))
+    root = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**root, "homes": [{**content, field: value}]}), encoding="utf-8")
+    with pytest.raises(GraphError, match=rf"homes\[0\]\.{field}"):
+        read_graph(path)

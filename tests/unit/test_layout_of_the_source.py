@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -20,3 +21,24 @@ def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
         return
     found = [line for line in path.read_text().splitlines() if PRIVATE.search(line)]
     assert not found
+
+
+@pytest.mark.parametrize(("attribute", "writers"), [("data", ["set_data"]), ("place", ["become"])])
+def test_there_is_one_writer(attribute: str, writers: list[str]) -> None:
+    found: list[str] = []
+    for path in (SOURCE / "execution").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                targets = node.targets if isinstance(node, ast.Assign) else []
+                flat = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+                if any(isinstance(t, ast.Attribute) and t.attr == attribute for t in flat):
+                    found.append(function.name)
+    assert found == writers
+
+
+def test_no_test_module_imports_another() -> None:
+    for path in SOURCE.parents[1].joinpath("tests").rglob("test_*.py"):
+        assert not re.search(r"^\s*(from|import) test_", path.read_text(encoding="utf-8"), re.MULTILINE), path

@@ -19,7 +19,10 @@ def most_kept(ops: list[int], free: list[int], stays: list[tuple[int, int, int, 
     held = levels(
         program,
         ops,
-        [(column, float(size), [(first, last)]) for column, (size, first, last, _) in zip(variables, stays, strict=True)],
+        [
+            (column, float(size), [(first, last)])
+            for column, (size, first, last, _) in zip(variables, stays, strict=True)
+        ],
     )
     for op, level in zip(ops, held, strict=True):
         if level is not None:

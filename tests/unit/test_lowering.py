@@ -3,36 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from examples import LOSS, A, G, W, X, step
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyIn, CopyOut, Instruction, Queue, Run, Wait
 from outofcore.validator import validate
-
-K64 = 64 * 1024
-A, G, LOSS, W, X = range(5)
-
-
-def step() -> StepGraph:
-    """x, w -> a -> loss; then a, loss -> g; w -= g."""
-    storages = (
-        Storage(A, 4 * K64, StorageKind.ACTIVATION, "a"),
-        Storage(G, 2 * K64, StorageKind.GRADIENT, "w.grad"),
-        Storage(LOSS, 4, StorageKind.OUTPUT, "loss"),
-        Storage(W, 2 * K64, StorageKind.PARAMETER, "w"),
-        Storage(X, 4 * K64, StorageKind.INPUT, "x"),
-    )
-    ops = (
-        Op(0, "forward", (X, W), (), (A,)),
-        Op(1, "loss", (A,), (), (LOSS,)),
-        Op(2, "backward", (A, X), (), (G,)),
-        Op(3, "update", (W, G), (W,), (), rerunnable=False),
-    )
-    return StepGraph(storages, ops, (LOSS,))
 
 
 def costs(count: int = 4) -> Costs:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from examples import MIB, network, network_costs
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from optimum import optimum
 from optimum.prices import prices
 from strategies import costs_for, graphs
-from test_pooch import MIB, costs, network
 
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
@@ -40,7 +40,7 @@ def best_of_policies(graph: StepGraph, given: Costs, budget: int) -> float | Non
 @pytest.mark.parametrize("layers", [4, 6])
 def test_it_lies_between_the_bound_and_every_plan_and_is_reached(layers: int, copy: float | None) -> None:
     graph = network(layers)
-    given = costs(graph, copy=copy)
+    given = network_costs(graph, copy=copy)
     for budget in range(smallest_budget(graph, given) + MIB, in_core_budget(graph, given), 2 * MIB):
         best = optimum(graph, given, budget)
         assert best is not None and best.proved and best.seconds is not None
@@ -57,7 +57,7 @@ def test_it_lies_between_the_bound_and_every_plan_and_is_reached(layers: int, co
 
 def test_without_homes_the_cheapest_maps_run_again() -> None:
     graph = network(4)
-    given = costs(graph, copy=None)
+    given = network_costs(graph, copy=None)
     best = optimum(graph, given, in_core_budget(graph, given) - MIB)
     assert best is not None and best.seconds == pytest.approx(len(graph.ops) + 1)
     assert {d.residency for plan in best.plans for d in plan.decisions} == {Residency.RECOMPUTE}
@@ -65,7 +65,7 @@ def test_without_homes_the_cheapest_maps_run_again() -> None:
 
 def test_only_better_plans_than_a_known_one_are_looked_for() -> None:
     graph = network(4)
-    given = costs(graph, copy=10.0)
+    given = network_costs(graph, copy=10.0)
     budget = smallest_budget(graph, given) + MIB
     best = optimum(graph, given, budget)
     assert best is not None and best.seconds is not None

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import GRAPH, INSIGHT, PLAN, PROGRAM, TIMELINE
+from examples import GRAPH, INSIGHT, MIB, PLAN, PROGRAM, TIMELINE
 
 from outofcore.report.content import page_content
 from outofcore.report.page import write_report, write_sweep
 
 api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-MIB = 1 << 20
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PLAIN = "document.getElementById('chart').toDataURL()"
 

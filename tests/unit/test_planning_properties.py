@@ -7,22 +7,16 @@ from random import Random
 
 import oracle
 import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
-from strategies import costs_for, deep_graphs, graphs
+from strategies import LIMITS, Task, deep_graphs, graphs, tasks
 
-from outofcore.costs import Costs
 from outofcore.errors import BudgetError, ValidationError
-from outofcore.graph import StepGraph
-from outofcore.planning import POLICIES, QUICK, Planned, in_core_budget, plan_step, smallest_budget
+from outofcore.planning import POLICIES, QUICK, Planned, plan_step, smallest_budget
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
-LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-
-
-Task = tuple[StepGraph, Costs, int]
 # Those that are made to be compared with ``auto``, as they come and with other values for their fields.
 OTHERS = st.sampled_from(
     [
@@ -39,23 +33,6 @@ OTHERS = st.sampled_from(
 )
 # Half of the examples are about ``auto``.
 ANY = st.one_of(st.just("auto"), OTHERS)
-
-
-@st.composite
-def tasks(draw: st.DrawFn, kinds: st.SearchStrategy[StepGraph] | None = None) -> Task:
-    """A graph with costs and a budget between the smallest that could do and a little more than everything."""
-    graph = draw(graphs() if kinds is None else kinds)
-    costs = draw(costs_for(graph))
-    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
-    budget = draw(
-        st.one_of(
-            st.just(smallest),
-            st.integers(smallest, max(smallest, everything - 1)),
-            st.integers(smallest, max(smallest, everything - 1)),
-            st.just(max(smallest, everything)),
-        )
-    )
-    return graph, costs, budget
 
 
 def plan_of(task: Task, policy: str) -> Planned | None:

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import costs_for, deep_graphs
-from test_planning_properties import LIMITS
+from strategies import LIMITS, costs_for, deep_graphs
 from typer.testing import CliRunner
 
 from outofcore import policies

@@ -4,10 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from examples import MIB, network, network_costs
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.plan import Gap, Residency
 from outofcore.planning import POLICIES, in_core_budget, plan_step
 from outofcore.planning.baselines.pooch import (
@@ -18,24 +19,7 @@ from outofcore.planning.baselines.trial import Class, Trials
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 
-MIB = 1 << 20
 ROOMY = 1 << 40
-
-
-def network(layers: int = 6, rerunnable: bool = True) -> StepGraph:
-    """Maps of one MiB, each made from the one before, looked at again in the opposite order."""
-    storages = [Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
-    ops = [Op(0, "layer", (), (), (0,))]
-    ops += [Op(i, "layer", (i - 1,), (), (i,), rerunnable=rerunnable) for i in range(1, layers)]
-    ops.append(Op(layers, "loss", (), (), ()))
-    ops += [Op(layers + 1 + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]
-    return StepGraph(tuple(storages), tuple(ops))
-
-
-def costs(graph: StepGraph, seconds: float = 1.0, copy: float | None = 1.0) -> Costs:
-    """Ops and copies that take so many seconds; None: nowhere to copy to."""
-    homes = () if copy is None else (Home("host", None, MIB / copy, MIB / copy),)
-    return Costs(tuple(OpCost(seconds) for _ in graph.ops), homes)
 
 
 def classes(graph: StepGraph, given: Costs, budget: int) -> dict[int, Residency]:
@@ -44,37 +28,37 @@ def classes(graph: StepGraph, given: Costs, budget: int) -> dict[int, Residency]
 
 def test_where_all_fits_all_is_kept() -> None:
     graph = network()
-    assert classes(graph, costs(graph), ROOMY) == {}
+    assert classes(graph, network_costs(graph), ROOMY) == {}
 
 
 def test_what_is_used_again_soonest_is_kept() -> None:
     graph = network(rerunnable=False)
-    found = classes(graph, costs(graph), 4 * MIB)
+    found = classes(graph, network_costs(graph), 4 * MIB)
     assert set(found.values()) == {Residency.OFFLOAD}
     assert sorted(found) == list(range(len(found)))
     with pytest.raises(BudgetError):
-        pooch(graph, costs(graph), MIB)
+        pooch(graph, network_costs(graph), MIB)
 
 
 def test_slow_links_make_maps_computed_again_and_quick_ones_do_not() -> None:
     graph = network()
-    slow = classes(graph, costs(graph, 0.1, 10.0), 4 * MIB)
-    quick = classes(graph, costs(graph, 10.0, 0.1), 4 * MIB)
+    slow = classes(graph, network_costs(graph, 0.1, 10.0), 4 * MIB)
+    quick = classes(graph, network_costs(graph, 10.0, 0.1), 4 * MIB)
     assert Residency.RECOMPUTE in slow.values()
     assert set(quick.values()) == {Residency.OFFLOAD}
 
 
 def test_without_homes_there_is_no_plan_unless_all_fits() -> None:
     graph = network()
-    assert classes(graph, costs(graph, copy=None), ROOMY) == {}
+    assert classes(graph, network_costs(graph, copy=None), ROOMY) == {}
     with pytest.raises(BudgetError):
-        pooch(graph, costs(graph, copy=None), 5 * MIB)
+        pooch(graph, network_costs(graph, copy=None), 5 * MIB)
 
 
 def test_the_simulation_waits_for_copies() -> None:
     graph = network(3)
     # Three maps; that of op 2 is used by the op after the loss, op 4.
-    trials = Trials.of(graph, costs(graph), ROOMY)
+    trials = Trials.of(graph, network_costs(graph), ROOMY)
     assert trials.maps == (Gap(0, 1, 6), Gap(1, 2, 5), Gap(2, 2, 4))
     kept = trials.run([Class.KEEP] * 3)
     assert kept is not None and kept.seconds == 7.0 and kept.decisions == ()
@@ -82,7 +66,7 @@ def test_the_simulation_waits_for_copies() -> None:
     one = trials.run([Class.SWAP, Class.KEEP, Class.KEEP])
     assert one is not None and one.seconds == 7.0 and not one.stalling_out and not one.stalling_in
     # A copy takes ten times as long: out from 2 to 12 s, in to 22 s, and then the last op.
-    slow = Trials.of(graph, costs(graph, copy=10.0), ROOMY).run([Class.SWAP, Class.KEEP, Class.KEEP])
+    slow = Trials.of(graph, network_costs(graph, copy=10.0), ROOMY).run([Class.SWAP, Class.KEEP, Class.KEEP])
     assert slow is not None and slow.seconds == 23.0
     again = trials.run([Class.RECOMPUTE, Class.KEEP, Class.KEEP])
     assert again is not None and again.seconds == 8.0
@@ -90,7 +74,7 @@ def test_the_simulation_waits_for_copies() -> None:
 
 def test_a_chain_brings_back_what_it_passes_through() -> None:
     graph = network(4)
-    trials = Trials.of(graph, costs(graph), ROOMY)
+    trials = Trials.of(graph, network_costs(graph), ROOMY)
     found = trials.run([Class.KEEP, Class.RECOMPUTE, Class.RECOMPUTE, Class.KEEP])
     assert found is not None
     assert [(d.gap.storage, d.fetch_at) for d in found.decisions] == [(1, 6), (2, 6)]
@@ -99,7 +83,7 @@ def test_a_chain_brings_back_what_it_passes_through() -> None:
 
 def test_it_is_a_policy() -> None:
     graph = network(10)
-    given = costs(graph, 1.0, 3.0)
+    given = network_costs(graph, 1.0, 3.0)
     budget = in_core_budget(graph, given) * 2 // 3
     planned = plan_step(graph, given, budget, "pooch")
     validate(graph, planned.program, budget, given)
@@ -110,7 +94,7 @@ def test_it_is_a_policy() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_homes_no_policy_copies(policy: str) -> None:
     graph = network()
-    given = costs(graph, copy=None)
+    given = network_costs(graph, copy=None)
     budget = in_core_budget(graph, given) - 2 * MIB
     try:
         planned = plan_step(graph, given, budget, policy)
@@ -140,7 +124,9 @@ def test_keeping_what_stalled_the_backward_pass_may_beat_what_fits_last_first() 
 def test_of_those_that_held_the_forward_pass_up_none_is_kept_beyond_the_first_that_does_not_fit() -> None:
     graph = uneven([1, 2, 1, 1], rerunnable=False)
     # The loss leaves room for two of the four.
-    given = Costs(tuple(OpCost(1.0, 2 * MIB if op.name == "loss" else 0) for op in graph.ops), costs(graph).homes)
+    given = Costs(
+        tuple(OpCost(1.0, 2 * MIB if op.name == "loss" else 0) for op in graph.ops), network_costs(graph).homes
+    )
     search = _Search(Trials.of(graph, given, 4 * MIB), 0)
     # Map 3 fits, and map 1 does not; so it is no longer the turn of map 0, but of map 2.
     kept = search._filled([Class.SWAP] * 4, frozenset({0, 1, 3}))[1]
@@ -152,28 +138,28 @@ def test_of_those_that_held_the_forward_pass_up_none_is_kept_beyond_the_first_th
 def test_what_adds_no_less_when_computed_again_stays_swapped() -> None:
     graph = network(6)
     # A copy of 1.5 s hides behind all but one op: swapping map 1 costs the step more than the one second of its chain.
-    found = pooch(graph, costs(graph, 1.0, 1.5), 3 * MIB)
+    found = pooch(graph, network_costs(graph, 1.0, 1.5), 3 * MIB)
     assert {d.gap.storage: d.residency for d in found.decisions} == {
         0: Residency.OFFLOAD,
         1: Residency.RECOMPUTE,
         2: Residency.OFFLOAD,
     }
     # Chains that take ten times as long as before are not worth it.
-    slow = Costs(tuple(OpCost(10.0) for _ in graph.ops), costs(graph, 1.0, 15.0).homes)
+    slow = Costs(tuple(OpCost(10.0) for _ in graph.ops), network_costs(graph, 1.0, 15.0).homes)
     assert pooch(graph, slow, 3 * MIB).decisions[1].residency is Residency.RECOMPUTE
-    dear = Costs(tuple(OpCost(10.0) for _ in graph.ops), costs(graph, 1.0, 1.5).homes)
+    dear = Costs(tuple(OpCost(10.0) for _ in graph.ops), network_costs(graph, 1.0, 1.5).homes)
     assert {d.residency for d in pooch(graph, dear, 3 * MIB).decisions} == {Residency.OFFLOAD}
 
 
 def test_the_ratio_is_that_of_added_seconds() -> None:
     graph = network(6)
-    trials = Trials.of(graph, costs(graph, 1.0, 3.0), 3 * MIB)
+    trials = Trials.of(graph, network_costs(graph, 1.0, 3.0), 3 * MIB)
     classes = [Class.SWAP, Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP, Class.KEEP]
     now = trials.run(classes)
     free = trials.without_copies([1]).run(classes)
     assert now is not None and free is not None and now.seconds > free.seconds
     # Map 1 is made from map 0, which is swapped: one op runs again.
     assert _Search(trials, 0)._ratio(classes, (1,), now) == pytest.approx(1.0 / (now.seconds - free.seconds))
-    quick = Trials.of(graph, costs(graph, 1.0, 0.1), 3 * MIB)
+    quick = Trials.of(graph, network_costs(graph, 1.0, 0.1), 3 * MIB)
     hidden = quick.run(classes)
     assert hidden is not None and _Search(quick, 0)._ratio(classes, (1,), hidden) == math.inf

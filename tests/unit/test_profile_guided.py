@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import costs_for, deep_graphs, graphs
-from test_planning_properties import LIMITS
+from strategies import LIMITS, costs_for, deep_graphs, graphs
 
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from test_planning_properties import LIMITS, tasks
+from strategies import LIMITS, tasks
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError

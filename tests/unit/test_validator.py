@@ -48,9 +48,11 @@ PROGRAM = Program(
 COSTS = Costs((OpCost(1.0), OpCost(2.0, workspace_bytes=30)))
 
 
-def refuses(program: Program, match: str, budget: int = 210, graph: StepGraph = GRAPH) -> None:
+def refuses(
+    program: Program, match: str, budget: int = 210, graph: StepGraph = GRAPH, costs: Costs | None = COSTS
+) -> None:
     with pytest.raises(ValidationError, match=match):
-        validate(graph, program, budget, COSTS)
+        validate(graph, program, budget, costs)
 
 
 def test_accepts_the_small_step() -> None:
@@ -396,3 +398,58 @@ def test_imports_nothing_that_it_judges() -> None:
         imported |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     ours = {name for name in imported if name.startswith("outofcore") and not name.startswith("outofcore.validator.")}
     assert ours == {f"outofcore.{name}" for name in ("costs", "errors", "graph", "program")}
+
+
+NORM = StepGraph(
+    (
+        Storage(0, 8, StorageKind.PARAMETER, "x"),
+        Storage(1, 8, StorageKind.BUFFER, "running_mean"),
+        Storage(2, 8, StorageKind.ACTIVATION, "normed"),
+    ),
+    (
+        Op(0, "batch_norm", (0, 1), (1,), (2,), discards=(1,)),
+        Op(1, "relu_", (2,), (2,), ()),
+        Op(2, "idle", (), (), ()),
+        Op(3, "look", (2,), (), ()),
+    ),
+)
+# x, the running mean, the result, and for the second run scratch memory and the result once more.
+NORM_BLOCKS = (
+    Block(0, 0, 8, 0, 0, True, 0),
+    Block(1, 1, 8, 0, 0, True, 8),
+    Block(2, 2, 8, 0, 2, offset=16),
+    Block(3, 1, 8, 3, 4, offset=24),
+    Block(4, 2, 8, 3, 6, offset=16),
+)
+NORM_RUNS = (
+    Run(0, (0, 1, 2)),
+    Run(1, (2,)),
+    Run(2, ()),
+    Run(0, (0, 3, 4), again=True),
+    Run(1, (4,), again=True),
+    Run(3, (4,)),
+)
+
+
+def test_a_rerun_works_on_scratch_for_what_it_discards() -> None:
+    program = Program(NORM_RUNS, NORM_BLOCKS, 32)
+    validate(NORM, program, 32)
+    # On the real thing, the running mean would be updated twice.
+    touching = with_instruction(program, 3, Run(0, (0, 1, 4), again=True))
+    refuses(touching, r"block 1 of storage 1 \(running_mean\) starts the next step", 32, NORM, None)
+    kept = replace(NORM, ops=(replace(NORM.ops[0], discards=()), *NORM.ops[1:]))
+    refuses(program, r"instruction 3 .* needs version 0, but block 3 .* nothing to rely on", 32, kept, None)
+
+
+def test_a_rerun_needs_the_whole_chain() -> None:
+    program = Program(NORM_RUNS, NORM_BLOCKS, 32)
+    short = without_instruction(program, 4)
+    refuses(short, r"instruction 4 \(run of op 3, look\) needs version 2, but block 4 .* version 1", 32, NORM, None)
+
+
+def test_a_rerun_need_not_find_what_it_overwrites() -> None:
+    ops = (replace(NORM.ops[0], discards=()), replace(NORM.ops[1], reads=()), *NORM.ops[2:])
+    graph = replace(NORM, ops=ops)
+    blocks = (*NORM_BLOCKS[:3], Block(3, 2, 8, 3, 5, offset=16))
+    runs = (*NORM_RUNS[:3], Run(1, (3,), again=True), Run(3, (3,)))
+    validate(graph, Program(runs, blocks, 32), 32)

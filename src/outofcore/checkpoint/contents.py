@@ -5,19 +5,96 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta, Struct
 from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_key
 from outofcore.errors import InputError, StateError
-from outofcore.jsonfile import Node
 
 _CPU, _CUDA = "generator.cpu", "generator.cuda."
 _PLAIN = (type(None), bool, int, float, str)
+
+
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class SavedFile(Struct):
+    """A data file of a checkpoint."""
+
+    bytes: _Count
+    crc32: _Count
+
+
+class SavedModel(Struct):
+    """A model in a checkpoint's index: which file its tensors are in, and further names, each with the first one."""
+
+    stem: str
+    aliases: dict[str, str]
+
+
+class SavedGroup(Struct):
+    """A group of an optimizer: how many parameters it has, and its settings that are no tensors."""
+
+    parameters: _Count
+    settings: dict[str, Any]
+
+
+class SavedOptimizer(Struct):
+    """An optimizer in a checkpoint's index, with the state that is no tensor by the parameter's number."""
+
+    groups: list[SavedGroup]
+    state: dict[str, dict[str, Any]]
+
+
+class _Python(Struct):
+    version: int
+    state: list[int]
+    gauss: float | None
+
+
+class _Numpy(Struct):
+    kind: str
+    key: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+    position: _Count
+    has_gauss: _Count
+    gauss: float
+
+
+class SavedGenerators(Struct):
+    """The states of the generators of Python's ``random`` and of ``numpy.random``."""
+
+    python: _Python
+    numpy: _Numpy
+
+
+class Index(Struct):
+    """The index of a checkpoint: what is no tensor, and the data files that count.
+
+    Attributes:
+        names: the name of each data file by its stem, such as "training".
+        files: the data files by name.
+        extra: what the caller has saved along.
+    """
+
+    format: str
+    models: list[SavedModel]
+    optimizers: list[SavedOptimizer]
+    generators: SavedGenerators
+    names: dict[str, str]
+    files: dict[str, SavedFile]
+    extra: Any = None
+
+    def __post_init__(self) -> None:
+        if not {"training", *(model.stem for model in self.models)} <= self.names.keys():
+            raise ValueError("names no data file for a model or for what belongs to no model")
+        if not self.files.keys() >= set(self.names.values()):
+            raise ValueError("names a data file of which it gives no size and no checksum")
 
 
 @dataclass(frozen=True)
@@ -174,19 +251,16 @@ def plain_generators() -> dict[str, Any]:
     }
 
 
-def restore_plain_generators(node: Node) -> None:
+def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
     """Set the generators of Python's ``random`` and of ``numpy.random``.
 
     Raises:
         InputError: the states are not such as this version of Python or numpy has.
     """
-    python, numpy = node.at("python"), node.at("numpy")
-    gauss = python.at("gauss").value
-    numbers = tuple(item.whole() for item in python.at("state").items())
-    key = np.array([item.count() for item in numpy.at("key").items()], dtype=np.uint32)
-    rest = (numpy.at("position").count(), numpy.at("has_gauss").count(), numpy.at("gauss").number())
+    python, numpy = saved.python, saved.numpy
+    key = np.array(numpy.key, dtype=np.uint32)
     try:
-        random.setstate((python.at("version").whole(), numbers, None if gauss is None else python.at("gauss").number()))
-        np.random.set_state((numpy.at("kind").text(), key, *rest))
+        random.setstate((python.version, tuple(python.state), python.gauss))
+        np.random.set_state((numpy.kind, key, numpy.position, numpy.has_gauss, numpy.gauss))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{node.file}: the states of the random generators cannot be restored ({error})") from error
+        raise InputError(f"{file}: the states of the random generators cannot be restored ({error})") from error

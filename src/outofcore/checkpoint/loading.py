@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import storage_bytes
 from outofcore.analysis import is_large
 from outofcore.checkpoint.contents import (
+    SavedOptimizer,
     contents_of,
     generator_tensors,
     known_to,
@@ -22,11 +23,10 @@ from outofcore.checkpoint.contents import (
     restore_generators,
     restore_plain_generators,
 )
-from outofcore.checkpoint.saving import read_index
+from outofcore.checkpoint.saving import INDEX, read_index
 from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, new_buffer, read_header
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
-from outofcore.jsonfile import Node
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -45,11 +45,9 @@ class Checkpoint:
         self.folder = folder
         self._index = read_index(folder)
         self._files: dict[str, TensorFile] = {}
-        self._names = {stem: str(name) for stem, name in self._index.at("names").mapping().items()}
-        for stem, name in self._names.items():
-            facts = self._index.at("files").at(name)
+        for stem, name in self._index.names.items():
             file = read_header(folder / name)
-            if file.bytes != facts.at("bytes").count():
+            if file.bytes != self._index.files[name].bytes:
                 raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
             self._files[stem] = file
         # By the numbers of the optimizer and the parameter: the state's name, and its entry.
@@ -64,7 +62,7 @@ class Checkpoint:
     @property
     def extra(self) -> Any:
         """What the caller has saved along."""
-        return self._index.mapping().get("extra")
+        return self._index.extra
 
     def load(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None) -> None:
         """Put everything in its place.
@@ -78,17 +76,15 @@ class Checkpoint:
                 part new.
             SpillError: the home has no room.
         """
-        saved_models = list(self._index.at("models").items())
-        saved_optimizers = list(self._index.at("optimizers").items())
+        saved_models = self._index.models
+        saved_optimizers = self._index.optimizers
         self._check_counts(len(models), len(saved_models), "models")
         self._check_counts(len(optimizers), len(saved_optimizers), "optimizers")
         fillings: list[tuple[str, Targets]] = []
         rest: Targets = {}
         for number, (model, saved) in enumerate(zip(models, saved_models, strict=True)):
             contents = contents_of(model)
-            stem = saved.at("stem").text()
-            aliases = {name: str(first) for name, first in saved.at("aliases").mapping().items()}
-            fillings.append((stem, self._model_targets(number, stem, contents.tensors, aliases)))
+            fillings.append((saved.stem, self._model_targets(number, saved.stem, contents.tensors, saved.aliases)))
             for name, tensor in contents.rest.items():
                 if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
                     rest[key] = tensor
@@ -114,7 +110,7 @@ class Checkpoint:
                 if parameter.is_leaf:
                     parameter.grad = rest.get(f"gradient.{number}.{name}")
         restore_generators(generators)
-        restore_plain_generators(self._index.at("generators"))
+        restore_plain_generators(self._index.generators, self.folder / INDEX)
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def _check_counts(self, given: int, saved: int, what: str) -> None:
@@ -140,9 +136,9 @@ class Checkpoint:
             )
         return targets
 
-    def _check_optimizer(self, number: int, optimizer: Optimizer, saved: Node) -> None:
+    def _check_optimizer(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         given = [len(group["params"]) for group in optimizer.param_groups]
-        were = [group.at("parameters").count() for group in saved.at("groups").items()]
+        were = [group.parameters for group in saved.groups]
         if given != were:
             raise InputError(
                 f"optimizer {number} has groups of {given} parameters, and the checkpoint in {self.folder} of {were}"
@@ -200,7 +196,7 @@ class Checkpoint:
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
         """Fill all targets from one file, from its beginning to its end, and compare its checksum."""
         file = self._files[stem]
-        wanted = self._index.at("files").at(self._names[stem]).at("crc32").count()
+        wanted = self._index.files[self._index.names[stem]].crc32
         entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
         start = entries[0].begin if entries else file.bytes
         with InFile(file.path) as source:
@@ -217,9 +213,9 @@ class Checkpoint:
                 "take another copy of the checkpoint"
             )
 
-    def _show_state(self, number: int, optimizer: Optimizer, saved: Node, new: Targets) -> None:
+    def _show_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, new: Targets) -> None:
         """Give each parameter the state that was saved, and none besides."""
-        plain = saved.at("state").mapping()
+        plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
                 optimizer.state.pop(parameter, None)
@@ -231,7 +227,7 @@ class Checkpoint:
             for name, entry in names.items():
                 if entry.name in new:
                     own[name] = new[entry.name]
-            own.update(_mapping(plain[str(place)]))
+            own.update(plain[str(place)])
 
 
 def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
@@ -258,12 +254,8 @@ def _checksum(source: InFile, begin: int, end: int, buffer: memoryview, crc32: i
     return crc32
 
 
-def _restore_settings(optimizer: Optimizer, saved: Node) -> None:
-    for group, node in zip(optimizer.param_groups, saved.at("groups").items(), strict=True):
-        for name, value in node.at("settings").mapping().items():
+def _restore_settings(optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    for group, own in zip(optimizer.param_groups, saved.groups, strict=True):
+        for name, value in own.settings.items():
             # JSON knows no tuples.
             group[name] = tuple(value) if isinstance(value, list) and isinstance(group.get(name), tuple) else value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, dict) else {}

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore.checkpoint.contents import (
+    Index,
     check_plain,
     contents_of,
     generator_tensors,
@@ -35,7 +36,7 @@ from outofcore.checkpoint.contents import (
 from outofcore.checkpoint.tensor_files import OutFile, header_for, new_buffer, pour
 from outofcore.errors import InputError, StateError, TransferError
 from outofcore.execution.aliases import Faces
-from outofcore.jsonfile import Node, read_json
+from outofcore.jsonfile import decode_json
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -228,7 +229,7 @@ def discard(folder: Path, files: set[str]) -> None:
                 path.unlink()
 
 
-def read_index(folder: Path) -> Node:
+def read_index(folder: Path) -> Index:
     """The index of a checkpoint.
 
     Raises:
@@ -236,13 +237,13 @@ def read_index(folder: Path) -> Node:
     """
     if not (folder / INDEX).is_file():
         raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
-    return read_json(folder / INDEX, FORMAT)
+    return decode_json(folder / INDEX, FORMAT, Index, whole=False)
 
 
 def indexed_files(folder: Path) -> set[str]:
     """The names of the data files that the checkpoint in a folder consists of; none where there is no checkpoint."""
     try:
-        return set(read_index(folder).at("files").mapping())
+        return set(read_index(folder).files)
     except InputError:
         return set()
 

@@ -21,13 +21,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from msgspec import Struct
 
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
-from outofcore.jsonfile import Node, load_json
+from outofcore.jsonfile import decode_json, refuse
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 4 * MIB
@@ -402,6 +403,10 @@ def _forget(tensor: torch.Tensor, faces: Faces | None) -> None:
         faces.drop_cache(tensor)
 
 
+class _WeightMap(Struct):
+    weight_map: dict[str, str]  # by the name of a tensor: its file
+
+
 class Weights:
     """Named tensors in safetensors files, of which the headers alone have been read.
 
@@ -427,15 +432,13 @@ class Weights:
             self._entries = {name: (file, entry) for name, entry in file.entries.items()}
 
     def _read_index(self, path: Path) -> None:
-        places = load_json(path).at("weight_map")
         files: dict[str, TensorFile] = {}
-        for name in places.mapping():
-            where: Node = places.at(name)
-            file = files.get(where.text()) or read_header(path.parent / where.text())
-            files[where.text()] = file
-            if name not in file.entries:
-                where.refuse(f"has no tensor {name!r}, which the index looks for there")
-            self._entries[name] = (file, file.entries[name])
+        for name, where in decode_json(path, None, _WeightMap).weight_map.items():
+            if where not in files:
+                files[where] = read_header(path.parent / where)
+            if name not in files[where].entries:
+                refuse(path, f"$.weight_map.{name}", f"{where} has no such tensor")
+            self._entries[name] = (files[where], files[where].entries[name])
 
     @property
     def names(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 from outofcore import planning
 from outofcore.costs import Costs
@@ -38,6 +39,15 @@ COMPARED = (0.9, 0.5, 0.25, 1 / 7.5)
 _SWEPT = 9
 # The last budget of a sweep, in multiples of the latter.
 _ROOMY = 1.05
+# What is told in JSON of a plan that fits.
+_FIGURES: tuple[str, ...] = (
+    "predicted_step_seconds",
+    "peak_bytes",
+    "arena_bytes",
+    "bytes_out",
+    "bytes_in",
+    "recompute_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -166,57 +176,40 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
             )
             write_report(wish.picture, page)
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
-    forecast = _forecast(subject, budget, wish) if wish.curve else None
+    forecast = None
+    if wish.curve:
+        with following(silent if wish.as_json else None) as tell:
+            forecast = estimated(
+                subject.graph,
+                subject.costs,
+                budgets=[] if budget is None else [budget],
+                policy=wish.policy,
+                machine=subject.simulated,
+                tell=tell,
+            )
     if wish.as_json:
-        print(json_text(content_of(subject, found, bound) | _forecast_content(forecast)))
+        content = _content(subject, found, bound)
+        if forecast is not None:
+            content |= {
+                "lossless_budget": forecast.lossless_budget,
+                "points": [asdict(point) for point in forecast.points],
+            }
+        print(json.dumps(content, indent=2))
     else:
         print(_text(subject, found, bound, forecast))
     return found is None or found.planned is not None
 
 
-def _forecast(subject: Subject, budget: int | None, wish: Wish) -> Estimate:
-    with following(silent if wish.as_json else None) as tell:
-        return estimated(
-            subject.graph,
-            subject.costs,
-            budgets=[] if budget is None else [budget],
-            policy=wish.policy,
-            machine=subject.simulated,
-            tell=tell,
-        )
-
-
-def _forecast_content(forecast: Estimate | None) -> dict[str, object]:
-    if forecast is None:
-        return {}
-    return {"lossless_budget": forecast.lossless_budget, "points": [asdict(point) for point in forecast.points]}
-
-
-def json_text(content: object) -> str:
-    """JSON as the commands print it."""
-    return json.dumps(content, indent=2)
-
-
-def content_of(subject: Subject, found: Answer | None, bound: float | None) -> dict[str, object]:
+def _content(subject: Subject, found: Answer | None, bound: float | None) -> dict[str, object]:
     """An answer as JSON. Bytes and seconds throughout; null where nothing fits or nothing was asked."""
     report = None if found is None else found.report
-    content: dict[str, object] = {
-        "workload": subject.title,
-        "simulated": subject.simulated or None,
+    content = _step_content(subject) | {
         "policy": None if found is None else found.policy,
         "budget": None if found is None else found.budget,
         "feasible": None if found is None else report is not None,
         "fits": None if found is None else report is not None,
-        "smallest_budget": subject.smallest_budget,
-        "in_core_budget": subject.in_core_budget,
-        "compute_seconds": subject.costs.compute_seconds,
-        "predicted_step_seconds": None if report is None else report.seconds,
+        **_figures_content(subject, found),
         "lower_bound_seconds": bound,
-        "peak_bytes": None if report is None else report.peak_bytes,
-        "arena_bytes": None if report is None else report.arena_bytes,
-        "bytes_out": None if report is None else report.bytes_out,
-        "bytes_in": None if report is None else report.bytes_in,
-        "recompute_seconds": None if found is None or report is None else found.recompute_seconds(subject.costs),
         "plan_seconds": None if found is None else found.plan_seconds,
     }
     if found is not None and found.refusal is not None:
@@ -225,6 +218,25 @@ def content_of(subject: Subject, found: Answer | None, bound: float | None) -> d
         moved = [{**asdict(m), "kind": m.kind.value} for m in report.moved]
         content["predicted"] = {**asdict(report), "moved": moved}
     return content
+
+
+def _step_content(subject: Subject) -> dict[str, object]:
+    return {
+        "workload": subject.title,
+        "simulated": subject.simulated or None,
+        "smallest_budget": subject.smallest_budget,
+        "in_core_budget": subject.in_core_budget,
+        "compute_seconds": subject.costs.compute_seconds,
+    }
+
+
+def _figures_content(subject: Subject, found: Answer | None) -> dict[str, object]:
+    if found is None or found.report is None:
+        return dict.fromkeys(_FIGURES, cast("object", None))
+    report = found.report
+    again = found.recompute_seconds(subject.costs)
+    figures = (report.seconds, report.peak_bytes, report.arena_bytes, report.bytes_out, report.bytes_in, again)
+    return dict(zip(_FIGURES, figures, strict=True))
 
 
 def _text(
@@ -310,7 +322,8 @@ def side_by_side(subject: Subject, budgets: Sequence[int], *, swept: bool, as_js
     if picture is not None:
         _draw(subject, cells, picture)
     if as_json:
-        print(json_text(_content(subject, cells)))
+        content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
+        print(json.dumps(content, indent=2))
     else:
         print((_sweep_text if swept else _compare_text)(subject, named, cells))
     return any(cell.answer.planned is not None for cell in cells)
@@ -367,36 +380,16 @@ def _heading(subject: Subject) -> list[str]:
     return lines
 
 
-def _content(subject: Subject, cells: Sequence[Cell]) -> dict[str, object]:
-    return {
-        "workload": subject.title,
-        "simulated": subject.simulated or None,
-        "in_core_budget": subject.in_core_budget,
-        "smallest_budget": subject.smallest_budget,
-        "compute_seconds": subject.costs.compute_seconds,
-        "cells": [_cell_content(subject, cell) for cell in cells],
-    }
-
-
 def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
     found, report = cell.answer, cell.answer.report
-    content: dict[str, object] = {
+    return {
         "label": cell.label,
         "budget": found.budget,
         "policy": found.policy,
         "feasible": report is not None,
         "plan_seconds": found.plan_seconds,
+        **({} if report is None else _figures_content(subject, found)),
     }
-    if report is not None:
-        content |= {
-            "predicted_step_seconds": report.seconds,
-            "peak_bytes": report.peak_bytes,
-            "arena_bytes": report.arena_bytes,
-            "bytes_out": report.bytes_out,
-            "bytes_in": report.bytes_in,
-            "recompute_seconds": found.recompute_seconds(subject.costs),
-        }
-    return content
 
 
 def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
@@ -413,15 +406,7 @@ def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
 
 
 def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, trace: Path | None, curve: bool) -> None:
-    """Plan a step and report what is predicted.
-
-    Args:
-        subject: the step.
-        budget: bytes.
-        policy: one of ``outofcore.planning.POLICIES``.
-        output: the HTML file.
-        trace: a file for the trace, if one is wanted.
-        curve: plan for other budgets as well.
+    """Plan a step and report what is predicted; ``curve``: plan for other budgets as well.
 
     Raises:
         BudgetError: the budget cannot hold the step.

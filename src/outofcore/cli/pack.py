@@ -180,9 +180,7 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
     """
     try:
         table = read_table(_text(file))
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error}") from error
-    except InputError as error:
+    except (OSError, InputError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
     params = PlacementParams(effort=int(effort * EFFORT), seconds=seconds)
     found = pack(table.rectangles, capacity=capacity, params=params)

@@ -131,12 +131,9 @@ def _checked(target: str, built: object) -> PlainStep:
         kinds = ", ".join(type(one).__name__ for one in models)
         raise InputError(f"{target}: the second that it returns must be a model or a list of models, not {kinds}")
     count = sum(p.numel() for p in {id(p): p for one in models for p in one.parameters()}.values())
-    return PlainStep(step, models, optimizers, given, f"{target}: {count:,} parameters, {_inputs_text(given)}")
-
-
-def _inputs_text(inputs: tuple[Any, ...]) -> str:
-    leaves = [tuple(leaf.shape) for leaf in inputs if isinstance(leaf, torch.Tensor)]
-    return "inputs " + ", ".join("×".join(map(str, shape)) or "scalar" for shape in leaves) if leaves else "no inputs"
+    leaves = ["×".join(map(str, leaf.shape)) or "scalar" for leaf in given if isinstance(leaf, torch.Tensor)]
+    shapes = f"inputs {', '.join(leaves)}" if leaves else "no inputs"
+    return PlainStep(step, models, optimizers, given, f"{target}: {count:,} parameters, {shapes}")
 
 
 def plain_step(work: zoo.Workload) -> PlainStep:

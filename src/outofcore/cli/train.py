@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ class _Done:
     arena_bytes: int | None = None
     bytes_out: int = 0
     bytes_in: int = 0
-
     bits: bool = False  # whether the loss is to be told exactly
 
     def text(self) -> str:
@@ -55,12 +54,7 @@ class _Lines:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._stage = ""
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+        self.shown = nullcontext()
 
     def stage(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
@@ -85,13 +79,7 @@ class _Live:
         )
         self._stage_task = self._progress.add_task("", total=1, told="", visible=False)
         self._steps = self._progress.add_task("train", total=steps, told="")
-
-    def __enter__(self) -> _Live:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.shown = self._progress
 
     def stage(self, stage: str, done: int, total: int) -> None:
         self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=True)
@@ -117,22 +105,7 @@ def train(
     host_budget: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Train and print progress and a summary.
-
-    Args:
-        model: as on the command line.
-        options: of the workload.
-        budget: bytes; None: plain PyTorch.
-        steps: how many.
-        home: "disk", "host" or a folder; None: as for ``outofcore.compile``.
-        policy: one of ``outofcore.planning.POLICIES``.
-        picture: an HTML file to write the memory of the last step to.
-        save: a folder for a checkpoint at the end.
-        resume: a folder with a checkpoint to go on from.
-        bits: print all bits of the losses.
-        cache: as for ``outofcore.compile``.
-        host_budget: as for ``outofcore.compile``.
-        device: where the step runs.
+    """Train and print progress and a summary; arguments are as on the command line, without a budget plain PyTorch.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
@@ -226,21 +199,7 @@ def report(
     curve: bool,
     cache: bool | Path = True,
 ) -> None:
-    """Train some steps and report the last of them.
-
-    Args:
-        model: of the zoo, or the user's own as "file.py:function".
-        options: of the workload.
-        budget: bytes.
-        steps: how many; at least 1.
-        device: where the step runs.
-        home: as for ``train``.
-        host_budget: as for ``outofcore.compile``.
-        policy: one of ``outofcore.planning.POLICIES``.
-        output: the HTML file.
-        trace: a file for the trace, if one is wanted.
-        curve: plan for other budgets as well.
-        cache: as for ``outofcore.compile``.
+    """Train some steps, at least one, and report the last of them; arguments are as on the command line.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
@@ -290,7 +249,7 @@ def _loop(
 ) -> list[_Done]:
     batches = itertools.islice(work.batches(), begun, None)
     told: list[_Done] = []
-    with display:
+    with display.shown:
         for number in range(1, steps + 1):
             batch = next(batches)
             start = time.perf_counter()

@@ -130,6 +130,7 @@ def _costed(
     tell: Tell,
     backend: Backend,
 ) -> tuple[StepGraph, Costs]:
+    # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
     captured = capture_whole(step, models, optimizers, args, kwargs, backend.device)
     if backend.driver is not None:
         captured = captured.aligned(backend.alignment)

@@ -23,9 +23,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
+
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import GraphError, InputError
-from outofcore.jsonfile import Node, read_json, write_json
+from outofcore.jsonfile import decode_json, refuse, write_json
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -39,16 +41,10 @@ _LOCK_POLL_SECONDS = 0.01
 _ENDINGS = (".json", ".lock", ".part")
 
 
-def number_in(node: Node, low: float, high: float) -> float:
-    """A number of an entry; whole ones stay whole.
-
-    Raises:
-        GraphError: it is none, or lies outside of [low, high]: nobody measured that.
-    """
-    value = node.value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        node.refuse(f"must be a number from {low:g} to {high:g}")
-    return value
+class _File(Struct):
+    format: str
+    facts: dict[str, object]
+    entries: dict[str, object]
 
 
 def default_cache_folder() -> Path:
@@ -124,17 +120,15 @@ class Shelf:
     path: Path
     facts: Mapping[str, object]
 
-    def read(self) -> dict[str, Node]:
+    def read(self) -> dict[str, object]:
         """All entries by key; none where the file is missing or damaged."""
         if not self.path.exists():
             return {}
         try:
-            root = read_json(self.path, FORMAT)
-            facts = root.at("facts")
-            if facts.value != self.facts:
-                facts.refuse("are not those by which the file is named")
-            entries = root.at("entries")
-            return {key: Node(value, entries.file, f"entries.{key}") for key, value in entries.mapping().items()}
+            file = decode_json(self.path, FORMAT, _File, whole=False)
+            if file.facts != self.facts:
+                refuse(self.path, "$.facts", "are not those by which the file is named")
+            return file.entries
         except (GraphError, InputError) as error:
             _log.warning("measurements are taken anew, for those kept cannot be read: %s", error)
             return {}
@@ -152,22 +146,22 @@ class Shelf:
                 if not locked:
                     _log.warning("measurements are not kept: %s is being written by another process", self.path)
                     return
-                kept = {key: node.value for key, node in self.read().items() if key not in entries}
+                kept = {key: value for key, value in self.read().items() if key not in entries}
                 together = [*kept.items(), *entries.items()][-_MOST_ENTRIES:]
                 try:
-                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(together)})
+                    self._replace(dict(together))
                 except (ValueError, OverflowError):
                     # What was kept is damaged in a way that can be read and not written.
-                    self._replace({"format": FORMAT, "facts": self.facts, "entries": dict(entries)})
+                    self._replace(entries)
         except (OSError, InputError) as error:
             _log.warning("measurements are not kept: %s", error)
 
-    def _replace(self, content: Mapping[str, object]) -> None:
+    def _replace(self, entries: Mapping[str, object]) -> None:
         descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.stem}-", suffix=".part")
         os.close(descriptor)
         part = Path(name)
         try:
-            write_json(part, content)
+            write_json(part, {"format": FORMAT, "facts": self.facts, "entries": entries})
             part.replace(self.path)
         finally:
             part.unlink(missing_ok=True)

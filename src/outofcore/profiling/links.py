@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from typing import Annotated
 
 import torch
+from msgspec import Meta, Struct
 
 from outofcore.costs import Home
 from outofcore.errors import GraphError
@@ -29,8 +31,8 @@ from outofcore.execution.cuda.staging import Staging, first_stream, last_stream
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import Region, map_anonymous
-from outofcore.jsonfile import Node
-from outofcore.profiling.cache import Cache, Shelf, number_in
+from outofcore.jsonfile import convert_json
+from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.ops import machine_facts
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
@@ -43,17 +45,21 @@ _MATRIX, _PASS_BYTES = 512, 32 * MIB
 _DEVICE_MATRIX, _DEVICE_PASS_BYTES = 2048, 64 * MIB
 # Disks fill up and grow old: what was measured longer ago is measured again.
 _FRESH_SECONDS = 7 * 24 * 3600.0
-# Nothing that was measured lies beyond these.
-_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e6
-_RATES = 1.0, 1e15  # bytes per second
+# Nothing that was measured lies beyond these; what is kept and does is damaged.
+_Seconds = Annotated[float, Meta(ge=1e-12, le=1e6)]
+_Rate = Annotated[float, Meta(ge=1.0, le=1e15)]  # bytes per second
+
+
+class _Measured(Struct):
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)]  # seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes per second each way."""
 
-    out: float
-    into: float
+    out: _Rate
+    into: _Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +80,13 @@ class LinkReport:
 
     name: str
     capacity: int | None
-    latency_s: float
+    latency_s: _Seconds
     alone: Rates
     computing: Rates
     together: Rates
-    compute_alone_s: float
-    compute_single_s: float
-    compute_both_s: float
+    compute_alone_s: _Seconds
+    compute_single_s: _Seconds
+    compute_both_s: _Seconds
 
     @property
     def contention(self) -> float:
@@ -158,11 +164,13 @@ def known_link(
     if cache is None:
         return measure_link(home, buffer_bytes=size, driver=driver)
     shelf, key = _shelf(cache, device), f"{home.identity}/{size}"
-    node = shelf.read().get(key)
-    if node is not None:
+    kept, where = shelf.read().get(key), f"$.entries.{key}"
+    if kept is not None:
         try:
-            if 0 <= time.time() - number_in(node.at("measured_at"), 0.0, 1e12) < _FRESH_SECONDS:
-                return _read(node, home)
+            if 0 <= time.time() - convert_json(kept, _Measured, shelf.path, where).measured_at < _FRESH_SECONDS:
+                # How much room there is may have changed.
+                found = convert_json(kept, LinkReport, shelf.path, where)
+                return replace(found, name=home.name, capacity=home.capacity)
         except GraphError as error:
             _log.warning("the link is measured anew: %s", error)
     report = measure_link(home, buffer_bytes=size, driver=driver)
@@ -174,30 +182,11 @@ def forget_link(home: HomeStore, cache: Cache, device: Mapping[str, object] | No
     """Let the link to a home be measured again when it is next asked for."""
     shelf = _shelf(cache, device)
     stale = [key for key in shelf.read() if key.startswith(f"{home.identity}/")]
-    shelf.write({key: {"measured_at": 0.0} for key in stale})
+    shelf.write(dict.fromkeys(stale))
 
 
 def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:
     return cache.shelf("links", {**machine_facts(), **(device or {})})
-
-
-def _read(node: Node, home: HomeStore) -> LinkReport:
-    """A report as it was kept.
-
-    Raises:
-        GraphError: it is damaged.
-    """
-
-    def seconds(field: str) -> float:
-        return number_in(node.at(field), _LEAST_SECONDS, _MOST_SECONDS)
-
-    def rates(field: str) -> Rates:
-        return Rates(*(number_in(node.at(field).at(way), *_RATES) for way in ("out", "into")))
-
-    alone, computing, together = rates("alone"), rates("computing"), rates("together")
-    times = seconds("compute_alone_s"), seconds("compute_single_s"), seconds("compute_both_s")
-    # How much room there is may have changed.
-    return LinkReport(home.name, home.capacity, seconds("latency_s"), alone, computing, together, *times)
 
 
 def measure_link(

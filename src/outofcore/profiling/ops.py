@@ -19,8 +19,10 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta, Struct
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, placed_bytes
@@ -36,17 +38,16 @@ from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
-from outofcore.jsonfile import Node
+from outofcore.jsonfile import convert_json, refuse
 from outofcore.planning.placement.requests import (
     Elsewhere,
-    Placement,
     Request,
     Requests,
     Result,
     Scratch,
     workspace_layout,
 )
-from outofcore.profiling.cache import Cache, Shelf, number_in
+from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
@@ -57,8 +58,9 @@ _log = logging.getLogger("outofcore.profiling")
 # An op is repeated until its measurements add up to this, or number _REPEATS.
 _ENOUGH_SECONDS = 0.03
 _REPEATS = 5
-# Nothing that was measured lies above these.
-_MOST_SECONDS, _MOST_BYTES = 1e6, 1 << 44
+# Nothing that was measured lies above these; what is kept and does is damaged.
+_Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+_Bytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 
 
 @dataclass(frozen=True)
@@ -411,26 +413,28 @@ class KeptProfiles:
             first: whether its first run asks for other memory than later ones.
             results: how many tensors it returns, if that is known.
         """
-        node = self._known.get(_key(op)) if is_keepable(op) else None
-        if node is None:
+        value = self._known.get(_key(op)) if is_keepable(op) else None
+        if value is None or self._shelf is None:
             return None
+        file, where = self._shelf.path, f"$.entries.{_key(op)}"
         try:
-            profile, has_time = _profile(node)
+            kept = convert_json(value, _Kept, file, where)
+            profile = kept.profile()
             asked = [*profile.requests.requests, *(profile.first_requests.requests if profile.first_requests else ())]
             leaves = [r.placement.key for r in asked if isinstance(r.placement, Result)]
             if results is not None and max(leaves, default=-1) >= results:
-                node.refuse(f"names a result that is not among the {results} of the op")
+                refuse(file, where, f"names a result that is not among the {results} of the op")
         except GraphError as error:
             _log.warning("%s is measured anew: %s", op.name, error)
             return None
-        if (timed and not has_time) or first != (profile.first_requests is not None):
+        if (timed and kept.seconds is None) or first != (profile.first_requests is not None):
             return None
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> None:
         """Take up a profile that was measured just now."""
         if self._shelf is not None and is_keepable(op):
-            self._new[_key(op)] = _content(profile, timed=timed)
+            self._new[_key(op)] = _Kept.of(profile, timed=timed)
 
     def save(self) -> None:
         """Write what was added."""
@@ -476,66 +480,71 @@ def _key(op: Op) -> str:
     return f"{op.name}-{hashlib.sha256(op.family.encode()).hexdigest()[:24]}"
 
 
-def _content(profile: OpProfile, *, timed: bool) -> Mapping[str, object]:
-    first = profile.first_requests
-    return {
-        "seconds": profile.cost.seconds if timed else None,
-        "workspace_bytes": profile.cost.workspace_bytes,
-        "requests": _requests_content(profile.requests),
-        **({} if first is None else {"first_requests": _requests_content(first)}),
-    }
+class _KeptRequest(Struct, array_like=True, forbid_unknown_fields=True):
+    bytes: _Bytes
+    kind: Literal["result", "scratch", "elsewhere"]
+    where: _Bytes | None = None  # the number of the result, or the offset in scratch memory
 
+    def __post_init__(self) -> None:
+        if (self.where is None) != (self.kind == "elsewhere"):
+            raise ValueError("is not a request: it needs bytes, what they are for, and where they go")
 
-def _requests_content(requests: Requests) -> Mapping[str, object]:
-    def place(placement: Placement) -> tuple[object, ...]:
-        match placement:
+    @staticmethod
+    def of(request: Request) -> _KeptRequest:
+        match request.placement:
             case Result(key):
-                return ("result", key)
+                return _KeptRequest(request.bytes, "result", key)
             case Scratch(offset):
-                return ("scratch", offset)
+                return _KeptRequest(request.bytes, "scratch", offset)
             case Elsewhere():
-                return ("elsewhere",)
+                return _KeptRequest(request.bytes, "elsewhere")
 
-    return {
-        "bytes": requests.workspace_bytes,
-        "list": [[request.bytes, *place(request.placement)] for request in requests.requests],
-    }
-
-
-def _profile(node: Node) -> tuple[OpProfile, bool]:
-    """A profile as it was kept, and whether its seconds were measured.
-
-    Raises:
-        GraphError: it is damaged.
-    """
-    seconds, first, workspace = node.at("seconds"), node.find("first_requests"), node.at("workspace_bytes")
-    timed = seconds.value is not None
-    cost = OpCost(number_in(seconds, 0, _MOST_SECONDS) if timed else 0.0, _bytes(workspace))
-    profile = OpProfile(cost, _requests(node.at("requests")), None if first is None else _requests(first))
-    for requests in (profile.requests, profile.first_requests):
-        if requests is not None and requests.workspace_bytes > cost.workspace_bytes:
-            workspace.refuse("is less than what the op asked for")
-    return profile, timed
+    def request(self) -> Request:
+        if self.where is None:
+            return Request(self.bytes, Elsewhere())
+        return Request(self.bytes, Result(self.where) if self.kind == "result" else Scratch(self.where))
 
 
-def _requests(node: Node) -> Requests:
-    found: list[Request] = []
-    scratch = _bytes(node.at("bytes"))
-    for item in node.at("list").items():
-        parts = list(item.items())
-        kind = parts[1].text() if len(parts) > 1 else ""
-        if len(parts) != {"elsewhere": 2, "result": 3, "scratch": 3}.get(kind):
-            item.refuse("is not a request: it needs bytes, what they are for, and where they go")
-        count = _bytes(parts[0])
-        if kind == "elsewhere":
-            found.append(Request(count, Elsewhere()))
-            continue
-        where = _bytes(parts[2])
-        if kind == "scratch" and where + count > scratch:
-            item.refuse(f"does not lie in {scratch} bytes of scratch memory")
-        found.append(Request(count, Result(where) if kind == "result" else Scratch(where)))
-    return Requests(tuple(found), scratch)
+class _KeptRequests(Struct):
+    bytes: _Bytes  # of scratch memory
+    list: tuple[_KeptRequest, ...]
+
+    def __post_init__(self) -> None:
+        for item in self.list:
+            if item.kind == "scratch" and (item.where or 0) + item.bytes > self.bytes:
+                raise ValueError(f"a request does not lie in {self.bytes} bytes of scratch memory")
+
+    @staticmethod
+    def of(requests: Requests) -> _KeptRequests:
+        return _KeptRequests(requests.workspace_bytes, tuple(map(_KeptRequest.of, requests.requests)))
+
+    def requests(self) -> Requests:
+        return Requests(tuple(item.request() for item in self.list), self.bytes)
 
 
-def _bytes(node: Node) -> int:
-    return int(number_in(node, 0, _MOST_BYTES))
+class _Kept(Struct, omit_defaults=True):
+    """A profile as it is kept; without seconds it was taken for memory alone."""
+
+    seconds: _Seconds | None
+    workspace_bytes: _Bytes
+    requests: _KeptRequests
+    first_requests: _KeptRequests | None = None
+
+    def __post_init__(self) -> None:
+        if max(self.requests.bytes, self.first_requests.bytes if self.first_requests else 0) > self.workspace_bytes:
+            raise ValueError("workspace_bytes is less than what the op asked for")
+
+    @staticmethod
+    def of(profile: OpProfile, *, timed: bool) -> _Kept:
+        first = profile.first_requests
+        return _Kept(
+            profile.cost.seconds if timed else None,
+            profile.cost.workspace_bytes,
+            _KeptRequests.of(profile.requests),
+            None if first is None else _KeptRequests.of(first),
+        )
+
+    def profile(self) -> OpProfile:
+        first = self.first_requests
+        cost = OpCost(self.seconds or 0.0, self.workspace_bytes)
+        return OpProfile(cost, self.requests.requests(), None if first is None else first.requests())

@@ -68,17 +68,13 @@ def page_content(
             # Lane, what it runs or copies, whether it runs again.
             [lanes.index(lane_of(one)), one.op, int(one.again)]
             if isinstance(one, Run)
-            else [lanes.index(lane_of(one)), _or_none(program.blocks[one.block].storage), 0]
+            else [lanes.index(lane_of(one)), -1 if (s := program.blocks[one.block].storage) is None else s, 0]
             for one in program.instructions
         ],
         "timelines": [_timeline(graph, program, name, timeline) for name, timeline in timelines],
         "insight": None if insight is None else _insight(insight),
         "notes": [list(note) for note in notes],
     }
-
-
-def _or_none(storage: int | None) -> int:
-    return -1 if storage is None else storage
 
 
 def _kind(kind: StorageKind) -> str:

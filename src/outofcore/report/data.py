@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from outofcore.graph import StepGraph, StorageKind
@@ -149,13 +148,11 @@ def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> 
             levels[kind] = resident_bytes(replace(program, blocks=tuple(blocks)), timeline)
     changes = {time for level in levels.values() for time, _ in level if time < timeline.step_seconds}
     times = sorted(changes | {0.0, timeline.step_seconds})
-    held = {kind: tuple(_sampled(level, times)) for kind, level in levels.items()}
+    held: dict[str, tuple[int, ...]] = {}
+    for kind, level in levels.items():
+        starts = [time for time, _ in level]
+        held[kind] = tuple(level[bisect_right(starts, time) - 1][1] for time in times)
     return MemoryOverTime(tuple(times), {kind: levels for kind, levels in held.items() if any(levels)})
-
-
-def _sampled(level: list[tuple[float, int]], times: Iterable[float]) -> Iterable[int]:
-    starts = [time for time, _ in level]
-    return (level[bisect_right(starts, time) - 1][1] for time in times)
 
 
 @dataclass(frozen=True, slots=True)

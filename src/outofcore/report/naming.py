@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.program import CopyIn, CopyOut, Instruction, Program, Run
+from outofcore.program import CopyOut, Instruction, Program, Run
 
 _MADE = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
 
@@ -33,9 +33,4 @@ def instruction_text(graph: StepGraph, program: Program, instruction: Instructio
         return op_text(graph.ops[instruction.op]) + (", again" if instruction.again else "")
     block = program.blocks[instruction.block]
     what = "scratch memory" if block.storage is None else storage_text(graph.storages[block.storage])
-    return f"{copy_word(instruction)} of {what}"
-
-
-def copy_word(instruction: CopyOut | CopyIn) -> str:
-    """ "copy-out" or "copy-in"."""
-    return "copy-out" if isinstance(instruction, CopyOut) else "copy-in"
+    return f"{'copy-out' if isinstance(instruction, CopyOut) else 'copy-in'} of {what}"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from outofcore.errors import InputError
 
-_ASSETS = "assets"
-
 
 def page_text(content: Mapping[str, object]) -> str:
     """The report of a step, as HTML.
@@ -23,7 +21,7 @@ def page_text(content: Mapping[str, object]) -> str:
 
 
 def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) -> str:
-    assets = files("outofcore.report") / _ASSETS
+    assets = files("outofcore.report") / "assets"
     parts = {
         "TITLE": html.escape(str(content["title"])),
         "STYLE": (assets / "page.css").read_text(encoding="utf-8"),

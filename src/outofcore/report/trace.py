@@ -16,7 +16,7 @@ from outofcore.errors import InputError
 from outofcore.graph import StepGraph
 from outofcore.program import Program, Queue, Run, Timeline, lane_of
 from outofcore.report.data import memory_over_time
-from outofcore.report.naming import instruction_text, op_text, storage_text
+from outofcore.report.naming import instruction_text, storage_text
 from outofcore.report.waits import time_spent
 
 _MICRO = 1e6
@@ -80,12 +80,11 @@ def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int,
                 "args": {"sort_index": thread},
             }
         args: dict[str, object] = {}
+        name = instruction_text(graph, program, instruction)
         if isinstance(instruction, Run):
             op = graph.ops[instruction.op]
-            name = op_text(op) + (", again" if instruction.again else "")
             args = {"op": op.name, "module": op.module, "source": op.source, "again": instruction.again}
         else:
-            name = instruction_text(graph, program, instruction)
             storage = program.blocks[instruction.block].storage
             if storage is not None:
                 data = graph.storages[storage]

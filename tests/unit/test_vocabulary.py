@@ -1,15 +1,19 @@
-"""What a graph says of itself, and what it refuses."""
+"""Graphs, costs and programs as data: what they say of themselves, and what they refuse."""
 
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from math import nan
 
 import pytest
 from hypothesis import given, settings
-from strategies import graphs
+from hypothesis import strategies as st
+from strategies import budgets_for, costs_for, graphs
 
+from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, queue_of
 
 GRAPH = StepGraph(
     (
@@ -94,3 +98,82 @@ def test_random_graphs_are_sound(graph: StepGraph) -> None:
     for storage, ops in enumerate(graph.uses):
         assert ops == tuple(op.id for op in graph.ops if storage in op.touched)
     assert not graph.persistent & graph.creator.keys()
+
+
+TWO_OPS = StepGraph((), (Op(0, "a", (), (), ()), Op(1, "b", (), (), ())))
+
+
+def test_seconds_of_copies() -> None:
+    home = Home("host", None, bytes_per_s_out=100.0, bytes_per_s_in=200.0, latency_s=0.5)
+    assert home.out_seconds(400) == 4.5
+    assert home.in_seconds(400) == 2.5
+    assert home.out_seconds(0) == home.in_seconds(0) == 0.5
+
+
+def test_latency_is_none_unless_given() -> None:
+    assert Home("host", None, 100.0, 200.0).out_seconds(100) == 1.0
+
+
+def test_compute_seconds() -> None:
+    assert Costs((OpCost(1.0), OpCost(2.5))).compute_seconds == 3.5
+    assert Costs(()).compute_seconds == 0
+
+
+def test_costs_that_fit() -> None:
+    Costs((OpCost(0.0), OpCost(1.0, 4096))).check(TWO_OPS)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs((OpCost(1.0),)), "1 op costs for a graph of 2 ops"),
+        (Costs((OpCost(1.0),) * 3), "3 op costs for a graph of 2 ops"),
+        (Costs((OpCost(1.0), OpCost(-1.0))), "op 1 has a negative cost"),
+        (Costs((OpCost(nan), OpCost(1.0))), "op 0 has a negative cost"),
+        (Costs((OpCost(1.0), OpCost(1.0, -1))), "op 1 has a negative cost"),
+    ],
+)
+def test_costs_that_do_not_fit(costs: Costs, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        costs.check(TWO_OPS)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_costs_and_budgets_fit(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    costs = data.draw(costs_for(graph))
+    costs.check(graph)
+    assert data.draw(budgets_for(graph, costs)) > 0
+
+
+@pytest.mark.parametrize(("contention", "slowdown"), [(1.1, 0.0), (-0.1, 0.0), (0.0, -0.1), (nan, 0.0), (0.0, nan)])
+def test_what_copies_take_from_others_must_be_possible(contention: float, slowdown: float) -> None:
+    home = Home("disk", None, 1.0, 1.0, 0.0, contention, slowdown)
+    with pytest.raises(GraphError, match="contention"):
+        Costs((OpCost(1.0), OpCost(1.0)), (home,)).check(TWO_OPS)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "queue"),
+    [(Run(0, ()), Queue.COMPUTE), (CopyOut(0, 1), Queue.COPY_OUT), (CopyIn(0, 1), Queue.COPY_IN)],
+)
+def test_each_instruction_has_its_queue(instruction: Instruction, queue: Queue) -> None:
+    assert queue_of(instruction) is queue
+
+
+def test_programs_are_values() -> None:
+    """Equal programs are equal and hash alike, so that they can key a cache."""
+
+    def make() -> Program:
+        waits = (Wait(Queue.COPY_IN, 1),)
+        return Program((CopyIn(0, 0), Run(0, (0,), None, waits)), (Block(0, 0, 8, 0, 2),), 8, (0,))
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    with pytest.raises(FrozenInstanceError):
+        make().arena_bytes = 9  # type: ignore[misc]
+
+
+def test_a_block_is_not_placed_until_it_is() -> None:
+    assert Block(0, None, 8, 0, 1).offset == -1
