@@ -20,7 +20,8 @@ from torch import nn
 
 import outofcore
 from outofcore.capture import Captured
-from outofcore.capture.passes import capture_whole
+from outofcore.capture.passes import leanest
+from outofcore.capture.step import capture_step
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import Node
@@ -56,7 +57,7 @@ def make(width: int = 64) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Mo
 
 def captured(width: int = 64) -> Captured:
     step, model, optimizer = make(width)
-    return capture_whole(step, [model], [optimizer], (torch.ones(8, 32),), {})
+    return leanest(capture_step(step, [model], [optimizer], (torch.ones(8, 32),), {}))
 
 
 @pytest.fixture

@@ -11,20 +11,17 @@ gradients are final. Joining: updates in a row become one op, as an optimizer's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
 from outofcore.analysis import LARGE_BYTES, is_large
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
-from outofcore.capture.step import capture_step
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
 
@@ -339,19 +336,3 @@ def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
     captured = reuse(split(traced))
     return reordered(captured, hoisting(captured))
-
-
-def capture_whole(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device | None = None,
-) -> Captured:
-    """Capture a step (see ``capture_step``) in its leanest form.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
-    """
-    return leanest(capture_step(step, models, optimizers, args, kwargs, device))
