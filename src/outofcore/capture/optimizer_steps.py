@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from outofcore.capture.optimizers import (
 from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import refusal
-from outofcore.capture.tables import Tables, TracedOp, leaves_in, tensors_in
+from outofcore.capture.tables import Tables, leaves_in, tensors_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB, MIB
@@ -217,7 +217,7 @@ _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gra
 class _Pending:
     """An update written down in the trace whose state is not yet known."""
 
-    op: TracedOp
+    place: int  # in ``Tables.ops``
     optimizer: int
     members: list[tuple[int, Mirrored]]  # group, parameter
     grads: list[int | None]  # values
@@ -333,17 +333,16 @@ class StepRecorder:
 
     def _append(self, index: int, chunk: Sequence[_Member]) -> None:
         _, source = self._provenance.here()
-        op = TracedOp(
-            name=f"optimizer.{type(self._optimizers[index]).__name__}",
-            call=Call(_unfinished, (), {}, ()),
+        place = self._tables.append(
+            f"optimizer.{type(self._optimizers[index]).__name__}",
+            Call(_unfinished, (), {}, ()),
             rerunnable=False,
             random=not is_torchs_own(self._optimizers[index]),
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._tables.append(op)
         members = [(group, state) for group, state, _ in chunk]
-        self._pending.append(_Pending(op, index, members, [grad for _, _, grad in chunk]))
+        self._pending.append(_Pending(place, index, members, [grad for _, _, grad in chunk]))
 
     def finish(self) -> None:
         """Find out the state of every update recorded and complete its op; to be called outside of all modes.
@@ -411,16 +410,20 @@ class StepRecorder:
         if not is_torchs_own(update.optimizer):
             # Nothing is known of the class: it may well add weight decay to the gradient in place.
             written = read
-        op = pending.op
-        op.call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
-        op.reads = tuple(dict.fromkeys(values[value].storage for value in read))
-        op.mutates = tuple(dict.fromkeys(values[value].storage for value in written))
         texts = ",".join(
             f"{value_text(values[p])}:{'-' if g is None else value_text(values[g.value])}:"
             + "+".join(value_text(values[value]) for value in own)
             for p, g, own in zip(params, grads, states, strict=True)
         )
-        op.family = f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
+        op, _ = self._tables.ops[pending.place]
+        op = replace(
+            op,
+            reads=tuple(dict.fromkeys(values[value].storage for value in read)),
+            mutates=tuple(dict.fromkeys(values[value].storage for value in written)),
+            family=f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})",
+        )
+        call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
+        self._tables.ops[pending.place] = op, call
 
 
 def _bytes(state: Mirrored) -> int:

@@ -20,6 +20,7 @@ import torch
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
 from outofcore.analysis import LARGE_BYTES, is_large
 from outofcore.analysis.hoisting import hoisted_order
+from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
 from outofcore.graph import Op, StepGraph, StorageKind
@@ -94,16 +95,6 @@ class _Over:
         return self.run(*args, **kwargs, **{self.out: args[self.place]})
 
 
-@dataclass(frozen=True)
-class _Reuse:
-    """That an op writes its result over one of its arguments."""
-
-    call: Call
-    place: int  # of that argument
-    kept: int  # the storage that is written over
-    gone: int  # the storage that the op created
-
-
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     """The same step, to the bit, in which large results of elementwise ops lie where an argument lay.
 
@@ -115,22 +106,22 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     """
     graph = captured.graph
     into: dict[int, int] = {}  # a storage that is gone, and the one in its place
-    ops: list[Op] = []
-    calls: list[Call] = []
+    pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
-        found = _reuse_in(captured, op, call, least)
-        if found is None:
-            ops.append(op)
-            calls.append(call)
+        over = _written_over(captured, op, call, least)
+        if over is None:
+            pairs.append((op, call))
             continue
-        into[found.gone] = into.get(found.kept, found.kept)
-        family = f"{op.family}, over argument {found.place}" if op.family else ""
-        ops.append(replace(op, mutates=(*op.mutates, found.kept), creates=(), family=family))
-        calls.append(found.call)
-    return _merged(captured, ops, calls, into) if into else captured
+        kept: int = captured.values[call.args[over.place].value].storage
+        into[op.creates[0]] = into.get(kept, kept)
+        family = f"{op.family}, over argument {over.place}" if op.family else ""
+        op_over = replace(op, mutates=(*op.mutates, kept), creates=(), family=family)
+        pairs.append((op_over, replace(call, func=over, results=(None,))))
+    return compacted(_with_ops(captured, pairs), into) if into else captured
 
 
-def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | None:
+def _written_over(captured: Captured, op: Op, call: Call, least: int) -> _Over | None:
+    """How an op writes its result over one of its arguments; None if it may not."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -157,7 +148,7 @@ def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | No
             and graph.uses[kept][-1] == op.id
             and sum(values[ref.value].storage == kept for ref in refs) == 1
         ):
-            return _Reuse(replace(call, func=replace(ways[0], place=place), results=(None,)), place, kept, gone)
+            return replace(ways[0], place=place)
     return None
 
 
@@ -183,39 +174,6 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
             yield other, [a.name for a in arguments if a.is_out]
 
 
-def _merged(captured: Captured, ops: list[Op], calls: list[Call], into: dict[int, int]) -> Captured:
-    """The capture without the storages that are gone."""
-    graph = captured.graph
-    left = [storage for storage in graph.storages if storage.id not in into]
-    number = {storage.id: index for index, storage in enumerate(left)}
-    number |= {gone: number[kept] for gone, kept in into.items()}
-
-    def all_of(storages: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(number[s] for s in storages))
-
-    renumbered = tuple(
-        replace(
-            op,
-            reads=all_of(op.reads),
-            mutates=all_of(op.mutates),
-            creates=all_of(op.creates),
-            discards=all_of(op.discards),
-        )
-        for op in ops
-    )
-    merged = StepGraph(
-        tuple(replace(storage, id=number[storage.id]) for storage in left), renumbered, all_of(graph.outputs)
-    )
-    merged.check()
-    return replace(
-        captured,
-        graph=merged,
-        calls=tuple(calls),
-        values=tuple(replace(value, storage=number[value.storage]) for value in captured.values),
-        constants={number[storage]: tensor for storage, tensor in captured.constants.items()},
-    )
-
-
 def hoisting(captured: Captured) -> tuple[int, ...]:
     """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
 
@@ -223,29 +181,22 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
     small ones without changing any, such as the norm of a gradient. The results are the same, to the bit.
     """
     graph = captured.graph
-    movable = [op.id for op in graph.ops if not op.random and (_updates(captured, op) or _shrinks(graph, op))]
+    large = {s.id for s in graph.storages if is_large(s.bytes)}
+
+    def shrinks(op: Op) -> bool:
+        return bool(op.creates) and not op.mutates and large.isdisjoint(op.creates) and not large.isdisjoint(op.reads)
+
+    movable = [
+        op.id
+        for op, call in zip(graph.ops, captured.calls, strict=True)
+        if not op.random and (isinstance(call.func, OptimizerUpdate) or shrinks(op))
+    ]
     return hoisted_order(graph, movable)
 
 
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     """A captured step with its ops in another order, in which each must still find what it found before."""
     return _with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
-
-
-def _updates(captured: Captured, op: Op) -> bool:
-    return isinstance(captured.calls[op.id].func, OptimizerUpdate)
-
-
-def _shrinks(graph: StepGraph, op: Op) -> bool:
-    def large(storage: int) -> bool:
-        return is_large(graph.storages[storage].bytes)
-
-    return (
-        bool(op.creates)
-        and not op.mutates
-        and not any(large(s) for s in op.creates)
-        and any(large(s) for s in op.reads)
-    )
 
 
 # An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.

@@ -29,7 +29,7 @@ from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
 from outofcore.capture.substitute import Substitute
-from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
+from outofcore.capture.tables import Tables, covers, describe, map_tensors, tensors_in
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
 
@@ -149,19 +149,17 @@ class Recorder(TorchDispatchMode):
         call_args, call_kwargs = map_tensors(args, to_ref), map_tensors(kwargs, to_ref)
         name = str(func)
         tables.append(
-            TracedOp(
-                name=name,
-                call=Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
-                reads=self._read(func, before, written),
-                mutates=_unique(tables.values[value].storage for value in mutates),
-                creates=tuple(creates),
-                rerunnable=not any(isinstance(item, torch.Generator) for _, item in bound),
-                random=operators.is_random(func, bound),
-                family=operators.family_text(name, call_args, call_kwargs, tables.values),
-                module=module,
-                source=source,
-                discards=self._discarded(func, before, written),
-            )
+            name,
+            Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
+            reads=self._read(func, before, written),
+            mutates=_unique(tables.values[value].storage for value in mutates),
+            creates=tuple(creates),
+            rerunnable=not any(isinstance(item, torch.Generator) for _, item in bound),
+            random=operators.is_random(func, bound),
+            family=operators.family_text(name, call_args, call_kwargs, tables.values),
+            module=module,
+            source=source,
+            discards=self._discarded(func, before, written),
         )
         return result
 
@@ -250,32 +248,21 @@ class Recorder(TorchDispatchMode):
         created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))
         clone = torch.ops.aten.clone.default
         tables.append(
-            TracedOp(
-                name=str(clone),
-                call=Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
-                reads=(constant,),
-                creates=(created,),
-                family=operators.family_text(str(clone), (Ref(value),), {}, tables.values),
-                module=module,
-                source=source,
-            )
+            str(clone),
+            Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
+            reads=(constant,),
+            creates=(created,),
+            family=operators.family_text(str(clone), (Ref(value),), {}, tables.values),
+            module=module,
+            source=source,
         )
         return fake
 
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Write down an op that touches no storage: a change of a generator's state."""
         module, source = self._provenance.here()
-        self._tables.append(
-            TracedOp(
-                name=name,
-                call=Call(func, (), {}, (), rehearse),
-                rerunnable=False,
-                random=True,
-                family=name,
-                module=module,
-                source=source,
-            )
-        )
+        call = Call(func, (), {}, (), rehearse)
+        self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
 
 
 def _unique(items: Any) -> tuple[int, ...]:

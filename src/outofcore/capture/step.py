@@ -172,7 +172,7 @@ def _device_of(
 def _check_learning(
     optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending, mirror: Mirror, tables: Tables
 ) -> None:
-    written = {storage for op in tables.ops for storage in op.mutates}
+    written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(

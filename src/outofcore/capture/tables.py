@@ -11,7 +11,7 @@ import torch
 from outofcore._torch_internals import storage_key
 from outofcore.capture.captured import CPU, Call, Value
 from outofcore.errors import CaptureError
-from outofcore.graph import StorageKind
+from outofcore.graph import Op, StorageKind
 
 
 @dataclass
@@ -34,23 +34,6 @@ class TracedStorage:
 
 
 @dataclass
-class TracedOp:
-    """An op as the trace knows it: ``outofcore.graph.Op`` before the storages get their final ids."""
-
-    name: str
-    call: Call
-    reads: tuple[int, ...] = ()
-    mutates: tuple[int, ...] = ()
-    creates: tuple[int, ...] = ()
-    rerunnable: bool = True
-    random: bool = False
-    family: str = ""
-    module: str = ""
-    source: str = ""
-    discards: tuple[int, ...] = ()
-
-
-@dataclass
 class Tables:
     """The storages, values and ops of one trace.
 
@@ -61,7 +44,7 @@ class Tables:
     device: torch.device = CPU  # where the step runs
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    ops: list[TracedOp] = field(default_factory=list)
+    ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
@@ -115,17 +98,30 @@ class Tables:
         """The index of the value that a fake tensor is."""
         return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
-    def append(self, op: TracedOp) -> None:
-        """Write down an op; what it creates exists from now on."""
-        self.ops.append(op)
-        for storage in op.creates:
+    def append(
+        self,
+        name: str,
+        call: Call,
+        reads: tuple[int, ...] = (),
+        mutates: tuple[int, ...] = (),
+        creates: tuple[int, ...] = (),
+        **other: Any,
+    ) -> int:
+        """Write down an op, ``other`` being fields of ``Op``; what it creates exists from now on.
+
+        Returns:
+            its place in ``ops``.
+        """
+        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, **other), call))
+        for storage in creates:
             self.storages[storage].created = True
+        return len(self.ops) - 1
 
 
 def source_of(tables: Tables, tensor: torch.Tensor) -> str:
     """The user's line of the op that made the storage of a fake tensor; empty if none did."""
     storage = tables.known(tensor)
-    return next((op.source for op in tables.ops if storage in op.creates), "")
+    return next((op.source for op, _ in tables.ops if storage in op.creates), "")
 
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
