@@ -67,9 +67,10 @@ class TensorShape:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-def shape_of(tensor: torch.Tensor) -> TensorShape:
+def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
     """All of a tensor but its bytes."""
-    return TensorShape(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    stride = tensor.stride if isinstance(tensor, Value) else tensor.stride()
+    return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
 class _PretendValues(TorchDispatchMode):
@@ -141,12 +142,12 @@ class StateLayouts:
                 {name: self._faked(value, mode, parameter, group) for name, value in own.items()}
                 for own, (group, parameter) in zip(entries, members, strict=True)
             ]
+            shadow = optimizer
             try:
                 # State may be made at the first step or, by some, at the second.
-                shadow = run_shadow(optimizer, leaves, state)
-                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
-                shadow = run_shadow(optimizer, leaves, state)
-                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                for _ in range(2):
+                    shadow = run_shadow(optimizer, leaves, state)
+                    state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
             except OutOfCoreError:
                 raise
             except Exception as error:
@@ -363,7 +364,7 @@ class StepRecorder:
     ) -> tuple[list[Member], list[list[int]]]:
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state in pending.members]
-        grads = [None if g is None else _shape(self._tables.values[g]) for g in pending.grads]
+        grads = [None if g is None else shape_of(self._tables.values[g]) for g in pending.grads]
         if updates_each_alone(optimizer):
             found = [layouts.learn([real], [grad])[0] for real, grad in zip(reals, grads, strict=True)]
         else:
@@ -440,10 +441,6 @@ def _settings(update: OptimizerUpdate) -> str:
     return ",".join(parts)
 
 
-def _shape(value: Value) -> TensorShape:
-    return TensorShape(value.dtype, value.shape, value.stride)
-
-
 def _unfinished(*_: Any) -> None:
     """Holds the place of an update until its state is known."""
 
@@ -455,25 +452,45 @@ def check_supported(optimizer: Optimizer) -> None:
         CaptureError: it is LBFGS, SparseAdam, differentiable, has hooks, wraps another one, or has a
             ``step`` that is not its class's own.
     """
-    name = type(optimizer).__name__
-    why = advice = ""
-    if isinstance(optimizer, LBFGS):
-        why, advice = "it runs the forward and backward an unknown number of times", "use a first-order optimizer"
-    elif isinstance(optimizer, SparseAdam):
-        why, advice = "the sizes of sparse gradients depend on values", "use Adam with dense gradients"
-    elif optimizer.defaults.get("differentiable"):
-        why, advice = "its updates are part of an autograd graph", "make it with differentiable=False"
-    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_optimizer_hooks():
-        why = "hooks are registered on its step, and an update runs a few parameters at a time"
-        advice = "do their work before or after optimizer.step() in the training step"
-    elif "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        why, advice = "its step method has been replaced", "give the optimizer without its wrapper"
-    elif any(isinstance(value, Optimizer | nn.Module) for value in vars(optimizer).values()):
-        why, advice = (
-            "it wraps another optimizer or a module",
-            "give the inner optimizer and write the rest in the step",
-        )
-    elif getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        why, advice = "a GradScaler is attached to it", "use torch.autocast with bfloat16, which needs no scaler"
-    if why:
-        raise CaptureError(f"the optimizer {name} cannot be used: {why}; {advice}.")
+    for applies, why, advice in _UNSUPPORTED:
+        if applies(optimizer):
+            raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {why}; {advice}.")
+
+
+_UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
+    (
+        lambda o: isinstance(o, LBFGS),
+        "it runs the forward and backward an unknown number of times",
+        "use a first-order optimizer",
+    ),
+    (
+        lambda o: isinstance(o, SparseAdam),
+        "the sizes of sparse gradients depend on values",
+        "use Adam with dense gradients",
+    ),
+    (
+        lambda o: o.defaults.get("differentiable"),
+        "its updates are part of an autograd graph",
+        "make it with differentiable=False",
+    ),
+    (
+        lambda o: o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or global_optimizer_hooks(),
+        "hooks are registered on its step, and an update runs a few parameters at a time",
+        "do their work before or after optimizer.step() in the training step",
+    ),
+    (
+        lambda o: "step" in vars(o) and not hasattr(o.step, "_wrapped_by_lr_sched"),
+        "its step method has been replaced",
+        "give the optimizer without its wrapper",
+    ),
+    (
+        lambda o: any(isinstance(value, Optimizer | nn.Module) for value in vars(o).values()),
+        "it wraps another optimizer or a module",
+        "give the inner optimizer and write the rest in the step",
+    ),
+    (
+        lambda o: getattr(o, "grad_scale", None) is not None or getattr(o, "found_inf", None) is not None,
+        "a GradScaler is attached to it",
+        "use torch.autocast with bfloat16, which needs no scaler",
+    ),
+)
