@@ -188,13 +188,11 @@ class Signer:
         if old.structure != new.structure:
             changes.append("modules, parameters or buffers have been added, removed or replaced")
         else:
-            changes += _flag_changes(self._module_names, old.training, new.training, "switched to", ("eval", "train"))
             changes += _flag_changes(
-                self._parameter_names, old.requires_grad, new.requires_grad, "is now", ("frozen", "trained")
+                self._module_names, old.training, new.training, "switched to eval", "switched to train"
             )
-            changes += _flag_changes(
-                self._parameter_names, old.without_grad, new.without_grad, "now", ("has a .grad", "has no .grad")
-            )
+            for field, words in _PARAMETER_FLAGS.items():
+                changes += _flag_changes(self._parameter_names, getattr(old, field), getattr(new, field), *words)
         if old.settings != new.settings:
             changes.append("the settings of an optimizer changed")
         for name, before, after in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
@@ -207,6 +205,11 @@ class Signer:
         return ", ".join(changes) or "nothing"
 
 
+# What is said of a parameter whose flag has become false, and true.
+_PARAMETER_FLAGS = {
+    "requires_grad": ("is now frozen", "is now trained"),
+    "without_grad": ("now has a .grad", "now has no .grad"),
+}
 _SURROUNDINGS = (
     "gradients enabled",
     "inference mode",
@@ -275,14 +278,9 @@ def _constant(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, tuple) else leaf.__name__
 
 
-def _flag_changes(
-    names: list[str], old: tuple[bool, ...], new: tuple[bool, ...], verb: str, words: tuple[str, str]
-) -> list[str]:
-    changed = [k for k, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-    if not changed:
-        return []
-    first = f"{names[changed[0]]} {verb} {words[new[changed[0]]]}"
-    return [first if len(changed) == 1 else f"{first} (and {len(changed) - 1} more)"]
+def _flag_changes(names: list[str], old: tuple[bool, ...], new: tuple[bool, ...], *words: str) -> list[str]:
+    changed = [f"{n} {words[b]}" for n, a, b in zip(names, old, new, strict=True) if a != b]
+    return [changed[0] + (f" (and {len(changed) - 1} more)" if changed[1:] else "")] if changed else []
 
 
 def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -293,14 +291,3 @@ def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     ]
-
-
-def signature_of(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Signature:
-    """The signature of one call; a ``Signer`` does the same at far less cost for many calls of one step."""
-    return Signer(step, models, optimizers)(args, kwargs)
