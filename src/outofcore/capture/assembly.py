@@ -103,7 +103,7 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
         return tuple(dict.fromkeys(storage[s] for s in old))
 
     def renumbered(call: Call) -> Call:
-        args, kwargs = map_leaves((call.args, call.kwargs), Ref, lambda ref: Ref(value[ref.value]))
+        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: Ref(value[ref.value]), Ref)
         results = tuple(None if result is None else value[result] for result in call.results)
         return replace(call, args=args, kwargs=kwargs, results=results)
 

@@ -19,7 +19,7 @@ from torch import nn
 from outofcore._torch_internals import FakeTensor
 from outofcore.capture.lazy import lazy_modules
 from outofcore.capture.provenance import join, module_paths, where_defined, where_set
-from outofcore.capture.tables import tensors_in
+from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError
 
 
@@ -288,7 +288,7 @@ class Guard:
             )
 
     def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
-        made = next((line for tensor in tensors_in(held) if (line := self._source(tensor))), "")
+        made = next((line for tensor in leaves_in(held) if (line := self._source(tensor))), "")
         return self._refusal(
             f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
             "register it as a buffer of the model, or return it from the step",

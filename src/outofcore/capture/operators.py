@@ -16,7 +16,7 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
 from outofcore.capture.captured import Ref, Value
-from outofcore.capture.tables import map_tensors
+from outofcore.capture.tables import map_leaves
 
 # Operators that write all of their first argument and do not look at what it held. Of its other
 # arguments nothing is said here: where one of them aliases the first, it is read in its own right.
@@ -334,7 +334,7 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
 
     enabled = torch.is_grad_enabled()
     with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
-        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_tensors(given, zeros))
+        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_leaves(given, zeros))
     workspace = real[3] if len(real) > 3 else None
     results[3] = None if workspace is None else torch.empty(workspace.numel(), dtype=workspace.dtype)
     return results

@@ -40,7 +40,7 @@ from outofcore.capture.optimizers import (
 from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import refusal
-from outofcore.capture.tables import Tables, leaves_in, tensors_in
+from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB, MIB
@@ -176,7 +176,7 @@ class StateLayouts:
                     raise self._hidden(f"under the key {name!r}, which is not text,")
                 if value.device == self._device:
                     found[name] = shape_of(value)
-            elif tensors_in(value):
+            elif leaves_in(value):
                 raise self._hidden(f"inside a {type(value).__name__} in its state {name!r}")
         return found
 

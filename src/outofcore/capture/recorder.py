@@ -29,7 +29,7 @@ from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
 from outofcore.capture.substitute import Substitute
-from outofcore.capture.tables import Tables, covers, describe, map_tensors, tensors_in
+from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
 
@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
         tables = self._tables
         named = operators.by_name(func, args, kwargs)
         written = operators.written_arguments(func, named)
-        given = [(argument, tensor) for argument, item in named.items() for tensor in tensors_in(item)]
+        given = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
         for _, tensor in given:
             self._check(tensor)
         # Taken before the call: in-place views such as t_() change what their argument is.
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         if not creates and not mutates:
             return result
 
-        call_args, call_kwargs = map_tensors((args, kwargs), lambda tensor: refs[id(tensor)])
+        call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
         name = str(func)
         tables.append(
             name,

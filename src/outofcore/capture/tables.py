@@ -146,44 +146,28 @@ def covers(value: Value, count: int) -> bool:
     return True
 
 
-def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
     """``tree`` with each leaf of a kind in it, inside lists, tuples and dicts too, replaced."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):
-        return [map_leaves(item, kind, change) for item in tree]
+        return [map_leaves(item, change, kind) for item in tree]
     if isinstance(tree, tuple):
-        items = [map_leaves(item, kind, change) for item in tree]
+        items = [map_leaves(item, change, kind) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
     if isinstance(tree, dict):
-        return {key: map_leaves(item, kind, change) for key, item in tree.items()}
+        return {key: map_leaves(item, change, kind) for key, item in tree.items()}
     return tree
 
 
-def leaves_in(tree: Any, kind: type[Any]) -> list[Any]:
+def leaves_in(tree: Any, kind: type[Any] = torch.Tensor) -> list[Any]:
     """The leaves of a kind in a tree of lists, tuples, sets and dicts, in order."""
-    found: list[Any] = []
-    pending: list[Any] = [tree]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, kind):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(reversed(item))
-        elif isinstance(item, set | frozenset):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(reversed(list(item.values())))
-    return found
-
-
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``tree`` with each tensor in it replaced; see ``map_leaves``."""
-    return map_leaves(tree, torch.Tensor, change)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree; see ``leaves_in``."""
-    return leaves_in(tree, torch.Tensor)
+    if isinstance(tree, kind):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple | set | frozenset):
+        return []
+    return [leaf for item in tree for leaf in leaves_in(item, kind)]

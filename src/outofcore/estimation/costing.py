@@ -11,7 +11,7 @@ here; no workspace is assumed; caches do not help; tensor cores reach their shar
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from outofcore._torch_internals import tree_flatten, tree_unflatten
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.passes import leanest
 from outofcore.capture.step import capture_step
+from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend
@@ -229,13 +230,5 @@ def _number(dtypes: list[torch.dtype], work: Work) -> Number:
 
 def _values_of(call: Call) -> list[int]:
     """The values that a call is given and gives back, each once."""
-    given = _refs((call.args, tuple(call.kwargs.values())))
+    given = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
     return list(dict.fromkeys([*given, *(value for value in call.results if value is not None)]))
-
-
-def _refs(argument: Any) -> Iterator[int]:
-    if isinstance(argument, Ref):
-        yield argument.value
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from _refs(item)

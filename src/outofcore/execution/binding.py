@@ -178,7 +178,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
             def to_tensor(ref: Ref, blocks: dict[int, Block] = blocks) -> torch.Tensor:
                 return binder.tensor(ref.value, blocks[captured.values[ref.value].storage])
 
-            args, kwargs = map_leaves((call.args, call.kwargs), Ref, to_tensor)
+            args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
             draws = Draws.FREELY
             if op.id in random_again:
                 draws = Draws.AGAIN if instruction.again else Draws.FIRST
