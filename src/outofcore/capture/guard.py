@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from outofcore._torch_internals import FakeTensor
 from outofcore.capture.lazy import lazy_modules
-from outofcore.capture.provenance import join, module_paths, where_defined, where_set
+from outofcore.capture.provenance import codes_of, join, module_paths, where_defined, where_set
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError
 
@@ -51,7 +51,7 @@ def variables_of(step: Callable[..., Any]) -> list[Variable]:
             if not _is_empty(cell):
                 read, write = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
                 found.append(Variable(name, read, write, cell.cell_contents))
-        for name in dict.fromkeys(_names(code)):
+        for name in dict.fromkeys(name for each in codes_of(code) for name in each.co_names):
             if name in module:
                 found.append(Variable(name, partial(module.get, name), partial(module.__setitem__, name), module[name]))
     return found
@@ -80,13 +80,6 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
             return
         yield function
         step = getattr(function, "__wrapped__", None)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_empty(cell: CellType) -> bool:

@@ -220,8 +220,7 @@ class _Pending:
 
     place: int  # in ``Tables.ops``
     optimizer: int
-    members: list[tuple[int, Mirrored]]  # group, parameter
-    grads: list[int | None]  # values
+    members: Sequence[_Member]
 
 
 class StepRecorder:
@@ -286,33 +285,29 @@ class StepRecorder:
 
     def _record(self, index: int) -> None:
         optimizer = self._optimizers[index]
-        members = [
-            (group_index, self._by_real[id(parameter)])
-            for group_index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if not is_lazy(parameter)  # of a module that was not called
+        found: list[_Member] = [
+            (number, state, self._gradient(state))
+            for number, group in enumerate(optimizer.param_groups)
+            for state in [self._by_real[id(p)] for p in group["params"] if not is_lazy(p)]  # else it was not called
         ]
-        found = [(group, state, self._gradient(state)) for group, state in members]
         if not updates_each_alone(optimizer):
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
             return
-        parameters = [state.real for _, state in members]
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
-        for member, parameter in zip(found, parameters, strict=True):
-            group, state, grad = member
+        for group, state, grad in found:
             if grad is None:
                 continue
             if _bytes(state) >= SMALL_BYTES:
-                self._append(index, [member])
+                self._append(index, [(group, state, grad)])
                 continue
-            key = group, bool(optimizer.state.get(parameter))
+            key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
             if sum(_bytes(other) for _, other, _ in chunk) + _bytes(state) > CHUNK_BYTES:
                 self._append(index, chunk)
                 chunk = small[key] = []
-            chunk.append(member)
+            chunk.append((group, state, grad))
         for chunk in small.values():
             self._append(index, chunk)
 
@@ -342,8 +337,7 @@ class StepRecorder:
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        members = [(group, state) for group, state, _ in chunk]
-        self._pending.append(_Pending(place, index, members, [grad for _, _, grad in chunk]))
+        self._pending.append(_Pending(place, index, chunk))
 
     def finish(self) -> None:
         """Find out the state of every update recorded and complete its op; to be called outside of all modes.
@@ -363,15 +357,15 @@ class StepRecorder:
         self, pending: _Pending, layouts: StateLayouts, known: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
         optimizer = self._optimizers[pending.optimizer]
-        reals = [(group, state.real) for group, state in pending.members]
-        grads = [None if g is None else shape_of(self._tables.values[g]) for g in pending.grads]
+        reals = [(group, state.real) for group, state, _ in pending.members]
+        grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
         if updates_each_alone(optimizer):
             found = [layouts.learn([real], [grad])[0] for real, grad in zip(reals, grads, strict=True)]
         else:
             found = layouts.learn(reals, grads)
         members: list[Member] = []
         values: list[list[int]] = []
-        for (group, state), names in zip(pending.members, found, strict=True):
+        for (group, state, _), names in zip(pending.members, found, strict=True):
             own: list[int] = []
             for name, shape in names.items():
                 key = (pending.optimizer, id(state.real), name)
@@ -402,8 +396,8 @@ class StepRecorder:
 
     def _complete(self, pending: _Pending, update: OptimizerUpdate, states: list[list[int]]) -> None:
         values = self._tables.values
-        params = [state.value for _, state in pending.members]
-        grads = [None if grad is None else Ref(grad) for grad in pending.grads]
+        params = [state.value for _, state, _ in pending.members]
+        grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
         args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
         rehearsal = Rehearsal(update)
         written = [*params, *(value for own in states for value in own)]

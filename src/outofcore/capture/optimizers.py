@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from outofcore._torch_internals import mark_optimizer_called, plain_optimizer_step, without_hooks
+from outofcore._torch_internals import plain_optimizer_step, without_hooks
 from outofcore.errors import StateError
 
 # Elements of a piece: 1 MiB of each tensor in float32.
@@ -125,11 +125,6 @@ class Member:
     parameter: torch.Tensor
     group: int
     names: tuple[str, ...]
-
-
-def mark_stepped(optimizer: Optimizer) -> None:
-    """Do the bookkeeping of ``optimizer.step()`` that learning-rate schedulers look at; to be called once a step."""
-    mark_optimizer_called(optimizer)
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:

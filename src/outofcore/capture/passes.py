@@ -208,33 +208,19 @@ def together(captured: Captured) -> Captured:
 
     An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
     """
-    pairs: list[tuple[Op, Call]] = []
-    row: list[int] = []
-    updates: list[OptimizerUpdate] = []
-
-    def end_row() -> None:
-        if row:
-            pairs.append(_joined(captured, row, updates))
-            row.clear()
-            updates.clear()
-
-    for op, call in zip(captured.graph.ops, captured.calls, strict=True):
-        update = _update(captured, op.id)
-        if update is None or (updates and not _follows(updates, update)):
-            end_row()
-        if update is None:
-            pairs.append((op, call))
+    rows: list[list[tuple[Op, Call]]] = []
+    for pair in zip(captured.graph.ops, captured.calls, strict=True):
+        if rows and _follows(rows[-1], pair):
+            rows[-1].append(pair)
         else:
-            row.append(op.id)
-            updates.append(update)
-    end_row()
-    return _with_ops(captured, pairs)
+            rows.append([pair])
+    return _with_ops(captured, map(_joined, rows))
 
 
-def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
+def _update(op: Op, call: Call) -> OptimizerUpdate | None:
     """What an op updates, if it is an update of one parameter after another."""
-    update = captured.calls[op].func
-    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or captured.graph.ops[op].random:
+    update = call.func
+    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
         return None
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
@@ -247,22 +233,25 @@ def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
     return update
 
 
-def _follows(row: Sequence[OptimizerUpdate], update: OptimizerUpdate) -> bool:
-    known = [member for each in row for member in each.members]
-    if update.optimizer is not row[0].optimizer or update.is_first() != row[0].is_first():
+def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call]) -> bool:
+    """Whether an op and those in a row before it may be one update."""
+    first, update = _update(*row[0]), _update(*pair)
+    if first is None or update is None or update.optimizer is not first.optimizer:
+        return False
+    if update.is_first() != first.is_first():
         return False  # those that have yet to make their state ask for other memory
+    known = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
     # A parameter that is updated twice has a second update of its own.
     if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
         return False
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= TOGETHER_BYTES
 
 
-def _joined(captured: Captured, row: Sequence[int], updates: Sequence[OptimizerUpdate]) -> tuple[Op, Call]:
+def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(row) == 1:
-        return captured.graph.ops[row[0]], captured.calls[row[0]]
-    parts = [captured.graph.ops[each] for each in row]
-    calls = [captured.calls[each] for each in row]
-    update = OptimizerUpdate.joined(updates)
+        return row[0]
+    parts, calls = [op for op, _ in row], [call for _, call in row]
+    update = OptimizerUpdate.joined([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     args = tuple([item for call in calls for item in call.args[place]] for place in range(3))
     rehearsal = Rehearsal(update)
     call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)

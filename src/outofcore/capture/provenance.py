@@ -74,7 +74,7 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
 def where_set(name: str, functions: Iterable[Any]) -> str:
     """The ``file:line`` at which one of some functions sets an attribute or a variable, or else names it; or empty."""
     named = ""
-    for code in [code for function in functions for code in _codes(function)]:
+    for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
             line = instruction.positions.lineno if instruction.positions else None
             if instruction.argval == name and line is not None and is_users_file(code.co_filename):
@@ -86,18 +86,18 @@ def where_set(name: str, functions: Iterable[Any]) -> str:
 
 def where_defined(function: Any) -> str:
     """The ``file:line`` at which a function begins; empty if it has no code in Python."""
-    code = next(_codes(function), None)
+    code = next(codes_of(function), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code and is_users_file(code.co_filename) else ""
 
 
-def _codes(function: Any) -> Iterator[CodeType]:
-    """The code of a function, with the functions inside of it."""
+def codes_of(function: Any) -> Iterator[CodeType]:
+    """The code of a function, or code itself, with that of the functions inside of it."""
     code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
     if isinstance(code, CodeType):
         yield code
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                yield from _codes(constant)
+                yield from codes_of(constant)
 
 
 def name_on_the_stack(tensor: torch.Tensor) -> str:

@@ -156,17 +156,12 @@ def _device_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.device:
     """Where the first parameter, buffer or argument is."""
-    for model in models:
-        for tensor in chain(model.parameters(), model.buffers()):
-            return tensor.device
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                return parameter.device
-    for leaf in tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.device
-    return CPU
+    tensors = chain(
+        (tensor for model in models for tensor in chain(model.parameters(), model.buffers())),
+        (parameter for o in optimizers for group in o.param_groups for parameter in group["params"]),
+        (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)),
+    )
+    return next((tensor.device for tensor in tensors), CPU)
 
 
 def _check_learning(
