@@ -106,11 +106,12 @@ def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, 
 def main(
     graphs: Annotated[Path | None, typer.Option(help="The folder of graph files that compare.py keeps.")] = None,
     technique: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
+    only: Annotated[str, typer.Option(help="Steps whose name contains this, such as 'slow' or '0.25'.")] = "",
     share: Annotated[list[float] | None, typer.Option(help="Of what a model needs in core.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that plan at once.")] = os.cpu_count() or 1,
 ) -> None:
     """Print the table, and write results/ablate.json."""
-    todo = list(cells(graphs, share or SHARES))
+    todo = [cell for cell in cells(graphs, share or SHARES) if only in cell[0]]
     asked = ["everything on", *(name for name in technique or TECHNIQUES if name != "everything on")]
     with ProcessPoolExecutor(jobs) as pool:
         running = {(name, cell[0]): pool.submit(planned, cell, name) for name in asked for cell in todo}

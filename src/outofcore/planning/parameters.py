@@ -40,6 +40,7 @@ class SearchParams:
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
         polish_tries: changes that it tries at most.
+        polish_runs: it makes no more changes than take as long as so many runs of the step: that many could win it back.
         polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves,
             and from the best candidate where that promised more than was kept.
         polish_rounds: how often it starts, from these in turn, each time with other draws.
@@ -63,6 +64,7 @@ class SearchParams:
     placed: int = 16
     polish_ops: int = 24_000
     polish_tries: int = 800
+    polish_runs: int = 200
     polish_starts: int = 1
     polish_rounds: int = 4
     annealing: int = 600

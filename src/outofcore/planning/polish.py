@@ -34,6 +34,8 @@ _OFFLOADED = (0.25, 0.6, 0.85, 0.9)
 _COMPUTED = (0.3, 0.7)
 # How often a gap that could be either is offloaded rather than computed again.
 _OFFLOADS = 0.7
+# Seconds that a change is taken to cost, of whatever machine.
+_TRY_SECONDS = 0.0015
 # A plan that is no further above the lower bound is good enough.
 _GOOD = 1.0005
 # How much slower a plan counts for each budget's worth of bytes by which its blocks stick out.
@@ -54,7 +56,8 @@ def polished(
         starts: plans to start from in turn; they need not fit.
         params: how hard to search.
     """
-    tries = min(params.polish_ops // max(len(problem.graph.ops), 1), params.polish_tries)
+    worthwhile = int(params.polish_runs * problem.costs.compute_seconds / _TRY_SECONDS)
+    tries = min(params.polish_ops // max(len(problem.graph.ops), 1), params.polish_tries, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
     if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
         return None

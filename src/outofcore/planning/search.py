@@ -23,12 +23,7 @@ import numpy as np
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import (
-    Candidate,
-    copy_weight,
-    decisions_again,
-    tuning_tries,
-)
+from outofcore.planning.candidates import Candidate, copy_weight, decisions_again, tuning_tries
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
@@ -52,8 +47,6 @@ _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
 _AMONG_BEST = 1.05
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
 _LENGTH, _LEAST_PLACED = 2000, 4
-# How many times as many candidates are placed where none fits.
-_STUBBORN = 1
 # How many candidates are repaired more generously where none fits.
 _FALLEN_BACK = 4
 # How often a plan without homes is made again with more bytes left free.
@@ -120,8 +113,10 @@ class _Search:
         """What does not stay is offloaded or computed again."""
         promised = inf
         for turn in range(1, self.params.rounds + 1):
+            before = self.candidates
             self._consider_all(f"round {turn}, " if turn > 1 else "")
             if not self.candidates:
+                self.candidates = before
                 break
             promised = min(promised, self.candidates[0].value)
             best = min((worth(self.costs, planned) for _, planned in self.planned), default=inf)
@@ -147,14 +142,15 @@ class _Search:
 
     def _consider_rest(self, kept: Choices) -> None:
         """In the first round everything; later what was among the best before."""
-        near = [how for how, value in self.values.items() if value <= min(self.values.values()) * _AMONG_BEST]
-        if not self.turn or any(how.startswith("relaxation") for how in near):
+        if not self.turn:
             self._ask_relaxation(kept)
-        if self.turn:
-            for share in [share for share in self.shares if _share_name(share) in near]:
-                self._share(kept, share)
-        else:
             self._try_shares(kept)
+            return
+        near = [how for how, value in self.values.items() if value <= min(self.values.values()) * _AMONG_BEST]
+        if any(how.startswith("relaxation") for how in near):
+            self._ask_relaxation(kept)
+        for share in [share for share in self.shares if _share_name(share) in near]:
+            self._share(kept, share)
 
     def _leave_free(self) -> None:
         """Leave so many more bytes free at each op, as far as it does, as the lowest blocks were too high."""
@@ -253,7 +249,7 @@ class _Search:
         for number, candidate in enumerate(candidates):
             enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
         best, made = inf, 0
-        while heap and heap[0][0] < best and made < (most if self.planned else self.params.placed * _STUBBORN):
+        while heap and heap[0][0] < best and made < (most if self.planned else self.params.placed):
             _, number, found, tried, candidate = heapq.heappop(heap)
             planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
             made += not tried.repeated

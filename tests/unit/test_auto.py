@@ -1,0 +1,219 @@
+"""``auto``: what it does on steps worked out by hand, and what holds of all its plans."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+from strategies import costs_for, graphs
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graphfile import read_graph
+from outofcore.planning import (
+    POLICIES,
+    QUICK,
+    SearchParams,
+    in_core_budget,
+    lower_bound_seconds,
+    plan_step,
+    plans_of_step,
+    smallest_budget,
+)
+from outofcore.planning.placing import room_for_large, worth
+from outofcore.planning.polish import polished
+from outofcore.planning.problem import Problem
+from outofcore.policies import Auto
+from outofcore.simulator import simulate
+from outofcore.validator import validate
+
+SIZE = 1 << 20
+INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances" / "small"
+LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+# With little of the local search, which takes most of the time.
+BRIEF = replace(SearchParams(), polish_tries=40)
+# What switches a technique off.
+OFF = {
+    "relaxations": 0,
+    "shares": (),
+    "zooms": 0,
+    "margins": (0.0,),
+    "slacks": (1.5,),
+    "passes": 1,
+    "tuned": 0,
+    "recompute_changes": 0.0,
+    "rounds": 1,
+    "polish_ops": 0,
+    "polish_starts": 0,
+    "annealing": 0,
+}
+
+
+def stack(layers: int) -> StepGraph:
+    """As many activations as layers, made one by one and used one by one in reverse."""
+    made = tuple(Op(i, "forward", (), (), (i,)) for i in range(layers))
+    used = tuple(Op(layers + i, "backward", (layers - 1 - i,), (), ()) for i in range(layers))
+    return StepGraph(tuple(Storage(i, SIZE, StorageKind.ACTIVATION) for i in range(layers)), made + used)
+
+
+def costs(graph: StepGraph, *homes: Home) -> Costs:
+    return Costs(tuple(OpCost(1.0) for _ in graph.ops), homes)
+
+
+def home(seconds: float, most: int | None = None) -> Home:
+    """A home to which one storage takes so many seconds, and from which it takes as many."""
+    return Home(f"{seconds} s", most, SIZE / seconds, SIZE / seconds)
+
+
+def chain(layers: int) -> StepGraph:
+    """Activations each made from the one before, and looked at again in reverse."""
+    ops = [Op(0, "layer", (), (), (0,))]
+    ops += [Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers)]
+    ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]
+    return StepGraph(tuple(Storage(i, SIZE, StorageKind.ACTIVATION) for i in range(layers)), tuple(ops))
+
+
+def test_no_stall_where_the_link_keeps_up() -> None:
+    """Eight activations in the room of four: four leave while others are made, and come back in time."""
+    graph = stack(8)
+    given_ = costs(graph, home(1.0))
+    planned = plan_step(graph, given_, 4 * SIZE, params=BRIEF)
+    assert planned.timeline.step_seconds == pytest.approx(given_.compute_seconds, rel=0.15)
+    assert planned.program.arena_bytes <= 4 * SIZE
+
+
+def test_two_links_carry_what_one_cannot() -> None:
+    """Each link alone is too slow by half; side by side they do."""
+    graph = stack(16)
+    one, two = costs(graph, home(2.0)), costs(graph, home(2.0), home(2.0))
+    alone = plan_step(graph, one, 4 * SIZE, params=BRIEF).timeline.step_seconds
+    planned = plan_step(graph, two, 4 * SIZE, params=BRIEF)
+    validate(graph, planned.program, 4 * SIZE, two)
+    assert planned.timeline.step_seconds < alone
+    assert {d.home for d in planned.plan.decisions} == {0, 1}
+    both, bound = lower_bound_seconds(graph, two, 4 * SIZE), lower_bound_seconds(graph, one, 4 * SIZE)
+    assert both is not None and bound is not None
+    assert both <= bound <= alone * (1 + 1e-9)
+
+
+def test_what_a_full_home_cannot_hold_goes_to_the_other() -> None:
+    graph = stack(8)
+    given_ = costs(graph, home(0.5, 2 * SIZE), home(0.6))
+    planned = plan_step(graph, given_, 4 * SIZE, params=BRIEF)
+    validate(graph, planned.program, 4 * SIZE, given_)
+    assert sum(d.home == 0 for d in planned.plan.decisions) <= 2
+    assert any(d.home == 1 for d in planned.plan.decisions)
+
+
+def test_plans_come_best_first_and_say_what_they_were_chosen_from(caplog: pytest.LogCaptureFixture) -> None:
+    graph = chain(10)
+    given_ = costs(graph, home(3.0))
+    with caplog.at_level(logging.DEBUG, logger="outofcore.planning"):
+        found = list(plans_of_step(graph, given_, 5 * SIZE, params=BRIEF))
+    values = [worth(given_, planned) for planned in found[:-1]]  # the last one, with everything away, is a last resort
+    assert len(found) > 1
+    assert values[0] == min(values)
+    for planned in found:
+        validate(graph, planned.program, 5 * SIZE, given_)
+    chosen = [outcome for outcome in found[0].candidates if outcome.verdict == "chosen"]
+    assert [outcome.plan for outcome in chosen] == [found[0].plan]
+    assert chosen[0].seconds == found[0].timeline.step_seconds
+    for outcome in found[0].candidates:
+        assert outcome.verdict and (outcome.seconds is not None or outcome.arena_bytes > 5 * SIZE)
+        assert outcome.how in caplog.text
+
+
+@pytest.mark.parametrize("technique", sorted(OFF))
+def test_each_technique_can_be_switched_off(technique: str) -> None:
+    graph = chain(8)
+    params = replace(BRIEF, **{technique: OFF[technique]})
+    for given_ in (costs(graph, home(3.0)), costs(graph)):
+        planned = plan_step(graph, given_, 5 * SIZE, Auto(params))
+        validate(graph, planned.program, 5 * SIZE, given_)
+
+
+def test_every_technique_is_documented() -> None:
+    assert SearchParams.__doc__ is not None
+    assert all(f"        {field.name}: " in SearchParams.__doc__ for field in fields(SearchParams))
+    assert set(OFF) <= {field.name for field in fields(SearchParams)}
+
+
+def test_what_is_polished_is_valid_and_quicker_and_the_same_each_time() -> None:
+    graph = chain(8)
+    given_ = costs(graph, home(3.0))
+    budget = smallest_budget(graph, given_) + SIZE
+    start = plan_step(graph, given_, budget, "offload-all")
+    problem = Problem.of(graph, given_, room_for_large(graph, given_, budget))
+    better = polished(problem, budget, start, [start.plan], SearchParams())
+    assert better is not None
+    assert better.timeline.step_seconds < start.timeline.step_seconds
+    validate(graph, better.program, budget, given_)
+    assert polished(problem, budget, start, [start.plan], SearchParams()) == better
+
+
+def test_a_tiny_step_is_not_polished_for_longer_than_its_runs_could_win_back() -> None:
+    graph = chain(8)
+    quick = Costs(tuple(OpCost(1e-7) for _ in graph.ops), (Home("host", None, 3e12, 3e12),))
+    budget = smallest_budget(graph, quick) + SIZE
+    start = plan_step(graph, quick, budget, "offload-all")
+    problem = Problem.of(graph, quick, room_for_large(graph, quick, budget))
+    assert polished(problem, budget, start, [start.plan], SearchParams()) is None
+
+
+@pytest.mark.parametrize("name", ["chain-inplace-slow", "residual-none", "unet-none"])
+def test_plans_are_near_the_proved_optimum(name: str) -> None:
+    file = read_graph(INSTANCES / f"{name}.json")
+    for known in json.loads((INSTANCES / "optimum.json").read_text(encoding="utf-8"))[name]:
+        planned = plan_step(file.graph, file.costs, known["budget"])
+        assert planned.timeline.step_seconds <= known["lower_seconds"] * 1.05
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[StepGraph, Costs, int]:
+    """A graph, costs with homes that may be small, and a budget below what everything takes."""
+    graph = draw(graphs())
+    given_ = draw(costs_for(graph))
+    everything = sum(s.bytes for s in graph.storages)
+    sizes = st.one_of(st.none(), st.integers(0, everything))
+    given_ = replace(given_, homes=tuple(replace(place, bytes=draw(sizes)) for place in given_.homes))
+    smallest, most = smallest_budget(graph, given_), in_core_budget(graph, given_)
+    return graph, given_, draw(st.integers(smallest, max(smallest, most - 1)))
+
+
+@settings(LIMITS, max_examples=150)
+@given(tasks())
+def test_every_plan_is_valid_whatever_the_homes_hold(task: tuple[StepGraph, Costs, int]) -> None:
+    graph, given_, budget = task
+    try:
+        planned = plan_step(graph, given_, budget, params=QUICK)
+    except BudgetError:
+        event("no plan")
+        return
+    validate(graph, planned.program, budget, given_)
+    assert planned.timeline == simulate(graph, given_, planned.program)
+    bound = lower_bound_seconds(graph, given_, budget)
+    assert bound is not None
+    assert bound <= planned.timeline.step_seconds * (1 + 1e-9)
+
+
+@settings(LIMITS, max_examples=20)
+@given(st.data())
+def test_auto_is_hardly_ever_slower_than_another_policy(data: st.DataObject) -> None:
+    graph = data.draw(graphs(max_layers=2))
+    given_ = data.draw(costs_for(graph))
+    smallest, everything = smallest_budget(graph, given_), in_core_budget(graph, given_)
+    assume(smallest < everything)
+    budget = data.draw(st.integers(smallest, everything - 1))
+    auto = plan_step(graph, given_, budget, params=BRIEF)
+    for policy in POLICIES:
+        try:
+            other = plan_step(graph, given_, budget, policy)
+        except BudgetError:
+            continue
+        assert auto.timeline.step_seconds <= other.timeline.step_seconds * 1.1, policy
