@@ -47,13 +47,25 @@ class Ending:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: Ending) -> Captured:
-    """The capture, with the storages and values that no op and no result uses left out."""
+    """The capture, with the storages and values that no op and no result uses left out.
+
+    Raises:
+        CaptureError: the step has to do with a gradient from before it and leaves another.
+    """
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _wanted(tables.ops, outputs)
     touched = {s for op, _ in traced for s in op.touched} | set(outputs)
     kept, places = _states(tables, mirror, optimizer_states, ending, touched)
-    _check_gradients(kept, [places[parameter] for parameter in ending.gradients])
+    keys = {binding.key for binding in kept}
+    for key in (kept[places[parameter]].key for parameter in ending.gradients):
+        # One name cannot be both.
+        if f"{key}.grad" in keys:
+            raise CaptureError(
+                f"the step uses the gradient that {key} had before it, and leaves another one in its place: clear "
+                "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
+                "the step as an argument"
+            )
     storages = tuple(Storage(index, s.bytes, s.kind, s.name) for index, s in enumerate(tables.storages))
     return compacted(
         Captured(
@@ -127,26 +139,6 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
             replace(leaf, index=value[leaf.index]) if leaf.kind is LeafKind.VALUE else leaf for leaf in captured.outputs
         ),
     )
-
-
-def _check_gradients(states: Sequence[StateBinding], left: Iterable[int]) -> None:
-    """Refuse a step that has to do with a gradient from before it and leaves another: one name cannot be both.
-
-    Args:
-        states: of the capture.
-        left: the places of parameters whose gradients are left.
-
-    Raises:
-        CaptureError: it is such a step.
-    """
-    known = {binding.key for binding in states}
-    both = [states[place].key for place in left if f"{states[place].key}.grad" in known]
-    if both:
-        raise CaptureError(
-            f"the step uses the gradient that {both[0]} had before it, and leaves another one in its place: clear "
-            "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to the "
-            "step as an argument"
-        )
 
 
 def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int]) -> list[tuple[Op, Call]]:
@@ -235,10 +227,9 @@ def _check_flags(mirror: Mirror) -> None:
 
 def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
     """Copy what parameters and buffers are now into the storages that they had before the step."""
-    by_real = {id(state.real): state for state in mirror.states}
     moved: list[tuple[Mirrored, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
-        state, new = by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
+        state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
         if state is None or not isinstance(new, FakeTensor):
             raise CaptureError(
                 f"the step replaces the buffer {path} by {'nothing' if new is None else 'a tensor from outside'}: the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,33 +232,21 @@ def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Call
     # Some kernels ask whether gradients are enabled, others call operators that autocast changes. As no
     # tensor of a replay requires a gradient, enabling them makes no graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
-        return WithGradients(func)
+        return Within(func, torch.enable_grad)
     if func._schema.name == "aten::_trilinear" and autocast is not None:
-        return WithAutocast(func, *autocast)
+        return Within(func, functools.partial(torch.autocast, *autocast))
     return func
 
 
 @dataclass(frozen=True)
-class WithGradients:
-    """An operator called with gradients enabled."""
+class Within:
+    """An operator called in a context that ``enter`` makes."""
 
     func: OpOverload
+    enter: Callable[[], AbstractContextManager[Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
-            return self.func(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class WithAutocast:
-    """An operator called with autocast on."""
-
-    func: OpOverload
-    device_type: str
-    dtype: torch.dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, self.dtype):
+        with self.enter():
             return self.func(*args, **kwargs)
 
 

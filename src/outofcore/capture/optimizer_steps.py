@@ -181,17 +181,14 @@ class StateLayouts:
         return found
 
     def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
-        for name, value in shadow.__dict__.items():
-            if name not in {"state", "param_groups"} and leaves_in(value, FakeTensor):
-                raise self._hidden(f"in its attribute {name!r}")
+        known = {"state", "param_groups", *map(id, leaves)}
+        found = [(f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in known]
         for group in shadow.param_groups:
-            for name, value in group.items():
-                if name != "params" and leaves_in(value, FakeTensor):
-                    raise self._hidden(f"in its setting {name!r}")
-        known = {id(leaf) for leaf in leaves}
-        for key, value in shadow.state.items():
-            if id(key) not in known and leaves_in(value, FakeTensor):
-                raise self._hidden("in its state, but not of one of its parameters")
+            found += [(f"in its setting {name!r}", value) for name, value in group.items() if name != "params"]
+        others = [value for key, value in shadow.state.items() if id(key) not in known]
+        for where, value in (*found, ("in its state, but not of one of its parameters", others)):
+            if leaves_in(value, FakeTensor):
+                raise self._hidden(where)
 
     def _hidden(self, where: str) -> CaptureError:
         return CaptureError(
