@@ -24,7 +24,7 @@ from outofcore.capture.provenance import Provenance, users_part
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import translated
 from outofcore.capture.substitute import Substitute, average_counts, uncompiled
-from outofcore.capture.tables import Tables, source_of
+from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
 
 
@@ -126,7 +126,7 @@ def _captured(
 
         ending = read_ending(result, mirror, tables, guard, run)
         del result
-        guard.check(lambda tensor: source_of(tables, tensor))
+        guard.check(tables.source_of)
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()

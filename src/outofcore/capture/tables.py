@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -98,6 +99,11 @@ class Tables:
         """The index of the value that a fake tensor is."""
         return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """The user's line of the op that made the storage of a fake tensor; empty if none did."""
+        storage = self.known(tensor)
+        return next((op.source for op, _ in self.ops if storage in op.creates), "")
+
     def append(
         self,
         name: str,
@@ -118,12 +124,6 @@ class Tables:
         return len(self.ops) - 1
 
 
-def source_of(tables: Tables, tensor: torch.Tensor) -> str:
-    """The user's line of the op that made the storage of a fake tensor; empty if none did."""
-    storage = tables.known(tensor)
-    return next((op.source for op, _ in tables.ops if storage in op.creates), "")
-
-
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
     """A tensor as a window onto a storage, in a step that runs on ``device``."""
     offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type
@@ -133,10 +133,7 @@ def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
 
 def covers(value: Value, count: int) -> bool:
     """Whether the elements of a value are all the ``count`` bytes of its storage, each once."""
-    elements = 1
-    for size in value.shape:
-        elements *= size
-    if elements * value.dtype.itemsize != count or value.offset != 0:
+    if prod(value.shape) * value.dtype.itemsize != count or value.offset != 0:
         return False
     expected = 1
     for stride, size in sorted((t, s) for t, s in zip(value.stride, value.shape, strict=True) if s != 1):
