@@ -69,7 +69,7 @@ __all__ = [
     "is_compiled",
     "keystr",
     "let_device_idle",
-    "mark_optimizer_called",
+    "mark_stepped",
     "memory_of",
     "negative_view",
     "node_sequence_number",
@@ -149,8 +149,8 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
 
 
-def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
-    """Set what a learning-rate scheduler looks at to see that the optimizer has stepped before it."""
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Do the bookkeeping of ``optimizer.step()`` that learning-rate schedulers look at; to be called once a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

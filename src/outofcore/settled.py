@@ -23,12 +23,29 @@ from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import OpProfile, profile_some
 
 
+def settled_capture(first: Captured, capture: Callable[..., Captured], alignment: int) -> Captured | None:
+    """The settled step in its leanest form; None where it is the first step.
+
+    Args:
+        first: the step as traced for its first call.
+        capture: captures it anew, given ``gradients`` as for ``capture_step``.
+        alignment: of blocks below 64 KiB, in bytes.
+    """
+    gradients = gradients_from_now_on(first)
+    if not gradients and first.lazy is None:
+        return None
+    with first.lazy.applied() if first.lazy is not None else contextlib.nullcontext():
+        return leanest(capture(gradients=gradients)).aligned(alignment)
+
+
 def settled_step(
     first: Captured,
     capture: Callable[..., Captured],
     cache: Cache | None,
     backend: Backend,
     known: Mapping[str, OpProfile] | None = None,
+    *,
+    measure_time: bool = False,
 ) -> tuple[Captured, Costs] | None:
     """The settled step with the workspaces of its ops; None where it is the first step.
 
@@ -38,16 +55,15 @@ def settled_step(
         cache: where measurements are kept.
         backend: where the step runs.
         known: the profiles of families of ops that were measured.
+        measure_time: whether to measure the seconds of the other ops as well.
     """
-    gradients = gradients_from_now_on(first)
-    if not gradients and first.lazy is None:
+    settled = settled_capture(first, capture, backend.alignment)
+    if settled is None:
         return None
-    with first.lazy.applied() if first.lazy is not None else contextlib.nullcontext():
-        settled = leanest(capture(gradients=gradients)).aligned(backend.alignment)
     ops = settled.graph.ops
     found = {op.id: known[op.family] for op in ops if known and op.family in known}
     rest = [op.id for op in ops if op.id not in found]
-    found |= profile_some(settled, rest, measure_time=False, cache=cache, backend=backend)
+    found |= profile_some(settled, rest, measure_time=measure_time, cache=cache, backend=backend)
     return settled, Costs(tuple(_later_cost(found[op.id]) for op in ops))
 
 

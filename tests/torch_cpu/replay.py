@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from outofcore._torch_internals import result_leaves
-from outofcore.capture import Captured, LeafKind, OptimizerUpdate, Ref, StateOwner, mark_stepped
+from outofcore._torch_internals import mark_stepped, result_leaves
+from outofcore.capture import Captured, LeafKind, OptimizerUpdate, Ref, StateOwner
 from outofcore.capture.captured import Value
 from outofcore.graph import StorageKind
 

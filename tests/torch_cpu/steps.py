@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 import outofcore
 from outofcore import zoo
 from outofcore.capture import Captured
-from outofcore.capture.passes import capture_whole
+from outofcore.capture.passes import leanest
+from outofcore.capture.step import capture_step
 from outofcore.planning import in_core_budget
 
 ZOO: dict[str, dict[str, Any]] = {
@@ -191,4 +192,4 @@ def small_step(
 
 def captured_small_step(width: int = 64) -> Captured:
     step, model, optimizer = small_step(width)
-    return capture_whole(step, [model], [optimizer], (torch.ones(8, 32),), {})
+    return leanest(capture_step(step, [model], [optimizer], (torch.ones(8, 32),), {}))

@@ -60,6 +60,29 @@ def test_the_smallest_budget_holds_all_calls(ending: Callable[[Any], object]) ->
     compiled.close()
 
 
+def test_an_estimate_holds_all_calls() -> None:
+    model, optimizer, step = make(set_to_zero)
+    x = torch.randn(8, WIDTH)
+    found = outofcore.estimate(step, model, optimizer, inputs=(x,), policy="offload-all")
+    assert found.smallest_budget == outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
+    assert all(point.seconds is not None for point in found.points)
+
+
+def test_an_estimate_for_another_device_holds_all_calls() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def accumulate(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    x = torch.randn(8, WIDTH)
+    found = outofcore.estimate(accumulate, model, inputs=(x,), device="h100", policy="offload-all")
+    # A later call adds one gradient of a weight to another.
+    assert found.smallest_budget >= 2 * WIDTH * WIDTH * x.element_size()
+    assert {s.name for s in found.graph.storages if s.kind is StorageKind.GRADIENT} >= {"0.weight.grad"}
+
+
 def test_a_budget_for_the_first_call_alone_is_refused_before_it() -> None:
     model, optimizer, step = make(set_to_zero)
     x = torch.randn(8, WIDTH)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from outofcore.capture.passes import capture_whole
+from outofcore.capture.passes import leanest
+from outofcore.capture.step import capture_step
 from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.execution.native import load_native
 from outofcore.profiling import ops as profiling_ops
@@ -61,7 +62,7 @@ def test_an_op_that_fails_leaves_its_scope(raised: BaseException, monkeypatch: p
         layer.zero_grad()
         return loss
 
-    captured = capture_whole(step, [layer], [], (torch.ones(8, 64),), {})
+    captured = leanest(capture_step(step, [layer], [], (torch.ones(8, 64),), {}))
     if isinstance(raised, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             profile_ops(captured)

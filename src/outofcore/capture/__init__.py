@@ -29,7 +29,7 @@ from outofcore.capture.captured import (
     StateBinding,
     Value,
 )
-from outofcore.capture.optimizers import OptimizerUpdate, StateOwner, mark_stepped
+from outofcore.capture.optimizers import OptimizerUpdate, StateOwner
 from outofcore.capture.step import capture_step
 
 __all__ = [
@@ -45,5 +45,4 @@ __all__ = [
     "StateOwner",
     "Value",
     "capture_step",
-    "mark_stepped",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +18,15 @@ from outofcore.capture.captured import (
     OutputLeaf,
     Ref,
     StateBinding,
-    Value,
 )
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror, Mirrored
-from outofcore.capture.tables import Tables, TracedOp, covers, leaves_in, map_leaves
+from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
 from outofcore.errors import CaptureError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+
+# The fields of an op that name storages.
+_NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 
 
 @dataclass
@@ -45,105 +47,110 @@ class Ending:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: Ending) -> Captured:
-    """The capture, with the storages and values that no op and no result uses left out."""
+    """The capture, with the storages and values that no op and no result uses left out.
+
+    Raises:
+        CaptureError: the step has to do with a gradient from before it and leaves another.
+    """
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _wanted(tables.ops, outputs)
-    touched = {s for op in traced for s in (*op.reads, *op.mutates, *op.creates)} | set(outputs)
-
+    touched = {s for op, _ in traced for s in op.touched} | set(outputs)
     kept, places = _states(tables, mirror, optimizer_states, ending, touched)
-    _check_gradients(kept, [places[parameter] for parameter in ending.gradients])
-    inputs = [(entry.leaf, entry.value) for entry in mirror.inputs if tables.values[entry.value].storage in touched]
-    values = _Renumbered(_values_named(tables, traced, kept, inputs, ending))
-    storages = _Renumbered(touched | {tables.values[value].storage for value in values.old})
-
-    def remap(value: int) -> Value:
-        return replace(tables.values[value], storage=storages[tables.values[value].storage])
-
-    ops = tuple(
-        Op(
-            id=index,
-            name=op.name,
-            reads=storages.all(op.reads),
-            mutates=storages.all(op.mutates),
-            creates=storages.all(op.creates),
-            rerunnable=op.rerunnable,
-            random=op.random,
-            family=op.family,
-            module=op.module,
-            source=op.source,
-            discards=storages.all(op.discards),
+    keys = {binding.key for binding in kept}
+    for key in (kept[places[parameter]].key for parameter in ending.gradients):
+        # One name cannot be both.
+        if f"{key}.grad" in keys:
+            raise CaptureError(
+                f"the step uses the gradient that {key} had before it, and leaves another one in its place: clear "
+                "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
+                "the step as an argument"
+            )
+    storages = tuple(Storage(index, s.bytes, s.kind, s.name) for index, s in enumerate(tables.storages))
+    return compacted(
+        Captured(
+            graph=StepGraph(storages, tuple(op for op, _ in traced), tuple(outputs)),
+            calls=tuple(call for _, call in traced),
+            values=tuple(tables.values),
+            inputs=tuple(
+                InputBinding(entry.leaf, entry.value)
+                for entry in mirror.inputs
+                if tables.values[entry.value].storage in touched
+            ),
+            states=tuple(kept),
+            gradients_left=tuple(GradientLeft(places[p], value) for p, value in ending.gradients.items()),
+            gradients_cleared=tuple(places[p] for p in ending.cleared if p in places),
+            constants=tables.constants,
+            outputs=tuple(
+                replace(leaf, index=places[leaf.index]) if leaf.kind is LeafKind.STATE else leaf
+                for leaf in ending.leaves
+            ),
+            output_spec=ending.spec,
+            device=tables.device,
         )
-        for index, op in enumerate(traced)
-    )
-    graph = StepGraph(
-        storages=tuple(
-            Storage(new, tables.storages[old].bytes, tables.storages[old].kind, tables.storages[old].name)
-            for new, old in enumerate(storages.old)
-        ),
-        ops=ops,
-        outputs=tuple(dict.fromkeys(storages.all(outputs))),
-    )
-    graph.check()
-    return Captured(
-        graph=graph,
-        calls=tuple(_renumber_call(op.call, values) for op in traced),
-        values=tuple(remap(value) for value in values.old),
-        inputs=tuple(InputBinding(leaf, values[value]) for leaf, value in inputs),
-        states=tuple(replace(binding, value=values[binding.value]) for binding in kept),
-        gradients_left=tuple(GradientLeft(places[p], values[v]) for p, v in ending.gradients.items()),
-        gradients_cleared=tuple(places[p] for p in ending.cleared if p in places),
-        constants={storages[old]: tensor for old, tensor in tables.constants.items() if old in touched},
-        outputs=tuple(_renumber_leaf(leaf, values, places) for leaf in ending.leaves),
-        output_spec=ending.spec,
-        device=tables.device,
     )
 
 
-def _check_gradients(states: Sequence[StateBinding], left: Iterable[int]) -> None:
-    """Refuse a step that has to do with a gradient from before it and leaves another: one name cannot be both.
+def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> Captured:
+    """The same capture without unused storages and values, those that are left and the ops numbered in order.
 
     Args:
-        states: of the capture.
-        left: the places of parameters whose gradients are left.
-
-    Raises:
-        CaptureError: it is such a step.
+        captured: whatever numbers it has.
+        instead: for a storage that is to go the one that takes its place.
     """
-    known = {binding.key for binding in states}
-    both = [states[place].key for place in left if f"{states[place].key}.grad" in known]
-    if both:
-        raise CaptureError(
-            f"the step uses the gradient that {both[0]} had before it, and leaves another one in its place: clear "
-            "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to the "
-            "step as an argument"
-        )
+    graph, instead = captured.graph, instead or {}
+    named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
+    named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
+    for call in captured.calls:
+        named.update(result for result in call.results if result is not None)
+        named.update(ref.value for ref in leaves_in((call.args, call.kwargs), Ref))
+    value = {old: new for new, old in enumerate(sorted(named))}
+    used = {s for op in graph.ops for s in op.touched} | set(graph.outputs)
+    used |= {captured.values[old].storage for old in value}
+    storage = {old: new for new, old in enumerate(sorted({instead.get(s, s) for s in used}))}
+    left = tuple(replace(graph.storages[old], id=new) for old, new in storage.items())
+    storage |= {old: storage[instead[old]] for old in used if old in instead}
+
+    def numbers(old: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(storage[s] for s in old))
+
+    def renumbered(call: Call) -> Call:
+        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: Ref(value[ref.value]), Ref)
+        results = tuple(None if result is None else value[result] for result in call.results)
+        return replace(call, args=args, kwargs=kwargs, results=results)
+
+    ops = tuple(
+        replace(op, id=index, **{field: numbers(getattr(op, field)) for field in _NAMING_STORAGES})
+        for index, op in enumerate(graph.ops)
+    )
+    compact = StepGraph(left, ops, numbers(graph.outputs))
+    compact.check()
+    return replace(
+        captured,
+        graph=compact,
+        calls=tuple(map(renumbered, captured.calls)),
+        values=tuple(replace(captured.values[old], storage=storage[captured.values[old].storage]) for old in value),
+        inputs=tuple(replace(binding, value=value[binding.value]) for binding in captured.inputs),
+        states=tuple(replace(binding, value=value[binding.value]) for binding in captured.states),
+        gradients_left=tuple(replace(binding, value=value[binding.value]) for binding in captured.gradients_left),
+        constants={storage[old]: tensor for old, tensor in captured.constants.items() if old in storage},
+        exact={storage[old]: count for old, count in captured.exact.items() if old in storage},
+        outputs=tuple(
+            replace(leaf, index=value[leaf.index]) if leaf.kind is LeafKind.VALUE else leaf for leaf in captured.outputs
+        ),
+    )
 
 
-def _wanted(ops: Sequence[TracedOp], outputs: Sequence[int]) -> list[TracedOp]:
+def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int]) -> list[tuple[Op, Call]]:
     """The ops without those of PyTorch's own that do nothing but make what nobody looks at."""
     seen = set(outputs)
-    kept: list[TracedOp] = []
-    for op in reversed(ops):
+    kept: list[tuple[Op, Call]] = []
+    for op, call in reversed(ops):
         idle = op.name.startswith("aten.") and op.creates and not op.mutates and not op.random
         if not idle or not seen.isdisjoint(op.creates):
-            kept.append(op)
+            kept.append((op, call))
             seen.update(op.reads, op.mutates)
     return kept[::-1]
-
-
-class _Renumbered:
-    """Old numbers in order, each under its new number: its place."""
-
-    def __init__(self, old: Iterable[int]) -> None:
-        self.old = sorted(set(old))
-        self._new = {number: index for index, number in enumerate(self.old)}
-
-    def __getitem__(self, old: int) -> int:
-        return self._new[old]
-
-    def all(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._new[number] for number in numbers)
 
 
 def _states(
@@ -166,37 +173,6 @@ def _states(
             places[number] = len(bindings)
             bindings.append(StateBinding(entry.key, entry.kind, entry.real, entry.value))
     return bindings + list(optimizer_states), places
-
-
-def _values_named(
-    tables: Tables, ops: list[TracedOp], states: list[StateBinding], inputs: list[tuple[int, int]], ending: Ending
-) -> set[int]:
-    named = {binding.value for binding in states} | {value for _, value in inputs} | set(ending.gradients.values())
-    named |= {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.VALUE}
-    for op in ops:
-        named.update(result for result in op.call.results if result is not None)
-        named.update(ref.value for ref in leaves_in((op.call.args, op.call.kwargs), Ref))
-    return named
-
-
-def _renumber_call(call: Call, values: _Renumbered) -> Call:
-    def renumbered(ref: Ref) -> Ref:
-        return Ref(values[ref.value])
-
-    return replace(
-        call,
-        args=map_leaves(call.args, Ref, renumbered),
-        kwargs=map_leaves(call.kwargs, Ref, renumbered),
-        results=tuple(None if result is None else values[result] for result in call.results),
-    )
-
-
-def _renumber_leaf(leaf: OutputLeaf, values: _Renumbered, places: dict[int, int]) -> OutputLeaf:
-    if leaf.kind is LeafKind.VALUE:
-        return replace(leaf, index=values[leaf.index])
-    if leaf.kind is LeafKind.STATE:
-        return replace(leaf, index=places[leaf.index])
-    return leaf
 
 
 RunOp = Callable[..., torch.Tensor]
@@ -225,7 +201,7 @@ def check_inputs(mirror: Mirror, tables: Tables) -> None:
     Raises:
         CaptureError: the write would not be seen through the other one.
     """
-    written = {storage for op in tables.ops for storage in op.mutates}
+    written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.sharing_inputs().items():
         if storage in written:
             raise CaptureError(
@@ -251,10 +227,9 @@ def _check_flags(mirror: Mirror) -> None:
 
 def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
     """Copy what parameters and buffers are now into the storages that they had before the step."""
-    by_real = {id(state.real): state for state in mirror.states}
     moved: list[tuple[Mirrored, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
-        state, new = by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
+        state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
         if state is None or not isinstance(new, FakeTensor):
             raise CaptureError(
                 f"the step replaces the buffer {path} by {'nothing' if new is None else 'a tensor from outside'}: the "

@@ -9,7 +9,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from itertools import chain
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 
 from outofcore._torch_internals import FakeTensor
 from outofcore.capture.lazy import lazy_modules
-from outofcore.capture.provenance import join, module_paths, where_defined, where_set
-from outofcore.capture.tables import tensors_in
+from outofcore.capture.provenance import codes_of, join, module_paths, where_defined, where_set
+from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError
 
 
@@ -50,7 +51,7 @@ def variables_of(step: Callable[..., Any]) -> list[Variable]:
             if not _is_empty(cell):
                 read, write = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
                 found.append(Variable(name, read, write, cell.cell_contents))
-        for name in dict.fromkeys(_names(code)):
+        for name in dict.fromkeys(name for each in codes_of(code) for name in each.co_names):
             if name in module:
                 found.append(Variable(name, partial(module.get, name), partial(module.__setitem__, name), module[name]))
     return found
@@ -81,13 +82,6 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
         step = getattr(function, "__wrapped__", None)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
 def _is_empty(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
@@ -105,11 +99,34 @@ _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 @dataclass
 class _Kept:
-    """A dict of the user's, as it was: itself, a copy, and what it is to people."""
+    """A dict, list or set of the user's, as it was: what it is to people, itself, and a copy."""
 
     label: str
-    live: dict[Any, Any]
-    before: dict[Any, Any]
+    live: Any
+    before: Any
+
+    @classmethod
+    def of(cls, label: str, live: Any) -> _Kept:
+        return cls(label, live, live.copy())
+
+    def has_changed(self) -> bool:
+        live, before = self.live, self.before
+        if len(live) != len(before):
+            return True
+        if isinstance(live, dict):
+            return any(live.get(name, live) is not value for name, value in before.items())
+        if isinstance(live, list):
+            return any(new is not old for new, old in zip(live, before, strict=True))
+        return any(item not in before for item in live)
+
+    def put_back(self) -> None:
+        if not self.has_changed():
+            return
+        if isinstance(self.live, list):
+            self.live[:] = self.before
+        else:
+            self.live.clear()
+            self.live.update(self.before)
 
 
 class Guard:
@@ -127,30 +144,20 @@ class Guard:
         self._step = step
         self._paths = module_paths(models)
         self._lazy = {id(module) for module in lazy_modules(models)}
-        modules = {id(module): module for model in models for module in model.modules()}
-        self._modules = list(modules.values())
-        self._attributes = [
-            _Kept(self._paths[id(m)] or type(m).__name__, m.__dict__, dict(m.__dict__)) for m in self._modules
-        ]
-        self._tables = [
-            [_Kept(name, m.__dict__[name], dict(m.__dict__[name])) for name in _OWN_TABLES] for m in self._modules
-        ]
+        self._modules = list({id(module): module for model in models for module in model.modules()}.values())
+        self._attributes = [_Kept.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules]
+        self._tables = [[_Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
         self._optimizers = list(optimizers)
-        self._optimizer_attributes = [dict(vars(optimizer)) for optimizer in optimizers]
-        self._optimizer_state = [
-            [(parameter, dict(entries)) for parameter, entries in optimizer.state.items() if isinstance(entries, dict)]
-            for optimizer in optimizers
-        ]
-        self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._groups = [[_Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
         self._variables, owner = variables_of(step), owner_of(step)
-        self._attributes_of_owner: list[_Kept] = []
-        if owner is not None:
-            self._attributes_of_owner.append(_Kept(type(owner).__name__, owner.__dict__, dict(owner.__dict__)))
+        self._owner = [] if owner is None else [_Kept.of(type(owner).__name__, owner.__dict__)]
         self._containers = [
-            (label, value, value.copy())
+            _Kept.of(label, value)
             for label, value in self._users_values()
             if type(value) in _CONTAINERS and len(value) <= _LOOK_THROUGH
         ]
+        self._others = [_Kept.of("", held) for o in optimizers for held in (vars(o), o.param_groups, o.state)]
+        self._others += [_Kept.of("", own) for o in optimizers for own in o.state.values() if isinstance(own, dict)]
 
     def __enter__(self) -> Guard:
         torch.clear_autocast_cache()
@@ -166,49 +173,19 @@ class Guard:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        tables = [table for tables in self._tables for table in tables]
-        for kept in (*self._attributes, *tables, *self._attributes_of_owner):
-            if _differs(kept.live, kept.before):
-                kept.live.clear()
-                kept.live.update(kept.before)
         for variable in self._variables:
             if variable.read() is not variable.before:
                 variable.write(variable.before)
-        for _, live, before in self._containers:
-            if _container_differs(live, before):
-                _refill(live, before)
-        self._restore_optimizers()
-
-    def _restore_optimizers(self) -> None:
-        for optimizer, attributes in zip(self._optimizers, self._optimizer_attributes, strict=True):
-            if _differs(vars(optimizer), attributes):
-                vars(optimizer).clear()
-                vars(optimizer).update(attributes)
-        for optimizer, states, groups in zip(self._optimizers, self._optimizer_state, self._groups, strict=True):
-            del optimizer.param_groups[len(groups) :]
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                if _differs(group, before):
-                    group.clear()
-                    group.update(before)
-            known = {id(parameter) for parameter, _ in states}
-            for parameter in [p for p in optimizer.state if id(p) not in known]:
-                del optimizer.state[parameter]
-            for parameter, entries in states:
-                live = optimizer.state[parameter]
-                if _differs(live, entries):
-                    live.clear()
-                    live.update(entries)
+        everything = (self._attributes, *self._tables, self._owner, self._containers, *self._groups, self._others)
+        for kept in chain.from_iterable(everything):
+            kept.put_back()
 
     def _users_values(self) -> Iterator[tuple[str, Any]]:
         for kept in self._attributes:
-            for name, value in kept.before.items():
-                if name not in _OWN_TABLES:
-                    yield f"{kept.label}.{name}", value
-        for kept in self._attributes_of_owner:
-            for name, value in kept.before.items():
-                yield f"{kept.label}.{name}", value
-        for variable in self._variables:
-            yield variable.label, variable.before
+            yield from ((f"{kept.label}.{name}", v) for name, v in kept.before.items() if name not in _OWN_TABLES)
+        for kept in self._owner:
+            yield from ((f"{kept.label}.{name}", v) for name, v in kept.before.items())
+        yield from ((variable.label, variable.before) for variable in self._variables)
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
         """Buffers that the step replaced by other tensors: path, the old tensor, and what stands there now."""
@@ -233,14 +210,14 @@ class Guard:
         self._source = source
         for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True):
             self._check_module(module, kept, tables)
-        for kept in self._attributes_of_owner:
+        for kept in self._owner:
             for name, new in kept.live.items():
                 self._check_left(f"{kept.label}.{name}", kept.before.get(name), new)
         for variable in self._variables:
             self._check_left(variable.label, variable.before, variable.read())
-        for label, live, before in self._containers:
-            if _holds_fake(live) or (isinstance(live, list) and len(live) != len(before)):
-                raise self._left_behind(label, "a list, dict or set that the step adds to", live)
+        for kept in self._containers:
+            if _holds_fake(kept.live) or (isinstance(kept.live, list) and len(kept.live) != len(kept.before)):
+                raise self._left_behind(kept.label, "a list, dict or set that the step adds to", kept.live)
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(
@@ -248,7 +225,8 @@ class Guard:
                     "step; add it before the step",
                     "add_param_group",
                 )
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
+            for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                before = kept.before
                 if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
                     raise self._refusal(
                         f"the step changes the settings of {type(optimizer).__name__}: the change would happen once "
@@ -264,8 +242,9 @@ class Guard:
 
     def _check_module(self, module: nn.Module, kept: _Kept, tables: list[_Kept]) -> None:
         parameters, buffers, children = tables
-        if _differs(parameters.live, parameters.before) or _differs(children.live, children.before):
-            name = next((n for table in (parameters, children) for n in _changed(table)), "")
+        if parameters.has_changed() or children.has_changed():
+            both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
+            name = next((name for live, before, name in both if live.get(name) is not before.get(name)), "")
             raise self._refusal(
                 f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old "
                 "one; change the parameter in place, under torch.no_grad()",
@@ -302,7 +281,7 @@ class Guard:
             )
 
     def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
-        made = next((line for tensor in tensors_in(held) if (line := self._source(tensor))), "")
+        made = next((line for tensor in leaves_in(held) if (line := self._source(tensor))), "")
         return self._refusal(
             f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
             "register it as a buffer of the model, or return it from the step",
@@ -320,45 +299,14 @@ class Guard:
         return CaptureError(f"{where}: {text}" if where else text, where)
 
 
-def _changed(table: _Kept) -> list[str]:
-    names = dict.fromkeys((*table.before, *table.live))
-    return [name for name in names if table.live.get(name) is not table.before.get(name)]
-
-
 def _holds_fake(value: Any) -> bool:
-    if isinstance(value, FakeTensor):
-        return True
-    if isinstance(value, list | tuple | set) and len(value) <= _LOOK_THROUGH:
-        return any(isinstance(item, FakeTensor) for item in value)
-    if isinstance(value, dict) and len(value) <= _LOOK_THROUGH:
-        return any(isinstance(item, FakeTensor) for item in value.values())
-    return False
-
-
-def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return len(live) != len(before) or any(live.get(name, live) is not value for name, value in before.items())
+    if isinstance(value, list | tuple | set | dict) and len(value) <= _LOOK_THROUGH:
+        return any(isinstance(item, FakeTensor) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, FakeTensor)
 
 
 def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, (*_PLAIN, tuple)) and one == other)
-
-
-def _container_differs(live: Any, before: Any) -> bool:
-    if isinstance(live, dict):
-        return _differs(live, before)
-    if len(live) != len(before):
-        return True
-    if isinstance(live, list):
-        return any(new is not old for new, old in zip(live, before, strict=True))
-    return any(item not in before for item in live)
-
-
-def _refill(live: Any, before: Any) -> None:
-    if isinstance(live, list):
-        live[:] = before
-    else:
-        live.clear()
-        live.update(before)
 
 
 def _numpy_state() -> Any:

@@ -104,9 +104,10 @@ class Mirror:
             (self._lazy if is_lazy(entry[3]) else found).setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
-            self.fakes[id(real)] = self._fake(name, real)
+            fake = self.fakes[id(real)] = self._fake(name, real)
             if id(real) in self._assumed:
-                self._assume(self.fakes[id(real)], self._assumed[id(real)])
+                gradient = self._assumed[id(real)]
+                fake.grad = None if gradient is None else self._empty(gradient)
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
             self._add_state(key, name, kind, real)
@@ -129,24 +130,19 @@ class Mirror:
                 f"{name} is a part of a larger tensor on {real.device}, and the step runs on {device}: what shares "
                 f"memory there would not share it here; move the model first: model.to({str(device)!r})"
             )
-        with self._mode, torch.no_grad():
-            moved = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-            if isinstance(real, nn.Parameter):
+        moved = self._empty(real)
+        if isinstance(real, nn.Parameter):
+            with self._mode, torch.no_grad():
                 moved = nn.Parameter(moved, requires_grad=real.requires_grad)
-            if real.grad is not None:
-                moved.grad = torch.empty_strided(
-                    real.grad.shape, real.grad.stride(), dtype=real.grad.dtype, device=device
-                )
+        if real.grad is not None:
+            moved.grad = self._empty(real.grad)
         return moved
 
-    def _assume(self, fake: torch.Tensor, gradient: Value | None) -> None:
-        """Give the fake of a parameter the gradient that it is taken to have."""
-        fake.grad = None
-        if gradient is not None:
-            with self._mode, torch.no_grad():
-                fake.grad = torch.empty_strided(
-                    gradient.shape, gradient.stride, dtype=gradient.dtype, device=self._tables.device
-                )
+    def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
+        """A fake where the step runs, of the metadata of a tensor or value."""
+        stride = model.stride if isinstance(model, Value) else model.stride()
+        with self._mode, torch.no_grad():
+            return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
@@ -192,7 +188,7 @@ class Mirror:
                     "dicts or registered pytree classes"
                 )
             return leaf
-        if any(state.real is leaf for state in self.states):
+        if id(leaf) in self.by_real:
             return self.fakes[id(leaf)]
         _check_kind(f"argument {name}", leaf)
         if leaf.grad_fn is not None:
@@ -200,9 +196,7 @@ class Mirror:
                 f"argument {name} has been computed with gradients outside of the step: backward would have to leave "
                 "the step; detach() it, or compute it inside the step"
             )
-        with self._mode:
-            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self._tables.device)
-        fake.requires_grad_(leaf.requires_grad)
+        fake = self._empty(leaf).requires_grad_(leaf.requires_grad)
         self._tables.add(fake, StorageKind.INPUT, f"input {name}")
         self.inputs.append(MirroredInput(index, name, leaf, fake, self._tables.value_of(fake)))
         return fake

@@ -8,7 +8,8 @@ torch 2.13; where a later release mends a fake, the repair changes nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
 from outofcore.capture.captured import Ref, Value
-from outofcore.capture.tables import map_tensors
+from outofcore.capture.tables import map_leaves
 
 # Operators that write all of their first argument and do not look at what it held. Of its other
 # arguments nothing is said here: where one of them aliases the first, it is read in its own right.
@@ -52,28 +53,25 @@ _SPLIT_TYPES = frozenset({"List[Tensor]", "List[number]", "List[float]"})
 
 @dataclass(frozen=True)
 class Traits:
-    """What a schema says of an operator.
+    """What a schema says of an operator; arguments are given by their names.
 
     Attributes:
         names: of its arguments, in order, keyword-only ones included.
-        written: places of the arguments that it may write in place.
-        out: places of those that are ``out=`` arguments, which it overwrites.
-        overwrites: whether it overwrites argument 0 without reading it.
-        hidden: places of arguments that it writes without saying so, if ``flag`` is set (or always, if the
-            flag is -1).
-        flag: the place of that flag.
-        statistics: places of arguments that, where they are written, matter to nothing else that it makes.
+        written: arguments that it may write in place.
+        overwritten: arguments that it writes over as a whole, if at all, and does not read.
+        hidden: arguments that it writes without saying so, if ``flag`` is set (or always, if that is empty).
+        flag: an argument.
+        statistics: arguments that, where they are written, matter to nothing else that it makes.
         random: whether it draws from a generator.
         reshapes: whether it changes the metadata of its first argument.
     """
 
     names: tuple[str, ...]
-    written: frozenset[int]
-    out: frozenset[int]
-    overwrites: bool
-    hidden: tuple[int, ...]
-    flag: int
-    statistics: frozenset[int]
+    written: frozenset[str]
+    overwritten: frozenset[str]
+    hidden: frozenset[str]
+    flag: str
+    statistics: frozenset[str]
     random: bool
     reshapes: bool
 
@@ -81,71 +79,47 @@ class Traits:
 @functools.lru_cache(maxsize=4096)
 def traits(func: OpOverload) -> Traits:
     """The traits of an operator."""
-    arguments = func._schema.arguments
+    arguments, name = func._schema.arguments, func._schema.name
     names = tuple(a.name for a in arguments)
-    written = frozenset(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    name = func._schema.name
     hidden, flag = _HIDDEN_WRITES.get(name, ((), ""))
     return Traits(
         names=names,
-        written=written,
-        out=frozenset(i for i, a in enumerate(arguments) if a.is_out),
-        overwrites=name in _OVERWRITES,
-        hidden=tuple(names.index(argument) for argument in hidden),
-        flag=names.index(flag) if flag else -1,
-        statistics=frozenset(names.index(a) for a in _STATISTICS) if name in _UPDATES_STATISTICS else frozenset(),
+        written=frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        overwritten=frozenset([a.name for a in arguments if a.is_out] + [*names[:1]] * (name in _OVERWRITES)),
+        hidden=frozenset(hidden),
+        flag=flag,
+        statistics=frozenset(_STATISTICS if name in _UPDATES_STATISTICS else ()),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
     )
 
 
-def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Any]]:
-    """The arguments given, each with its place in the schema."""
-    names = traits(func).names
-    return [*enumerate(args), *((names.index(key), value) for key, value in kwargs.items())]
+Given = dict[str, Any]
 
 
-def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """The arguments given, by their names in the schema."""
-    names = traits(func).names
-    return {names[place]: item for place, item in bind(func, args, kwargs)}
+    return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
-def written_places(func: OpOverload, bound: list[tuple[int, Any]]) -> frozenset[int]:
-    """The places of the arguments that this very call may write in place."""
+def written_arguments(func: OpOverload, given: Given) -> frozenset[str]:
+    """The arguments that this very call may write in place."""
     facts = traits(func)
-    if not facts.hidden:
-        return facts.written
-    if facts.flag >= 0 and not dict(bound).get(facts.flag):
-        return facts.written
-    return facts.written | frozenset(facts.hidden)
+    return facts.written if facts.flag and not given.get(facts.flag) else facts.written | facts.hidden
 
 
-def is_random(func: OpOverload, bound: list[tuple[int, Any]]) -> bool:
+def is_random(func: OpOverload, given: Given) -> bool:
     """Whether this very call draws from a generator: attention without dropout does not."""
     facts = traits(func)
-    if not facts.random:
-        return False
-    given = dict(bound)
-    return not ("dropout_p" in facts.names and given.get(facts.names.index("dropout_p"), 0.0) == 0.0)
+    return facts.random and not ("dropout_p" in facts.names and given.get("dropout_p", 0.0) == 0.0)
 
 
-def is_overwritten(func: OpOverload, place: int) -> bool:
-    """Whether the argument at a place, if written, is written over as a whole and not read."""
-    facts = traits(func)
-    return place in facts.out or (facts.overwrites and place == 0)
-
-
-def splits(func: OpOverload, bound: list[tuple[int, Any]]) -> frozenset[int]:
-    """The places of a ``_foreach_`` operator's arguments that have one entry for each tensor."""
-    arguments = func._schema.arguments
-    given = dict(bound)
-    length = len(given[0])
-    return frozenset(
-        place
-        for place, value in given.items()
-        if str(arguments[place].type) in _SPLIT_TYPES and isinstance(value, list | tuple) and len(value) == length
-    )
+def splits(func: OpOverload, given: Given) -> frozenset[str]:
+    """The arguments of a ``_foreach_`` operator that have one entry for each tensor."""
+    lists = [a.name for a in func._schema.arguments if isinstance(given.get(a.name), list | tuple)]
+    typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
+    length = len(given[traits(func).names[0]])
+    return frozenset(name for name in lists if name in typed and len(given[name]) == length)
 
 
 def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value]) -> str:
@@ -172,7 +146,6 @@ def value_text(value: Value) -> str:
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
 
 
-Given = dict[str, Any]
 Repair = Callable[[Given, list[Any]], list[Any]]
 
 
@@ -186,7 +159,8 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
     if not tensors:
         return result
     repair = _REPAIRS_BY_DEVICE.get(tensors[0].device.type, {}).get(func._schema.name)
-    mask = _output_mask(func, given)
+    # Which results the kernel makes; the others it leaves undefined, whatever the fake does.
+    mask = given.get(_mask_argument(func), ())
     if repair is None and all(mask):
         return result
     results: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
@@ -206,12 +180,6 @@ def _mask_argument(func: OpOverload) -> str:
         return ""
     masks = [a.name for a in func._schema.arguments if a.name.endswith("mask") and str(a.type) == "List[bool]"]
     return masks[0] if len(masks) == 1 else ""
-
-
-def _output_mask(func: OpOverload, given: Given) -> Sequence[bool]:
-    """Which results the kernel makes; the others it leaves undefined, whatever the fake does."""
-    name = _mask_argument(func)
-    return given.get(name, ()) if name else ()
 
 
 def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:
@@ -264,33 +232,21 @@ def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Call
     # Some kernels ask whether gradients are enabled, others call operators that autocast changes. As no
     # tensor of a replay requires a gradient, enabling them makes no graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
-        return WithGradients(func)
+        return Within(func, torch.enable_grad)
     if func._schema.name == "aten::_trilinear" and autocast is not None:
-        return WithAutocast(func, *autocast)
+        return Within(func, functools.partial(torch.autocast, *autocast))
     return func
 
 
 @dataclass(frozen=True)
-class WithGradients:
-    """An operator called with gradients enabled."""
+class Within:
+    """An operator called in a context that ``enter`` makes."""
 
     func: OpOverload
+    enter: Callable[[], AbstractContextManager[Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
-            return self.func(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class WithAutocast:
-    """An operator called with autocast on."""
-
-    func: OpOverload
-    device_type: str
-    dtype: torch.dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, self.dtype):
+        with self.enter():
             return self.func(*args, **kwargs)
 
 
@@ -367,12 +323,9 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
 
     enabled = torch.is_grad_enabled()
     with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
-        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_tensors(given, zeros))
+        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_leaves(given, zeros))
     workspace = real[3] if len(real) > 3 else None
-    if workspace is None:
-        results[3] = None
-    else:
-        results[3] = torch.empty(workspace.numel(), dtype=workspace.dtype)
+    results[3] = None if workspace is None else torch.empty(workspace.numel(), dtype=workspace.dtype)
     return results
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from outofcore.capture.optimizers import (
 from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import refusal
-from outofcore.capture.tables import Tables, TracedOp, leaves_in, tensors_in
+from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB, MIB
@@ -67,9 +67,10 @@ class TensorShape:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-def shape_of(tensor: torch.Tensor) -> TensorShape:
+def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
     """All of a tensor but its bytes."""
-    return TensorShape(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    stride = tensor.stride if isinstance(tensor, Value) else tensor.stride()
+    return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
 class _PretendValues(TorchDispatchMode):
@@ -141,12 +142,12 @@ class StateLayouts:
                 {name: self._faked(value, mode, parameter, group) for name, value in own.items()}
                 for own, (group, parameter) in zip(entries, members, strict=True)
             ]
+            shadow = optimizer
             try:
                 # State may be made at the first step or, by some, at the second.
-                shadow = run_shadow(optimizer, leaves, state)
-                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
-                shadow = run_shadow(optimizer, leaves, state)
-                state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                for _ in range(2):
+                    shadow = run_shadow(optimizer, leaves, state)
+                    state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
             except OutOfCoreError:
                 raise
             except Exception as error:
@@ -175,22 +176,19 @@ class StateLayouts:
                     raise self._hidden(f"under the key {name!r}, which is not text,")
                 if value.device == self._device:
                     found[name] = shape_of(value)
-            elif tensors_in(value):
+            elif leaves_in(value):
                 raise self._hidden(f"inside a {type(value).__name__} in its state {name!r}")
         return found
 
     def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
-        for name, value in shadow.__dict__.items():
-            if name not in {"state", "param_groups"} and leaves_in(value, FakeTensor):
-                raise self._hidden(f"in its attribute {name!r}")
+        known = {"state", "param_groups", *map(id, leaves)}
+        found = [(f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in known]
         for group in shadow.param_groups:
-            for name, value in group.items():
-                if name != "params" and leaves_in(value, FakeTensor):
-                    raise self._hidden(f"in its setting {name!r}")
-        known = {id(leaf) for leaf in leaves}
-        for key, value in shadow.state.items():
-            if id(key) not in known and leaves_in(value, FakeTensor):
-                raise self._hidden("in its state, but not of one of its parameters")
+            found += [(f"in its setting {name!r}", value) for name, value in group.items() if name != "params"]
+        others = [value for key, value in shadow.state.items() if id(key) not in known]
+        for where, value in (*found, ("in its state, but not of one of its parameters", others)):
+            if leaves_in(value, FakeTensor):
+                raise self._hidden(where)
 
     def _hidden(self, where: str) -> CaptureError:
         return CaptureError(
@@ -217,10 +215,9 @@ _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gra
 class _Pending:
     """An update written down in the trace whose state is not yet known."""
 
-    op: TracedOp
+    place: int  # in ``Tables.ops``
     optimizer: int
-    members: list[tuple[int, Mirrored]]  # group, parameter
-    grads: list[int | None]  # values
+    members: Sequence[_Member]
 
 
 class StepRecorder:
@@ -285,33 +282,29 @@ class StepRecorder:
 
     def _record(self, index: int) -> None:
         optimizer = self._optimizers[index]
-        members = [
-            (group_index, self._by_real[id(parameter)])
-            for group_index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if not is_lazy(parameter)  # of a module that was not called
+        found: list[_Member] = [
+            (number, state, self._gradient(state))
+            for number, group in enumerate(optimizer.param_groups)
+            for state in [self._by_real[id(p)] for p in group["params"] if not is_lazy(p)]  # else it was not called
         ]
-        found = [(group, state, self._gradient(state)) for group, state in members]
         if not updates_each_alone(optimizer):
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
             return
-        parameters = [state.real for _, state in members]
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
-        for member, parameter in zip(found, parameters, strict=True):
-            group, state, grad = member
+        for group, state, grad in found:
             if grad is None:
                 continue
             if _bytes(state) >= SMALL_BYTES:
-                self._append(index, [member])
+                self._append(index, [(group, state, grad)])
                 continue
-            key = group, bool(optimizer.state.get(parameter))
+            key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
             if sum(_bytes(other) for _, other, _ in chunk) + _bytes(state) > CHUNK_BYTES:
                 self._append(index, chunk)
                 chunk = small[key] = []
-            chunk.append(member)
+            chunk.append((group, state, grad))
         for chunk in small.values():
             self._append(index, chunk)
 
@@ -333,17 +326,15 @@ class StepRecorder:
 
     def _append(self, index: int, chunk: Sequence[_Member]) -> None:
         _, source = self._provenance.here()
-        op = TracedOp(
-            name=f"optimizer.{type(self._optimizers[index]).__name__}",
-            call=Call(_unfinished, (), {}, ()),
+        place = self._tables.append(
+            f"optimizer.{type(self._optimizers[index]).__name__}",
+            Call(_unfinished, (), {}, ()),
             rerunnable=False,
             random=not is_torchs_own(self._optimizers[index]),
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._tables.append(op)
-        members = [(group, state) for group, state, _ in chunk]
-        self._pending.append(_Pending(op, index, members, [grad for _, _, grad in chunk]))
+        self._pending.append(_Pending(place, index, chunk))
 
     def finish(self) -> None:
         """Find out the state of every update recorded and complete its op; to be called outside of all modes.
@@ -363,15 +354,15 @@ class StepRecorder:
         self, pending: _Pending, layouts: StateLayouts, known: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
         optimizer = self._optimizers[pending.optimizer]
-        reals = [(group, state.real) for group, state in pending.members]
-        grads = [None if g is None else _shape(self._tables.values[g]) for g in pending.grads]
+        reals = [(group, state.real) for group, state, _ in pending.members]
+        grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
         if updates_each_alone(optimizer):
             found = [layouts.learn([real], [grad])[0] for real, grad in zip(reals, grads, strict=True)]
         else:
             found = layouts.learn(reals, grads)
         members: list[Member] = []
         values: list[list[int]] = []
-        for (group, state), names in zip(pending.members, found, strict=True):
+        for (group, state, _), names in zip(pending.members, found, strict=True):
             own: list[int] = []
             for name, shape in names.items():
                 key = (pending.optimizer, id(state.real), name)
@@ -402,8 +393,8 @@ class StepRecorder:
 
     def _complete(self, pending: _Pending, update: OptimizerUpdate, states: list[list[int]]) -> None:
         values = self._tables.values
-        params = [state.value for _, state in pending.members]
-        grads = [None if grad is None else Ref(grad) for grad in pending.grads]
+        params = [state.value for _, state, _ in pending.members]
+        grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
         args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
         rehearsal = Rehearsal(update)
         written = [*params, *(value for own in states for value in own)]
@@ -411,16 +402,20 @@ class StepRecorder:
         if not is_torchs_own(update.optimizer):
             # Nothing is known of the class: it may well add weight decay to the gradient in place.
             written = read
-        op = pending.op
-        op.call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
-        op.reads = tuple(dict.fromkeys(values[value].storage for value in read))
-        op.mutates = tuple(dict.fromkeys(values[value].storage for value in written))
         texts = ",".join(
             f"{value_text(values[p])}:{'-' if g is None else value_text(values[g.value])}:"
             + "+".join(value_text(values[value]) for value in own)
             for p, g, own in zip(params, grads, states, strict=True)
         )
-        op.family = f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
+        op, _ = self._tables.ops[pending.place]
+        op = replace(
+            op,
+            reads=tuple(dict.fromkeys(values[value].storage for value in read)),
+            mutates=tuple(dict.fromkeys(values[value].storage for value in written)),
+            family=f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})",
+        )
+        call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
+        self._tables.ops[pending.place] = op, call
 
 
 def _bytes(state: Mirrored) -> int:
@@ -437,10 +432,6 @@ def _settings(update: OptimizerUpdate) -> str:
     return ",".join(parts)
 
 
-def _shape(value: Value) -> TensorShape:
-    return TensorShape(value.dtype, value.shape, value.stride)
-
-
 def _unfinished(*_: Any) -> None:
     """Holds the place of an update until its state is known."""
 
@@ -452,25 +443,45 @@ def check_supported(optimizer: Optimizer) -> None:
         CaptureError: it is LBFGS, SparseAdam, differentiable, has hooks, wraps another one, or has a
             ``step`` that is not its class's own.
     """
-    name = type(optimizer).__name__
-    why = advice = ""
-    if isinstance(optimizer, LBFGS):
-        why, advice = "it runs the forward and backward an unknown number of times", "use a first-order optimizer"
-    elif isinstance(optimizer, SparseAdam):
-        why, advice = "the sizes of sparse gradients depend on values", "use Adam with dense gradients"
-    elif optimizer.defaults.get("differentiable"):
-        why, advice = "its updates are part of an autograd graph", "make it with differentiable=False"
-    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_optimizer_hooks():
-        why = "hooks are registered on its step, and an update runs a few parameters at a time"
-        advice = "do their work before or after optimizer.step() in the training step"
-    elif "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        why, advice = "its step method has been replaced", "give the optimizer without its wrapper"
-    elif any(isinstance(value, Optimizer | nn.Module) for value in vars(optimizer).values()):
-        why, advice = (
-            "it wraps another optimizer or a module",
-            "give the inner optimizer and write the rest in the step",
-        )
-    elif getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        why, advice = "a GradScaler is attached to it", "use torch.autocast with bfloat16, which needs no scaler"
-    if why:
-        raise CaptureError(f"the optimizer {name} cannot be used: {why}; {advice}.")
+    for applies, why, advice in _UNSUPPORTED:
+        if applies(optimizer):
+            raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {why}; {advice}.")
+
+
+_UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
+    (
+        lambda o: isinstance(o, LBFGS),
+        "it runs the forward and backward an unknown number of times",
+        "use a first-order optimizer",
+    ),
+    (
+        lambda o: isinstance(o, SparseAdam),
+        "the sizes of sparse gradients depend on values",
+        "use Adam with dense gradients",
+    ),
+    (
+        lambda o: o.defaults.get("differentiable"),
+        "its updates are part of an autograd graph",
+        "make it with differentiable=False",
+    ),
+    (
+        lambda o: o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or global_optimizer_hooks(),
+        "hooks are registered on its step, and an update runs a few parameters at a time",
+        "do their work before or after optimizer.step() in the training step",
+    ),
+    (
+        lambda o: "step" in vars(o) and not hasattr(o.step, "_wrapped_by_lr_sched"),
+        "its step method has been replaced",
+        "give the optimizer without its wrapper",
+    ),
+    (
+        lambda o: any(isinstance(value, Optimizer | nn.Module) for value in vars(o).values()),
+        "it wraps another optimizer or a module",
+        "give the inner optimizer and write the rest in the step",
+    ),
+    (
+        lambda o: getattr(o, "grad_scale", None) is not None or getattr(o, "found_inf", None) is not None,
+        "a GradScaler is attached to it",
+        "use torch.autocast with bfloat16, which needs no scaler",
+    ),
+)

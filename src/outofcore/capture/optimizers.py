@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from outofcore._torch_internals import mark_optimizer_called, plain_optimizer_step, without_hooks
+from outofcore._torch_internals import plain_optimizer_step, without_hooks
 from outofcore.errors import StateError
 
 # Elements of a piece: 1 MiB of each tensor in float32.
@@ -61,20 +61,22 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
     count = whole.parameter.numel()
-    starts = range(0, count, PIECE_ELEMENTS)
-    found: list[Piece] = []
-    for start in starts:
-        length, last = min(PIECE_ELEMENTS, count - start), start == starts[-1]
 
-        def part(tensor: torch.Tensor, start: int = start, length: int = length, last: bool = last) -> torch.Tensor:
-            if tensor.ndim == 0:
-                return tensor if last else tensor.clone()
-            return tensor.view(-1).narrow(0, start, length)
+    def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        if tensor.ndim == 0:
+            return tensor.clone() if start + PIECE_ELEMENTS < count else tensor
+        return tensor.view(-1).narrow(0, start, min(PIECE_ELEMENTS, count - start))
 
-        gradient = None if whole.gradient is None else part(whole.gradient)
-        states = tuple(part(tensor) for tensor in whole.states)
-        found.append(Piece(whole.member, part(whole.parameter), gradient, states, dict(whole.own)))
-    return found
+    return [
+        Piece(
+            whole.member,
+            part(whole.parameter, start),
+            None if whole.gradient is None else part(whole.gradient, start),
+            tuple(part(tensor, start) for tensor in whole.states),
+            dict(whole.own),
+        )
+        for start in range(0, count, PIECE_ELEMENTS)
+    ]
 
 
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) -> bool:
@@ -90,20 +92,13 @@ def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) ->
         or any(isinstance(value, torch.Tensor) for value in whole.own.values())
     ):
         return False
-    return all(_lies_alike(tensor, parameter) for tensor in (parameter, gradient, *_not_counts(whole.states)))
-
-
-def _not_counts(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in states if tensor.ndim]
-
-
-def _lies_alike(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return (
+    return all(
         tensor.layout is torch.strided
         and tensor.shape == parameter.shape
         and tensor.dtype == parameter.dtype
         and tensor.device == parameter.device
         and tensor.is_contiguous()
+        for tensor in (parameter, gradient, *(state for state in whole.states if state.ndim))
     )
 
 
@@ -130,11 +125,6 @@ class Member:
     parameter: torch.Tensor
     group: int
     names: tuple[str, ...]
-
-
-def mark_stepped(optimizer: Optimizer) -> None:
-    """Do the bookkeeping of ``optimizer.step()`` that learning-rate schedulers look at; to be called once a step."""
-    mark_optimizer_called(optimizer)
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:

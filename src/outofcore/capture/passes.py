@@ -11,20 +11,18 @@ gradients are final. Joining: updates in a row become one op, as an optimizer's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
 from outofcore.analysis import LARGE_BYTES, is_large
 from outofcore.analysis.hoisting import hoisted_order
+from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
-from outofcore.capture.step import capture_step
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
 
@@ -97,16 +95,6 @@ class _Over:
         return self.run(*args, **kwargs, **{self.out: args[self.place]})
 
 
-@dataclass(frozen=True)
-class _Reuse:
-    """That an op writes its result over one of its arguments."""
-
-    call: Call
-    place: int  # of that argument
-    kept: int  # the storage that is written over
-    gone: int  # the storage that the op created
-
-
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     """The same step, to the bit, in which large results of elementwise ops lie where an argument lay.
 
@@ -118,22 +106,22 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     """
     graph = captured.graph
     into: dict[int, int] = {}  # a storage that is gone, and the one in its place
-    ops: list[Op] = []
-    calls: list[Call] = []
+    pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
-        found = _reuse_in(captured, op, call, least)
-        if found is None:
-            ops.append(op)
-            calls.append(call)
+        over = _written_over(captured, op, call, least)
+        if over is None:
+            pairs.append((op, call))
             continue
-        into[found.gone] = into.get(found.kept, found.kept)
-        family = f"{op.family}, over argument {found.place}" if op.family else ""
-        ops.append(replace(op, mutates=(*op.mutates, found.kept), creates=(), family=family))
-        calls.append(found.call)
-    return _merged(captured, ops, calls, into) if into else captured
+        kept: int = captured.values[call.args[over.place].value].storage
+        into[op.creates[0]] = into.get(kept, kept)
+        family = f"{op.family}, over argument {over.place}" if op.family else ""
+        op_over = replace(op, mutates=(*op.mutates, kept), creates=(), family=family)
+        pairs.append((op_over, replace(call, func=over, results=(None,))))
+    return compacted(_with_ops(captured, pairs), into) if into else captured
 
 
-def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | None:
+def _written_over(captured: Captured, op: Op, call: Call, least: int) -> _Over | None:
+    """How an op writes its result over one of its arguments; None if it may not."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -160,7 +148,7 @@ def _reuse_in(captured: Captured, op: Op, call: Call, least: int) -> _Reuse | No
             and graph.uses[kept][-1] == op.id
             and sum(values[ref.value].storage == kept for ref in refs) == 1
         ):
-            return _Reuse(replace(call, func=replace(ways[0], place=place), results=(None,)), place, kept, gone)
+            return replace(ways[0], place=place)
     return None
 
 
@@ -186,39 +174,6 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
             yield other, [a.name for a in arguments if a.is_out]
 
 
-def _merged(captured: Captured, ops: list[Op], calls: list[Call], into: dict[int, int]) -> Captured:
-    """The capture without the storages that are gone."""
-    graph = captured.graph
-    left = [storage for storage in graph.storages if storage.id not in into]
-    number = {storage.id: index for index, storage in enumerate(left)}
-    number |= {gone: number[kept] for gone, kept in into.items()}
-
-    def all_of(storages: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(number[s] for s in storages))
-
-    renumbered = tuple(
-        replace(
-            op,
-            reads=all_of(op.reads),
-            mutates=all_of(op.mutates),
-            creates=all_of(op.creates),
-            discards=all_of(op.discards),
-        )
-        for op in ops
-    )
-    merged = StepGraph(
-        tuple(replace(storage, id=number[storage.id]) for storage in left), renumbered, all_of(graph.outputs)
-    )
-    merged.check()
-    return replace(
-        captured,
-        graph=merged,
-        calls=tuple(calls),
-        values=tuple(replace(value, storage=number[value.storage]) for value in captured.values),
-        constants={number[storage]: tensor for storage, tensor in captured.constants.items()},
-    )
-
-
 def hoisting(captured: Captured) -> tuple[int, ...]:
     """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
 
@@ -226,29 +181,22 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
     small ones without changing any, such as the norm of a gradient. The results are the same, to the bit.
     """
     graph = captured.graph
-    movable = [op.id for op in graph.ops if not op.random and (_updates(captured, op) or _shrinks(graph, op))]
+    large = {s.id for s in graph.storages if is_large(s.bytes)}
+
+    def shrinks(op: Op) -> bool:
+        return bool(op.creates) and not op.mutates and large.isdisjoint(op.creates) and not large.isdisjoint(op.reads)
+
+    movable = [
+        op.id
+        for op, call in zip(graph.ops, captured.calls, strict=True)
+        if not op.random and (isinstance(call.func, OptimizerUpdate) or shrinks(op))
+    ]
     return hoisted_order(graph, movable)
 
 
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     """A captured step with its ops in another order, in which each must still find what it found before."""
     return _with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
-
-
-def _updates(captured: Captured, op: Op) -> bool:
-    return isinstance(captured.calls[op.id].func, OptimizerUpdate)
-
-
-def _shrinks(graph: StepGraph, op: Op) -> bool:
-    def large(storage: int) -> bool:
-        return is_large(graph.storages[storage].bytes)
-
-    return (
-        bool(op.creates)
-        and not op.mutates
-        and not any(large(s) for s in op.creates)
-        and any(large(s) for s in op.reads)
-    )
 
 
 # An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.
@@ -260,33 +208,19 @@ def together(captured: Captured) -> Captured:
 
     An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
     """
-    pairs: list[tuple[Op, Call]] = []
-    row: list[int] = []
-    updates: list[OptimizerUpdate] = []
-
-    def end_row() -> None:
-        if row:
-            pairs.append(_joined(captured, row, updates))
-            row.clear()
-            updates.clear()
-
-    for op, call in zip(captured.graph.ops, captured.calls, strict=True):
-        update = _update(captured, op.id)
-        if update is None or (updates and not _follows(updates, update)):
-            end_row()
-        if update is None:
-            pairs.append((op, call))
+    rows: list[list[tuple[Op, Call]]] = []
+    for pair in zip(captured.graph.ops, captured.calls, strict=True):
+        if rows and _follows(rows[-1], pair):
+            rows[-1].append(pair)
         else:
-            row.append(op.id)
-            updates.append(update)
-    end_row()
-    return _with_ops(captured, pairs)
+            rows.append([pair])
+    return _with_ops(captured, map(_joined, rows))
 
 
-def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
+def _update(op: Op, call: Call) -> OptimizerUpdate | None:
     """What an op updates, if it is an update of one parameter after another."""
-    update = captured.calls[op].func
-    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or captured.graph.ops[op].random:
+    update = call.func
+    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
         return None
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
@@ -299,22 +233,25 @@ def _update(captured: Captured, op: int) -> OptimizerUpdate | None:
     return update
 
 
-def _follows(row: Sequence[OptimizerUpdate], update: OptimizerUpdate) -> bool:
-    known = [member for each in row for member in each.members]
-    if update.optimizer is not row[0].optimizer or update.is_first() != row[0].is_first():
+def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call]) -> bool:
+    """Whether an op and those in a row before it may be one update."""
+    first, update = _update(*row[0]), _update(*pair)
+    if first is None or update is None or update.optimizer is not first.optimizer:
+        return False
+    if update.is_first() != first.is_first():
         return False  # those that have yet to make their state ask for other memory
+    known = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
     # A parameter that is updated twice has a second update of its own.
     if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
         return False
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= TOGETHER_BYTES
 
 
-def _joined(captured: Captured, row: Sequence[int], updates: Sequence[OptimizerUpdate]) -> tuple[Op, Call]:
+def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(row) == 1:
-        return captured.graph.ops[row[0]], captured.calls[row[0]]
-    parts = [captured.graph.ops[each] for each in row]
-    calls = [captured.calls[each] for each in row]
-    update = OptimizerUpdate.joined(updates)
+        return row[0]
+    parts, calls = [op for op, _ in row], [call for _, call in row]
+    update = OptimizerUpdate.joined([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     args = tuple([item for call in calls for item in call.args[place]] for place in range(3))
     rehearsal = Rehearsal(update)
     call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
@@ -339,19 +276,3 @@ def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
     captured = reuse(split(traced))
     return reordered(captured, hoisting(captured))
-
-
-def capture_whole(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device | None = None,
-) -> Captured:
-    """Capture a step (see ``capture_step``) in its leanest form.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
-    """
-    return leanest(capture_step(step, models, optimizers, args, kwargs, device))

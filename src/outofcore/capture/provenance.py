@@ -42,24 +42,23 @@ def is_users_file(name: str) -> bool:
     return not (name.startswith(_STANDARD) and "site-packages" not in name and "dist-packages" not in name)
 
 
-def user_line() -> str:
-    """The innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
+def _frames() -> Iterator[FrameType]:
+    """The frames on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        yield frame
         frame = frame.f_back
-    return ""
+
+
+def user_line() -> str:
+    """The innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
+    lines = (f"{f.f_code.co_filename}:{f.f_lineno}" for f in _frames() if is_users_file(f.f_code.co_filename))
+    return next(lines, "")
 
 
 def called_from(file_suffix: str) -> bool:
     """Whether a frame on this thread's stack is of a file whose name ends so."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(file_suffix):
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename.endswith(file_suffix) for frame in _frames())
 
 
 def users_part(traceback: TracebackType | None) -> TracebackType | None:
@@ -75,7 +74,7 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
 def where_set(name: str, functions: Iterable[Any]) -> str:
     """The ``file:line`` at which one of some functions sets an attribute or a variable, or else names it; or empty."""
     named = ""
-    for code in [code for function in functions for code in _codes(function)]:
+    for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
             line = instruction.positions.lineno if instruction.positions else None
             if instruction.argval == name and line is not None and is_users_file(code.co_filename):
@@ -87,18 +86,18 @@ def where_set(name: str, functions: Iterable[Any]) -> str:
 
 def where_defined(function: Any) -> str:
     """The ``file:line`` at which a function begins; empty if it has no code in Python."""
-    code = next(_codes(function), None)
+    code = next(codes_of(function), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code and is_users_file(code.co_filename) else ""
 
 
-def _codes(function: Any) -> Iterator[CodeType]:
-    """The code of a function, with the functions inside of it."""
+def codes_of(function: Any) -> Iterator[CodeType]:
+    """The code of a function, or code itself, with that of the functions inside of it."""
     code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
     if isinstance(code, CodeType):
         yield code
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                yield from _codes(constant)
+                yield from codes_of(constant)
 
 
 def name_on_the_stack(tensor: torch.Tensor) -> str:
@@ -106,29 +105,20 @@ def name_on_the_stack(tensor: torch.Tensor) -> str:
 
     Looked at are the variables of the frames on this thread's stack, and the parameters and buffers of their modules.
     """
-    frame: FrameType | None = sys._getframe(1)
     found = ""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            for name, value in (*frame.f_locals.items(), *_globals_named(frame)):
-                if value is tensor:
-                    return found or name
-                if isinstance(value, nn.Module) and (not found or name != "self"):
-                    inside = next((k for k, t in _tensors_of(value) if t is tensor), "")
-                    if inside:
-                        found = f"{type(value).__name__ if name == 'self' else name}.{inside}"
-        frame = frame.f_back
+    for frame in _frames():
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            continue
+        known = frame.f_globals
+        named = [(name, known[name]) for name in frame.f_code.co_names if name in known]
+        for name, value in (*frame.f_locals.items(), *named):
+            if value is tensor:
+                return found or name
+            if isinstance(value, nn.Module) and (not found or name != "self"):
+                inside = next((k for k, t in (*value.named_parameters(), *value.named_buffers()) if t is tensor), "")
+                if inside:
+                    found = f"{type(value).__name__ if name == 'self' else name}.{inside}"
     return found
-
-
-def _globals_named(frame: FrameType) -> list[tuple[str, Any]]:
-    known = frame.f_globals
-    return [(name, known[name]) for name in frame.f_code.co_names if name in known]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -208,5 +198,4 @@ class Provenance:
         if isinstance(variable, torch.Tensor):
             owner = self._parameters.get(id(variable), "").rpartition(".")[0]
             return owner, user_line()
-        origin = self._origin.get(node_sequence_number(node))
-        return origin if origin is not None else ("", user_line())
+        return self._origin.get(node_sequence_number(node)) or ("", user_line())

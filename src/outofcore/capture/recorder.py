@@ -29,7 +29,7 @@ from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
 from outofcore.capture.substitute import Substitute
-from outofcore.capture.tables import Tables, TracedOp, covers, describe, map_tensors, tensors_in
+from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
 
@@ -43,7 +43,24 @@ _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
 # Nodes of autograd that take another formula for tensors without contents than they may take for the user's, and an
 # operator that only the former has.
 _BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod"}
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+# Operators by how their names begin: what is said of them, why they are refused, and what helps.
+_REFUSED = {
+    ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::"): (
+        "the step uses the collective {func}",
+        "outofcore trains in one process on one device",
+        "take the model out of its distributed wrapper",
+    ),
+    ("aten::_amp_", "aten::_fused_"): (
+        "the step calls {name}",
+        "it names many tensors at once and cannot be taken apart",
+        "leave it to optimizer.step()",
+    ),
+    ("aten::_efficientzerotensor",): (
+        "the step takes a gradient that is zero throughout",
+        "PyTorch keeps no bytes for it, and what it computes with it needs none",
+        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
+    ),
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -69,27 +86,12 @@ class Recorder(TorchDispatchMode):
             )
         if func.namespace in _NO_TENSOR_EFFECT:
             return self._run(func, args, kwargs)
-        if func.namespace in _COLLECTIVES:
-            raise refusal(
-                f"the step uses the collective {func}",
-                "outofcore trains in one process on one device",
-                "take the model out of its distributed wrapper",
-            )
         name = func._schema.name
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
-        if name.startswith(("aten::_amp_", "aten::_fused_")):
-            raise refusal(
-                f"the step calls {name}",
-                "it names many tensors at once and cannot be taken apart",
-                "leave it to optimizer.step()",
-            )
-        if name == "aten::_efficientzerotensor":
-            raise refusal(
-                "the step takes a gradient that is zero throughout",
-                "PyTorch keeps no bytes for it, and what it computes with it needs none",
-                "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
-            )
+        for beginnings, (what, why, advice) in _REFUSED.items():
+            if name.startswith(beginnings):
+                raise refusal(what.format(func=func, name=name), why, advice)
         if name.startswith("aten::_foreach_"):
             return self._split(func, args, kwargs)
         return self.record(func, args, kwargs)
@@ -110,78 +112,66 @@ class Recorder(TorchDispatchMode):
         if node is not None and _BY_VALUES.get(node.name()) == func._schema.name:
             raise gradient_by_values(node.name().partition("Backward")[0].lower())
         tables = self._tables
-        bound = operators.bind(func, args, kwargs)
-        written = operators.written_places(func, bound)
-        given = [(place, tensor) for place, item in bound for tensor in tensors_in(item)]
+        named = operators.by_name(func, args, kwargs)
+        written = operators.written_arguments(func, named)
+        given = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
         for _, tensor in given:
             self._check(tensor)
         # Taken before the call: in-place views such as t_() change what their argument is.
-        before = [(place, tables.value_of(tensor)) for place, tensor in given]
+        before = [(argument, tables.value_of(tensor)) for argument, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
-        by_name = operators.by_name(func, args, kwargs)
-        result = made_up(func, by_name)
+        result = made_up(func, named)
         if result is None:
-            result = repaired(func, by_name, self._run(func, args, kwargs))
+            result = repaired(func, named, self._run(func, args, kwargs))
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
         creates: list[int] = []
         results: list[int | None] = []
         for tensor in result_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                results.append(None)
-                continue
-            self._check(tensor)
-            if tables.known(tensor) is None:
-                creates.append(self._create(func, tensor, module))
-                results.append(tables.value_of(tensor))
-            elif tables.storage_of(tensor) in creates:
-                results.append(tables.value_of(tensor))
-            else:
-                results.append(None)
-        mutates = [] if operators.traits(func).reshapes else [value for place, value in before if place in written]
+            value = None
+            if isinstance(tensor, torch.Tensor):
+                self._check(tensor)
+                if tables.known(tensor) is None:
+                    creates.append(self._create(func, tensor, module))
+                if tables.storage_of(tensor) in creates:
+                    value = tables.value_of(tensor)
+            results.append(value)
+        mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
         if not creates and not mutates:
             return result
 
-        def to_ref(tensor: torch.Tensor) -> Ref:
-            return refs[id(tensor)]
-
-        call_args, call_kwargs = map_tensors(args, to_ref), map_tensors(kwargs, to_ref)
+        call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
         name = str(func)
         tables.append(
-            TracedOp(
-                name=name,
-                call=Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
-                reads=self._read(func, before, written),
-                mutates=_unique(tables.values[value].storage for value in mutates),
-                creates=tuple(creates),
-                rerunnable=not any(isinstance(item, torch.Generator) for _, item in bound),
-                random=operators.is_random(func, bound),
-                family=operators.family_text(name, call_args, call_kwargs, tables.values),
-                module=module,
-                source=source,
-                discards=self._discarded(func, before, written),
-            )
+            name,
+            Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
+            reads=self._read(func, before, written),
+            mutates=_unique(tables.values[value].storage for value in mutates),
+            creates=tuple(creates),
+            rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
+            random=operators.is_random(func, named),
+            family=operators.family_text(name, call_args, call_kwargs, tables.values),
+            module=module,
+            source=source,
+            discards=self._discarded(func, before, written),
         )
         return result
 
-    def _read(self, func: OpOverload, before: list[tuple[int, int]], written: frozenset[int]) -> tuple[int, ...]:
-        tables = self._tables
-        reads: list[int] = []
-        for place, index in before:
-            value = tables.values[index]
-            whole = covers(value, tables.storages[value.storage].bytes)
-            if not (place in written and whole and operators.is_overwritten(func, place)):
-                reads.append(value.storage)
-        return _unique(reads)
+    def _read(self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]) -> tuple[int, ...]:
+        tables, overwritten = self._tables, operators.traits(func).overwritten & written
+        given = [(argument, tables.values[index]) for argument, index in before]
+        return _unique(
+            value.storage
+            for argument, value in given
+            if not (argument in overwritten and covers(value, tables.storages[value.storage].bytes))
+        )
 
-    def _discarded(self, func: OpOverload, before: list[tuple[int, int]], written: frozenset[int]) -> tuple[int, ...]:
+    def _discarded(self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]) -> tuple[int, ...]:
         statistics = operators.traits(func).statistics & written
-        if not statistics:
-            return ()
-        places = [(place, self._tables.values[index].storage) for place, index in before]
-        looked_at = {storage for place, storage in places if place not in statistics}
-        return _unique(storage for place, storage in places if place in statistics and storage not in looked_at)
+        given = [(argument in statistics, self._tables.values[index].storage) for argument, index in before]
+        looked_at = {storage for is_statistic, storage in given if not is_statistic}
+        return _unique(storage for is_statistic, storage in given if is_statistic and storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
         short = func._schema.name.partition("::")[2]
@@ -219,15 +209,14 @@ class Recorder(TorchDispatchMode):
 
     def _split(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a ``_foreach_`` operator as one op for each tensor: together they would all be needed at once."""
-        bound = operators.bind(func, args, kwargs)
-        places = operators.splits(func, bound)
+        split = operators.splits(func, operators.by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(f"the step calls {func}", "its scalars are a tensor", "give the scalars as a list of numbers")
         names = operators.traits(func).names
         gathered: list[Any] = []
         for index in range(len(args[0])):
-            one_args = tuple([item[index]] if place in places else item for place, item in enumerate(args))
-            one_kwargs = {key: [item[index]] if names.index(key) in places else item for key, item in kwargs.items()}
+            one_args = tuple([item[index]] if name in split else item for name, item in zip(names, args, strict=False))
+            one_kwargs = {name: [item[index]] if name in split else item for name, item in kwargs.items()}
             one = self.record(func, one_args, one_kwargs)
             if isinstance(one, list | tuple):
                 gathered.extend(one)
@@ -250,32 +239,21 @@ class Recorder(TorchDispatchMode):
         created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))
         clone = torch.ops.aten.clone.default
         tables.append(
-            TracedOp(
-                name=str(clone),
-                call=Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
-                reads=(constant,),
-                creates=(created,),
-                family=operators.family_text(str(clone), (Ref(value),), {}, tables.values),
-                module=module,
-                source=source,
-            )
+            str(clone),
+            Call(clone, (Ref(value),), {}, (tables.value_of(fake),)),
+            reads=(constant,),
+            creates=(created,),
+            family=operators.family_text(str(clone), (Ref(value),), {}, tables.values),
+            module=module,
+            source=source,
         )
         return fake
 
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Write down an op that touches no storage: a change of a generator's state."""
         module, source = self._provenance.here()
-        self._tables.append(
-            TracedOp(
-                name=name,
-                call=Call(func, (), {}, (), rehearse),
-                rerunnable=False,
-                random=True,
-                family=name,
-                module=module,
-                source=source,
-            )
-        )
+        call = Call(func, (), {}, (), rehearse)
+        self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
 
 
 def _unique(items: Any) -> tuple[int, ...]:
@@ -306,17 +284,6 @@ class GeneratorState:
             "there is no state to read while the step is captured",
             "only hand it to set_rng_state",
         )
-
-
-class _Seed:
-    """Seeds a default generator."""
-
-    def __init__(self, seed: int, seeder: Callable[[int], Any]) -> None:
-        self._seed = seed
-        self._seeder = seeder
-
-    def apply(self) -> None:
-        self._seeder(self._seed)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -360,7 +327,12 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
 
     def seed(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
         def seeded(seed: int) -> torch.Generator:
-            recorder.effect("generator.seed", _Seed(int(seed), seeder).apply, _nothing)
+            number = int(seed)
+
+            def apply() -> None:
+                seeder(number)
+
+            recorder.effect("generator.seed", apply, _nothing)
             return torch.default_generator
 
         return seeded

@@ -17,33 +17,32 @@ from outofcore.errors import CaptureError
 
 NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"
 
-# How a function that reads a tensor's value is written by the user, by the name that PyTorch calls it.
-_AS_WRITTEN = {
-    "item": ".item()",
-    "__float__": "float(tensor)",
-    "__int__": "int(tensor)",
-    "__bool__": "a branch on a tensor (if, while, and, or, bool(tensor))",
-    "__index__": "a tensor used as an index or a count",
-    "__contains__": "'in' on a tensor",
-    "__complex__": "complex(tensor)",
-    "tolist": ".tolist()",
-    "numpy": ".numpy()",
-    "__array__": "numpy.asarray(tensor)",
-    "__repr__": "printing a tensor",
-    "__format__": "formatting a tensor into text",
-    "data_ptr": ".data_ptr()",
-    "equal": "torch.equal",
-}
-_ADVICE = {
-    "__bool__": "use torch.where, or move the decision out of the step",
-    "__index__": "make it a plain int before the step and pass it as an argument",
-    "__repr__": "return the tensor from the step and print it there",
-    "__format__": "return the tensor from the step and print it there",
-    "tolist": "return the tensor from the step and call .tolist() there",
-    "numpy": "return the tensor from the step and call .numpy() there",
-    "data_ptr": "leave addresses out of the step",
-}
 _READ_ADVICE = "return the tensor from the step and read it there, or keep the arithmetic in tensors"
+_PRINT_ADVICE = "return the tensor from the step and print it there"
+# Functions that read a tensor's value, by the names that PyTorch calls them: how the user writes them, and what to do
+# instead.
+_READS = {
+    "item": (".item()", _READ_ADVICE),
+    "__float__": ("float(tensor)", _READ_ADVICE),
+    "__int__": ("int(tensor)", _READ_ADVICE),
+    "__bool__": (
+        "a branch on a tensor (if, while, and, or, bool(tensor))",
+        "use torch.where, or move the decision out of the step",
+    ),
+    "__index__": (
+        "a tensor used as an index or a count",
+        "make it a plain int before the step and pass it as an argument",
+    ),
+    "__contains__": ("'in' on a tensor", _READ_ADVICE),
+    "__complex__": ("complex(tensor)", _READ_ADVICE),
+    "tolist": (".tolist()", "return the tensor from the step and call .tolist() there"),
+    "numpy": (".numpy()", "return the tensor from the step and call .numpy() there"),
+    "__array__": ("numpy.asarray(tensor)", _READ_ADVICE),
+    "__repr__": ("printing a tensor", _PRINT_ADVICE),
+    "__format__": ("formatting a tensor into text", _PRINT_ADVICE),
+    "data_ptr": (".data_ptr()", "leave addresses out of the step"),
+    "equal": ("torch.equal", _READ_ADVICE),
+}
 
 
 def refusal(what: str, why: str, advice: str, location: str | None = None) -> CaptureError:
@@ -57,11 +56,8 @@ def value_read(function: str) -> CaptureError:
     """Refuse a read of a tensor's value by the PyTorch function of that name."""
     if called_from("torch/amp/grad_scaler.py"):
         return grad_scaler()
-    return refusal(
-        f"{_AS_WRITTEN.get(function, function)} reads the value of a tensor",
-        NO_VALUES,
-        _ADVICE.get(function, _READ_ADVICE),
-    )
+    written, advice = _READS.get(function, (function, _READ_ADVICE))
+    return refusal(f"{written} reads the value of a tensor", NO_VALUES, advice)
 
 
 def gradient_by_values(function: str) -> CaptureError:

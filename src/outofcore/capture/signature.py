@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ class Signer:
             tuple(map(_REQUIRES_GRAD, parameters)),
             tuple(map(is_, map(_GRAD, parameters), repeat(None))),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
-            _surroundings(),
+            tuple([read() for read in _SURROUNDINGS.values()]),
             (*[_variable(v) for v in self._variables], *_plain_items(self._owner), *self._begun_averages()),
         )
 
@@ -188,13 +189,9 @@ class Signer:
         if old.structure != new.structure:
             changes.append("modules, parameters or buffers have been added, removed or replaced")
         else:
-            changes += _flag_changes(self._module_names, old.training, new.training, "switched to", ("eval", "train"))
-            changes += _flag_changes(
-                self._parameter_names, old.requires_grad, new.requires_grad, "is now", ("frozen", "trained")
-            )
-            changes += _flag_changes(
-                self._parameter_names, old.without_grad, new.without_grad, "now", ("has a .grad", "has no .grad")
-            )
+            for field, words in _FLAGS.items():
+                flagged = self._module_names if field == "training" else self._parameter_names
+                changes += _flag_changes(flagged, getattr(old, field), getattr(new, field), words)
         if old.settings != new.settings:
             changes.append("the settings of an optimizer changed")
         for name, before, after in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
@@ -207,31 +204,23 @@ class Signer:
         return ", ".join(changes) or "nothing"
 
 
-_SURROUNDINGS = (
-    "gradients enabled",
-    "inference mode",
-    "autocast on the CPU",
-    "autocast on CUDA",
-    "the autocast dtype on the CPU",
-    "the autocast dtype on CUDA",
-    "the default dtype",
-    "deterministic algorithms",
-    "the attention kernels allowed",
-)
-
-
-def _surroundings() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        sdp_backends_enabled(),
-    )
+# What is said of a module or parameter whose flag has become false, and true.
+_FLAGS = {
+    "training": ("switched to eval", "switched to train"),
+    "requires_grad": ("is now frozen", "is now trained"),
+    "without_grad": ("now has a .grad", "now has no .grad"),
+}
+_SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "gradients enabled": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "autocast on the CPU": partial(torch.is_autocast_enabled, "cpu"),
+    "autocast on CUDA": partial(torch.is_autocast_enabled, "cuda"),
+    "the autocast dtype on the CPU": partial(torch.get_autocast_dtype, "cpu"),
+    "the autocast dtype on CUDA": partial(torch.get_autocast_dtype, "cuda"),
+    "the default dtype": torch.get_default_dtype,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the attention kernels allowed": sdp_backends_enabled,
+}
 
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -275,14 +264,9 @@ def _constant(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, tuple) else leaf.__name__
 
 
-def _flag_changes(
-    names: list[str], old: tuple[bool, ...], new: tuple[bool, ...], verb: str, words: tuple[str, str]
-) -> list[str]:
-    changed = [k for k, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-    if not changed:
-        return []
-    first = f"{names[changed[0]]} {verb} {words[new[changed[0]]]}"
-    return [first if len(changed) == 1 else f"{first} (and {len(changed) - 1} more)"]
+def _flag_changes(names: list[str], old: Sequence[bool], new: Sequence[bool], words: tuple[str, str]) -> list[str]:
+    changed = [f"{n} {words[b]}" for n, a, b in zip(names, old, new, strict=True) if a != b]
+    return [changed[0] + (f" (and {len(changed) - 1} more)" if changed[1:] else "")] if changed else []
 
 
 def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -293,14 +277,3 @@ def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     ]
-
-
-def signature_of(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Signature:
-    """The signature of one call; a ``Signer`` does the same at far less cost for many calls of one step."""
-    return Signer(step, models, optimizers)(args, kwargs)

@@ -24,7 +24,7 @@ from outofcore.capture.provenance import Provenance, users_part
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import translated
 from outofcore.capture.substitute import Substitute, average_counts, uncompiled
-from outofcore.capture.tables import Tables, source_of
+from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
 
 
@@ -126,7 +126,7 @@ def _captured(
 
         ending = read_ending(result, mirror, tables, guard, run)
         del result
-        guard.check(lambda tensor: source_of(tables, tensor))
+        guard.check(tables.source_of)
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
@@ -156,23 +156,18 @@ def _device_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.device:
     """Where the first parameter, buffer or argument is."""
-    for model in models:
-        for tensor in chain(model.parameters(), model.buffers()):
-            return tensor.device
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                return parameter.device
-    for leaf in tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.device
-    return CPU
+    tensors = chain(
+        (tensor for model in models for tensor in chain(model.parameters(), model.buffers())),
+        (parameter for o in optimizers for group in o.param_groups for parameter in group["params"]),
+        (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)),
+    )
+    return next((tensor.device for tensor in tensors), CPU)
 
 
 def _check_learning(
     optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending, mirror: Mirror, tables: Tables
 ) -> None:
-    written = {storage for op in tables.ops for storage in op.mutates}
+    written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(

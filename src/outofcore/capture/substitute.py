@@ -23,7 +23,7 @@ from outofcore._torch_internals import (
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
-from outofcore.capture.tables import map_tensors
+from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
 # Reads of a tensor's value that fake tensors would answer with nonsense instead of an error.
@@ -88,15 +88,14 @@ class Substitute(TorchFunctionMode):
         Raises:
             CaptureError: a real tensor is not one of the declared ones.
         """
-        return map_tensors(tree, self._fake)
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        found = self._fakes.get(id(tensor))
-        if found is None:
-            raise undeclared(tensor)
-        return found
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor if isinstance(tensor, FakeTensor) else self._fakes.get(id(tensor))
+            if found is None:
+                raise undeclared(tensor)
+            return found
+
+        return map_leaves(tree, fake)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

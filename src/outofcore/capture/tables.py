@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from outofcore._torch_internals import storage_key
 from outofcore.capture.captured import CPU, Call, Value
 from outofcore.errors import CaptureError
-from outofcore.graph import StorageKind
+from outofcore.graph import Op, StorageKind
 
 
 @dataclass
@@ -34,23 +35,6 @@ class TracedStorage:
 
 
 @dataclass
-class TracedOp:
-    """An op as the trace knows it: ``outofcore.graph.Op`` before the storages get their final ids."""
-
-    name: str
-    call: Call
-    reads: tuple[int, ...] = ()
-    mutates: tuple[int, ...] = ()
-    creates: tuple[int, ...] = ()
-    rerunnable: bool = True
-    random: bool = False
-    family: str = ""
-    module: str = ""
-    source: str = ""
-    discards: tuple[int, ...] = ()
-
-
-@dataclass
 class Tables:
     """The storages, values and ops of one trace.
 
@@ -61,7 +45,7 @@ class Tables:
     device: torch.device = CPU  # where the step runs
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    ops: list[TracedOp] = field(default_factory=list)
+    ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
@@ -115,17 +99,29 @@ class Tables:
         """The index of the value that a fake tensor is."""
         return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
-    def append(self, op: TracedOp) -> None:
-        """Write down an op; what it creates exists from now on."""
-        self.ops.append(op)
-        for storage in op.creates:
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """The user's line of the op that made the storage of a fake tensor; empty if none did."""
+        storage = self.known(tensor)
+        return next((op.source for op, _ in self.ops if storage in op.creates), "")
+
+    def append(
+        self,
+        name: str,
+        call: Call,
+        reads: tuple[int, ...] = (),
+        mutates: tuple[int, ...] = (),
+        creates: tuple[int, ...] = (),
+        **other: Any,
+    ) -> int:
+        """Write down an op, ``other`` being fields of ``Op``; what it creates exists from now on.
+
+        Returns:
+            its place in ``ops``.
+        """
+        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, **other), call))
+        for storage in creates:
             self.storages[storage].created = True
-
-
-def source_of(tables: Tables, tensor: torch.Tensor) -> str:
-    """The user's line of the op that made the storage of a fake tensor; empty if none did."""
-    storage = tables.known(tensor)
-    return next((op.source for op in tables.ops if storage in op.creates), "")
+        return len(self.ops) - 1
 
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
@@ -137,10 +133,7 @@ def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
 
 def covers(value: Value, count: int) -> bool:
     """Whether the elements of a value are all the ``count`` bytes of its storage, each once."""
-    elements = 1
-    for size in value.shape:
-        elements *= size
-    if elements * value.dtype.itemsize != count or value.offset != 0:
+    if prod(value.shape) * value.dtype.itemsize != count or value.offset != 0:
         return False
     expected = 1
     for stride, size in sorted((t, s) for t, s in zip(value.stride, value.shape, strict=True) if s != 1):
@@ -150,44 +143,28 @@ def covers(value: Value, count: int) -> bool:
     return True
 
 
-def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
     """``tree`` with each leaf of a kind in it, inside lists, tuples and dicts too, replaced."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):
-        return [map_leaves(item, kind, change) for item in tree]
+        return [map_leaves(item, change, kind) for item in tree]
     if isinstance(tree, tuple):
-        items = [map_leaves(item, kind, change) for item in tree]
+        items = [map_leaves(item, change, kind) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
     if isinstance(tree, dict):
-        return {key: map_leaves(item, kind, change) for key, item in tree.items()}
+        return {key: map_leaves(item, change, kind) for key, item in tree.items()}
     return tree
 
 
-def leaves_in(tree: Any, kind: type[Any]) -> list[Any]:
+def leaves_in(tree: Any, kind: type[Any] = torch.Tensor) -> list[Any]:
     """The leaves of a kind in a tree of lists, tuples, sets and dicts, in order."""
-    found: list[Any] = []
-    pending: list[Any] = [tree]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, kind):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(reversed(item))
-        elif isinstance(item, set | frozenset):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(reversed(list(item.values())))
-    return found
-
-
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``tree`` with each tensor in it replaced; see ``map_leaves``."""
-    return map_leaves(tree, torch.Tensor, change)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree; see ``leaves_in``."""
-    return leaves_in(tree, torch.Tensor)
+    if isinstance(tree, kind):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple | set | frozenset):
+        return []
+    return [leaf for item in tree for leaf in leaves_in(item, kind)]

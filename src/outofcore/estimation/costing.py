@@ -11,8 +11,9 @@ here; no workspace is assumed; caches do not help; tensor cores reach their shar
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -23,17 +24,21 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import tree_flatten, tree_unflatten
 from outofcore.capture.captured import Call, Captured, Ref
-from outofcore.capture.passes import capture_whole
+from outofcore.capture.passes import leanest
+from outofcore.capture.step import capture_step
+from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.graph import Op, StepGraph
+from outofcore.planning import smallest_budget
 from outofcore.presets import Device, Number, Work
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
+from outofcore.settled import known_families, settled_capture, settled_step
 from outofcore.units import MIB
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -100,6 +105,8 @@ def costed(
 ) -> tuple[StepGraph, Costs]:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
+    Where later calls are another step than the first (see ``settled``), it is the one that needs the larger budget.
+
     Args:
         step: the user's own.
         models: all that it uses; they may be on the device "meta".
@@ -131,19 +138,28 @@ def _costed(
     backend: Backend,
 ) -> tuple[StepGraph, Costs]:
     # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
-    captured = capture_whole(step, models, optimizers, args, kwargs, backend.device)
+    capture = partial(capture_step, step, models, optimizers, args, kwargs, backend.device)
+    traced = capture()
+    captured = leanest(traced)
     if backend.driver is not None:
         captured = captured.aligned(backend.alignment)
     tell("capture", 1, 1)
     if isinstance(where, Device):
-        return captured.graph, estimated_costs(captured, where)
-    backend.prepare()
-    advance = partial(tell, "profile")
-    profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
-    tell("measure the home", 0, 1)
-    links = links_to(where, cache, backend, 64 * MIB)
-    tell("measure the home", 1, 1)
-    return captured.graph, Costs(tuple(profile.cost for profile in profiles), links)
+        later = settled_capture(traced, capture, backend.alignment)
+        found = [(each.graph, estimated_costs(each, where)) for each in (captured, later) if each is not None]
+    else:
+        backend.prepare()
+        advance = partial(tell, "profile")
+        profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
+        known = known_families(captured, profiles)
+        settled = settled_step(traced, capture, cache, backend, known, measure_time=True)
+        tell("measure the home", 0, 1)
+        links = links_to(where, cache, backend, 64 * MIB)
+        tell("measure the home", 1, 1)
+        found = [(captured.graph, Costs(tuple(profile.cost for profile in profiles), links))]
+        if settled is not None:
+            found.append((settled[0].graph, replace(settled[1], homes=links)))
+    return max(found, key=lambda each: smallest_budget(*each))
 
 
 def estimated_costs(captured: Captured, device: Device) -> Costs:
@@ -215,13 +231,5 @@ def _number(dtypes: list[torch.dtype], work: Work) -> Number:
 
 def _values_of(call: Call) -> list[int]:
     """The values that a call is given and gives back, each once."""
-    given = _refs((call.args, tuple(call.kwargs.values())))
+    given = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
     return list(dict.fromkeys([*given, *(value for value in call.results if value is not None)]))
-
-
-def _refs(argument: Any) -> Iterator[int]:
-    if isinstance(argument, Ref):
-        yield argument.value
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from _refs(item)

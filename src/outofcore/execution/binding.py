@@ -15,6 +15,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.capture.captured import Captured, Ref, Value
+from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
 from outofcore.execution.arena import STOCK, Memory
 from outofcore.graph import StepGraph
@@ -119,15 +120,6 @@ class _Binder:
             return internals.storage_bytes(constant)
         return torch.zeros(count, dtype=torch.uint8)
 
-    def argument(self, item: Any, blocks: dict[int, Block]) -> Any:
-        if isinstance(item, Ref):
-            return self.tensor(item.value, blocks[self.captured.values[item.value].storage])
-        if isinstance(item, list):
-            return [self.argument(x, blocks) for x in item]
-        if isinstance(item, tuple):
-            return tuple(self.argument(x, blocks) for x in item)
-        return item
-
 
 def unseen_results(graph: StepGraph) -> frozenset[int]:
     """Storages that an op creates and that neither another op nor the user looks at."""
@@ -181,6 +173,11 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                 # What nobody looks at need not be in its place, nor be there at all.
                 if target.numel() and value.storage not in unseen:
                     results.append((leaf, target.data_ptr(), target))
+
+            def to_tensor(ref: Ref, blocks: dict[int, Block] = blocks) -> torch.Tensor:
+                return binder.tensor(ref.value, blocks[captured.values[ref.value].storage])
+
+            args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
             draws = Draws.FREELY
             if op.id in random_again:
                 draws = Draws.AGAIN if instruction.again else Draws.FIRST
@@ -189,8 +186,8 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                     index,
                     op.id,
                     call.func,
-                    binder.argument(call.args, blocks),
-                    {name: binder.argument(item, blocks) for name, item in call.kwargs.items()},
+                    args,
+                    kwargs,
                     tuple(results),
                     _pairs(instruction.waits),
                     number,

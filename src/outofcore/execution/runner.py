@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
+from outofcore._torch_internals import mark_stepped
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
-from outofcore.capture.optimizers import OptimizerUpdate, mark_stepped
+from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to

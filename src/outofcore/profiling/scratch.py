@@ -14,7 +14,7 @@ import torch
 
 from outofcore._torch_internals import OpOverload
 from outofcore.capture import operators
-from outofcore.capture.tables import tensors_in
+from outofcore.capture.tables import leaves_in
 from outofcore.execution.binding import BoundRun
 
 Given = dict[str, Any]
@@ -37,7 +37,7 @@ class Contents:
     def fill(self, run: BoundRun) -> None:
         """Fill the arguments of an op, which hold halves and zeros."""
         if self != PLAIN:
-            for tensor in tensors_in([run.args, run.kwargs]):
+            for tensor in leaves_in([run.args, run.kwargs]):
                 self._fill(tensor)
         if isinstance(run.func, OpOverload) and run.func._schema.name in _FITTING:
             _FITTING[run.func._schema.name](operators.by_name(run.func, run.args, run.kwargs))
