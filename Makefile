@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-g10 bench-gpu bench-pack bench-peers \
-	bench-plan bench-small bench-state gpu-check gpu-site clean
+	bench-plan bench-ablate bench-small bench-state gpu-check gpu-site clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-plan: setup  ## how long planning takes, and how that grows
 
 bench-small: setup  ## how near plans are to the proved optimum of small steps
 	$(BIN)/python benchmarks/small.py
+
+bench-ablate: setup  ## what each technique of the search gives, and what it costs; GRAPHS=folder of compare.py's graph files
+	$(BIN)/python benchmarks/ablate.py $(if $(GRAPHS),--graphs $(GRAPHS))
 
 bench-compare: setup  ## every policy on every model of the zoo, side by side
 	$(BIN)/python benchmarks/compare.py

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from _common import RESULTS, console, write_result
-from outofcore.planning.bounds import lower_bound_seconds
 
 from outofcore import planning
 from outofcore.cli.answer import COMPARED
@@ -26,6 +25,7 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.graphfile import read_graph, write_graph
+from outofcore.planning import lower_bound_seconds
 from outofcore.presets import device
 from outofcore.units import format_bytes
 from outofcore.validator import validate

@@ -23,12 +23,12 @@ from typing import Annotated, Any
 
 import typer
 from _common import console, write_result
-from outofcore.planning.addresses import place
 from rich.table import Table
 
 from outofcore import planning
 from outofcore.graphfile import read_graph, write_graph
 from outofcore.lowering import lower, wire
+from outofcore.planning import place
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.simulator import simulate
 from outofcore.units import format_bytes
