@@ -76,7 +76,7 @@ gpu-check:  ## on a machine with a GPU, no network needed: the tests on it, then
 
 gpu-site:  ## packages for gpu-check on a machine that has PyTorch and no network, in the folder .gpu-site
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .gpu-site --upgrade --only-binary=:all: \
-		--python-version 3.12 --implementation cp numpy highspy typer rich pytest
+		--python-version 3.12 --implementation cp numpy highspy msgspec typer rich pytest
 
 bench-gpu: setup  ## throughput under one memory cap, beside what else trains large models on one GPU
 	$(BIN)/python benchmarks/gpu.py
