@@ -23,7 +23,7 @@ TESTS_S, BENCHMARKS_S, SPARE_S = 200, 310, 20
 _PROBE = """
 import importlib, json, sys
 missing = []
-for name in ("numpy", "highspy", "typer", "rich", "pytest", "torch"):
+for name in ("numpy", "highspy", "msgspec", "typer", "rich", "pytest", "torch"):
     try:
         importlib.import_module(name)
     except ImportError:
