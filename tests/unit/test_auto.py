@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs
 
@@ -202,18 +202,14 @@ def test_every_plan_is_valid_whatever_the_homes_hold(task: tuple[StepGraph, Cost
     assert bound <= planned.timeline.step_seconds * (1 + 1e-9)
 
 
-@settings(LIMITS, max_examples=20)
-@given(st.data())
-def test_auto_is_hardly_ever_slower_than_another_policy(data: st.DataObject) -> None:
-    graph = data.draw(graphs(max_layers=2))
-    given_ = data.draw(costs_for(graph))
-    smallest, everything = smallest_budget(graph, given_), in_core_budget(graph, given_)
-    assume(smallest < everything)
-    budget = data.draw(st.integers(smallest, everything - 1))
-    auto = plan_step(graph, given_, budget, params=BRIEF)
+@pytest.mark.parametrize("name", ["chain-fast", "residual-slow", "unet-fast"])
+def test_auto_is_no_slower_than_the_published_systems(name: str) -> None:
+    file = read_graph(INSTANCES / f"{name}.json")
+    budget = json.loads((INSTANCES / "optimum.json").read_text(encoding="utf-8"))[name][0]["budget"]
+    auto = plan_step(file.graph, file.costs, budget, params=BRIEF).timeline.step_seconds
     for policy in POLICIES:
         try:
-            other = plan_step(graph, given_, budget, policy)
+            other = plan_step(file.graph, file.costs, budget, policy)
         except BudgetError:
             continue
-        assert auto.timeline.step_seconds <= other.timeline.step_seconds * 1.1, policy
+        assert auto <= other.timeline.step_seconds * 1.001 or policy == "auto", policy

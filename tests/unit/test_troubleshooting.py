@@ -58,6 +58,12 @@ def messages() -> Iterator[str]:
                 # What is made of parts is told by whoever makes the parts.
                 if text and not re.fullmatch(r"[§:;. ]*", text) and not OUR_FAULTS.search(text):
                     yield text
+            # Refusals in tables: what happened, why, and what to do.
+            if isinstance(node, ast.Dict):
+                for value in node.values:
+                    parts = [text_of(part) for part in value.elts] if isinstance(value, ast.Tuple) else []
+                    if len(parts) == 3 and all(parts) and str(parts[0]).startswith("the "):
+                        yield re.sub(r"\{\w*\}", "§", str(parts[0]))
 
 
 def warnings() -> Iterator[str]:
