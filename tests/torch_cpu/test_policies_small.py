@@ -101,4 +101,4 @@ def test_superneurons_may_choose_algorithms() -> None:
     step, model, optimizer = world()
     for policy, chosen in ((SuperNeurons(), None), (SuperNeurons(algorithms="fastest"), {})):
         with outofcore.compile(step, model, optimizer, budget="8MiB", home="host", policy=policy) as train:
-            assert train._algorithms == chosen
+            assert train._session._algorithms == chosen
