@@ -111,7 +111,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
             if killer is not None:
                 _outlast(killer)
             seconds.append(time.perf_counter() - begin)
-            if made == 0 and error is None:
+            if made == 0 and error is None and stages:  # none where the plan was made before an interrupt
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
                 found.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
             if error is None:
