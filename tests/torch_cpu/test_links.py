@@ -1,13 +1,11 @@
 """Measuring a link: the numbers describe the home that was given, and its slots survive."""
 
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -146,14 +144,6 @@ def test_failures_come_through_from_either_thread() -> None:
         measure_link(Broken(64 * MIB), buffer_bytes=MIB, seconds=0.01)
 
 
-@pytest.fixture
-def heeded() -> Iterator[None]:
-    """Interrupts are heeded, also where the tests were started by a shell that has them ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupt_leaves_no_thread_that_still_copies() -> None:
     """As a second Ctrl-C does, which no longer waits, while ops run."""
     before = threading.active_count()
@@ -167,27 +157,6 @@ def test_an_interrupt_leaves_no_thread_that_still_copies() -> None:
         measure_link(home, buffer_bytes=MIB, seconds=0.5, compute=compute)
     assert threading.active_count() == before
     home.close()
-
-
-@pytest.mark.usefixtures("heeded")
-def test_an_interrupt_takes_effect_when_the_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted, finished = threading.Event(), threading.Event()
-    original = links._measured
-
-    def measured(*args: Any) -> LinkReport:
-        report = original(*args)
-        finished.set()
-        return report
-
-    def compute() -> None:
-        if not interrupted.is_set():
-            interrupted.set()
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(links, "_measured", measured)
-    with pytest.raises(KeyboardInterrupt):
-        measure_link(HostHome(64 * MIB), buffer_bytes=MIB, seconds=0.01, compute=compute)
-    assert finished.is_set()
 
 
 def test_memory_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
