@@ -39,6 +39,7 @@ class SearchParams:
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
+        polish_longest: ops of a step above which it is left out: it then finds nothing for most of planning's time.
         polish_tries: changes that it tries at most.
         polish_runs: it makes no more changes than take as long as so many runs of the step, which could win it back.
         polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves,
@@ -57,12 +58,13 @@ class SearchParams:
     passes: int = 8
     copy_weight: float = 0.002
     tuned: int = 4
-    tuning_ops: int = 60_000
+    tuning_ops: int = 30_000
     tunings: int = 600
     recompute_changes: float = 0.5
     rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
+    polish_longest: int = 150
     polish_tries: int = 800
     polish_runs: int = 200
     polish_starts: int = 1

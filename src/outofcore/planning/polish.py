@@ -56,6 +56,8 @@ def polished(
         starts: plans to start from in turn; they need not fit.
         params: how hard to search.
     """
+    if len(problem.graph.ops) > params.polish_longest:
+        return None
     worthwhile = int(params.polish_runs * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), params.polish_tries, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
