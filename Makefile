@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-g10 bench-gpu bench-pack bench-peers \
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-pack bench-peers \
 	bench-plan bench-ablate bench-small bench-state gpu-check gpu-site clean
 
 help:  ## list the commands
@@ -49,6 +49,9 @@ bench: setup  ## step times and peaks, beside eager PyTorch
 
 bench-fit: setup  ## step time where everything fits
 	$(BIN)/python benchmarks/fit.py
+
+bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
+	$(BIN)/python benchmarks/follow.py
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py

@@ -2,9 +2,10 @@
 
 Its argument is JSON: ``model`` (of the zoo, or "bert") and its ``options``; ``mode`` "eager", "checkpoint" (eager, with
 ``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential``, in ``segments``), "compile"
-(``torch.compile`` that may keep a ``share`` of the activations), "outofcore" or "survey"; and for outofcore ``budget``,
-``home`` and ``policy``. It reads a command a line from standard input (``step``, ``report``, ``forget-peak``,
-``picture PATH``) and answers each with a line of JSON on standard output. What else is printed goes to standard error.
+(``torch.compile`` that may keep a ``share`` of the activations), "outofcore", "followed" (eager, in
+``outofcore.budget``) or "survey"; and for ours ``budget``, ``home`` and ``policy``. It reads a command a line from
+standard input (``step``, ``report``, ``forget-peak``, ``picture PATH``) and answers each with a line of JSON on
+standard output. What else is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Training:
         optimizer = work.optimizer(model)
         self._run: Callable[..., torch.Tensor] = work.make_step(model, optimizer)
         self._step: outofcore.Step | None = None
+        self._loop: outofcore.Loop | None = None
         match spec["mode"]:
             case "checkpoint":
                 checkpoint_blocks(model)
@@ -59,6 +61,8 @@ class _Training:
                     self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
                 )
                 self._run = self._step
+            case "followed":
+                self._loop = outofcore.budget(spec["budget"], model, home=spec["home"]).start()
 
     def step(self) -> Answer:
         batch = next(self._batches)
@@ -68,6 +72,8 @@ class _Training:
         seconds = time.perf_counter() - start
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         answer: Answer = {"loss": loss.item().hex(), "seconds": seconds, "faults": faults}
+        if self._loop is not None:
+            answer |= asdict(self._loop.stats)
         if self._step is not None:
             answer |= {key: value for key, value in asdict(self._step.stats).items() if key != "seconds"}
         return answer
@@ -103,6 +109,8 @@ class _Training:
     def close(self) -> None:
         if self._step is not None:
             self._step.close()
+        if self._loop is not None:
+            self._loop.stop()
 
 
 def _resident_bytes(address: int, count: int) -> int:

@@ -27,10 +27,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+from torch.library import _impls as _library_impls
 from torch.nn import parameter
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils import _foreach_utils
@@ -66,6 +68,7 @@ __all__ = [
     "below_autograd",
     "current_autograd_node",
     "global_optimizer_hooks",
+    "has_python_kernel",
     "is_compiled",
     "keystr",
     "let_device_idle",
@@ -76,11 +79,13 @@ __all__ = [
     "plain_optimizer_step",
     "precision_of",
     "real_tensors",
+    "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "result_leaves",
     "sdp_backends_enabled",
     "set_activation_memory_budget",
     "shares_storage",
+    "storage_address",
     "storage_bytes",
     "storage_key",
     "tensor_leaves",
@@ -113,6 +118,18 @@ UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # pyright: i
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of the storage of a tensor, unique while the storage lives."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Where PyTorch's own object for a storage lies in memory; native code may be given it."""
+    return storage._cdata
+
+
+def has_python_kernel(name: str, overload: str) -> bool:
+    """Whether an operator, such as "mylib::mul", runs Python code on the CPU."""
+    namespace, _, op = name.partition("::")
+    full = f"{namespace}/{op}.{overload}" if overload else f"{namespace}/{op}"
+    return any(f"{full}/{key}" in _library_impls for key in ("CPU", "CompositeExplicitAutograd"))
 
 
 def autograd_sequence_number() -> int:

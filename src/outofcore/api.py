@@ -24,8 +24,17 @@ from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.opening import OpenHome, homes_of, open_backend, open_device_homes, open_homes
+from outofcore.execution.opening import (
+    OpenHome,
+    homes_of,
+    host_limit,
+    open_backend,
+    open_device_homes,
+    open_homes,
+)
 from outofcore.execution.stats import StepStats
+from outofcore.follow.loop import Loop
+from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.policies import PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
@@ -218,6 +227,69 @@ def compile(
         )
     opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
     return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
+
+
+def budget(
+    limit: int | str,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    home: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    check: CheckName = "sampled",
+) -> Loop:
+    """Run a loop as it is, in eager PyTorch, within a byte budget and with the very same numbers.
+
+    In ``with outofcore.budget("6GiB", model) as run:`` every tensor of 64 KiB and more that this thread's ops touch
+    lies in an arena of the budget's size while an op uses it. When there is no room left, what is used furthest from
+    now leaves for the home: by what the loop did before, once it repeats itself (Belady, 1966), and until then by how
+    long it was not used.
+
+    Args:
+        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB".
+        model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
+            when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
+            the state of an optimizer when it first steps.
+        device: "cpu", the only one so far.
+        home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host".
+        host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".
+        check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
+            before it leaves without being written, so that what other threads or compiled code wrote is not lost.
+
+    Returns:
+        A context manager, also with ``start()`` and ``stop()``; ``run.stats`` tells what happened.
+
+    Raises:
+        InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it. In the loop, where an
+            op alone does not fit, PyTorch raises ``torch.OutOfMemoryError``; out of the context comes a ``BudgetError``
+            that says which op, where, and what it needs.
+
+    Limits: of other threads only what autograd starts is followed. Compiled extensions that keep a pointer from one op
+    to the next do not see the tensor move. A NumPy array over a tensor that was made before the loop does not follow
+    the tensor into the arena.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> losses = []
+    >>> with outofcore.budget("2MiB", model) as run:
+    ...     for _ in range(3):
+    ...         loss = model(torch.ones(64, 256)).square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...         losses.append(loss.item())
+    >>> losses[0] > losses[1] > losses[2], run.stats.peak_bytes <= 2 << 20
+    (True, True)
+    """
+    models = _as_list(model, nn.Module, "model")
+    count = parse_bytes(limit)
+    if open_backend(device).device.type != "cpu":
+        raise InputError("loops are followed on the CPU only; for a step on a GPU there is outofcore.compile()")
+    if check not in {mode.value for mode in Check}:
+        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    return Loop(count, models, home=home, host_limit=host_limit(host_budget), verified=check != "off")
 
 
 def smallest_budget(
@@ -446,9 +518,12 @@ def _costs(profiles: Sequence[OpProfile]) -> Costs:
 
 __all__ = [
     "Estimate",
+    "Loop",
+    "LoopStats",
     "OpenHome",
     "Step",
     "StepStats",
+    "budget",
     "build",
     "compile",
     "estimate",

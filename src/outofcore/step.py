@@ -24,6 +24,7 @@ from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step
+from outofcore.follow.native import is_followed
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
@@ -125,7 +126,8 @@ class Step(Generic[P, R]):
             BudgetError: the budget cannot hold it.
             SpillError: the home cannot hold what must leave.
             StateError: the step is closed, an earlier call failed half way, this is a fork of the process that
-                compiled the step, or something else moved the model while it ran.
+                compiled the step, a loop is followed (``outofcore.budget``), or something else moved the model while
+                it ran.
             TransferError: a copy failed in mid-step, or what was read is not what was written.
             ValidationError: no plan keeps its promises: a fault of this library.
 
@@ -135,6 +137,11 @@ class Step(Generic[P, R]):
         before it while it is profiled and planned; a second one at once.
         """
         self._check_usable()
+        if is_followed():
+            raise StateError(
+                "a compiled step has a budget of its own and does not run inside of outofcore.budget(); leave that "
+                "context first, or call the training function itself there"
+            )
         with self._alone():
             self._session.outcome = Outcome.UNCHANGED
             try:

@@ -170,9 +170,9 @@ def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None
 
 def test_public_names() -> None:
     assert outofcore.__all__ == [
-        *("ArenaError", "BudgetError", "CaptureError", "Estimate", "GraphError", "InputError", "OpenHome"),
-        *("OutOfCoreError", "SpillError", "StateError", "Step", "StepStats", "TransferError", "UnitError"),
-        *("ValidationError", "build", "compile", "estimate", "load", "materialize", "open_home", "save"),
+        *("ArenaError", "BudgetError", "CaptureError", "Estimate", "GraphError", "InputError", "Loop", "LoopStats"),
+        *("OpenHome", "OutOfCoreError", "SpillError", "StateError", "Step", "StepStats", "TransferError", "UnitError"),
+        *("ValidationError", "budget", "build", "compile", "estimate", "load", "materialize", "open_home", "save"),
         "smallest_budget",
     ]
     for name in outofcore.__all__:

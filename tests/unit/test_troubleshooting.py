@@ -21,7 +21,7 @@ SPEAKING = (
     "profiling/ops.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "aliases", "opening")),
-    "execution/cuda",
+    *("execution/cuda", "follow"),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(
@@ -109,6 +109,7 @@ def test_entries_are_of_messages_that_there_are() -> None:
         "the budget of … cannot hold this step",
         "the optimizer … cannot be used",
         "a copy to or from the home failed",
+        "the budget of … cannot hold …, which asks for",
     }
     stale = [entry for entry in ENTRIES if "…" in entry and entry not in used]
     assert stale == []

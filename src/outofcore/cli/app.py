@@ -134,6 +134,7 @@ ForDevice = Annotated[
     str,
     typer.Option(
         "--device",
+        "--gpu",  # as it was called first
         help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here and is "
         f"simulated: {', '.join(d.key for d in devices())}.",
     ),

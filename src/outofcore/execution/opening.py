@@ -132,7 +132,12 @@ class OpenHome:
             self._tenant = None
 
 
-def _host_limit(host_budget: int | str | None) -> int | None:
+def host_limit(host_budget: int | str | None) -> int | None:
+    """Bytes of host memory that a home may take, as users write them.
+
+    Raises:
+        UnitError: they cannot be read, or are less than a page.
+    """
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(
@@ -153,7 +158,7 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
         UnitError: the budget cannot be read, or is less than a page.
         SpillError: a home cannot be used.
     """
-    limit = _host_limit(host_budget)
+    limit = host_limit(host_budget)
     if home == "host":
         return [HostHome(limit)]
     disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
@@ -191,7 +196,7 @@ def open_device_homes(
         UnitError: the budget cannot be read, or is less than a page.
         SpillError: a home cannot be used; so it is with a disk where the native code cannot be built.
     """
-    limit = _host_limit(host_budget)
+    limit = host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
     native = load_native(Flavor.CUDA)

@@ -90,6 +90,10 @@ class SpillFile:
         self._check_open()
         return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
 
+    def duplicate(self) -> tuple[int, int]:
+        """New descriptors of the file, the second past the page cache where that works; the caller closes them."""
+        return os.dup(self._descriptor), os.dup(self.descriptor)
+
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped from it. May be called again."""
         self._closed = True

@@ -1,0 +1,69 @@
+"""Who takes the address of a tensor, by which it is then used without PyTorch: such a storage keeps it.
+
+Python code gets at an address by a few methods only, which are wrapped while a loop is followed. Compiled extensions
+that keep pointers from one op to the next cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# By class, what hands out an address, or something that has it.
+_METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__")),
+    (torch.UntypedStorage, ("data_ptr",)),
+)
+
+
+# Modules that compare addresses, or are done with one before the next op: savers above all, which ask for that of every
+# parameter.
+_AT_ONCE = frozenset(
+    {
+        "torch._tensor",
+        "torch.serialization",
+        "safetensors.torch",
+        "transformers.modeling_utils",
+        "transformers.pytorch_utils",
+        "accelerate.utils.modeling",
+        "accelerate.utils.other",
+    }
+)
+
+
+@contextlib.contextmanager
+def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """While in this context, ``fix`` is called with a storage before its address is handed out.
+
+    Args:
+        fix: is told of storages in CPU memory only.
+    """
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__") in _AT_ONCE:
+                pass
+            elif isinstance(self, torch.UntypedStorage):
+                fix(self)
+            elif self.layout is torch.strided and self.device.type == "cpu":
+                fix(self.untyped_storage())
+            return method(self, *args, **kwargs)
+
+        told.__name__ = method.__name__
+        told.__doc__ = method.__doc__
+        return told
+
+    with contextlib.ExitStack() as undo:
+        for kind, names in _METHODS:
+            for name in names:
+                own = vars(kind).get(name)
+                setattr(kind, name, wrapped(getattr(kind, name)))
+                if own is None:  # what the class inherits, it inherits again
+                    undo.callback(delattr, kind, name)
+                else:
+                    undo.callback(setattr, kind, name, own)
+        yield

@@ -1,0 +1,222 @@
+// Where storages lie that are not in the arena: slots of files, each also mapped ("its window"), so that a storage that
+// is away has a valid address as well.
+//
+// A file is on a disk, or in host memory (memfd). A child of a fork must see the bytes of its moment: its windows become
+// private, and slots that it can see are not written to as long as it lives.
+
+#pragma once
+
+#include "extents.h"
+
+#include <c10/util/Exception.h>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace follow {
+
+constexpr int64_t kPage = 4096;
+
+struct Slot {
+  int home = -1;  // -1: none
+  int64_t offset = 0, bytes = 0;
+  int64_t forks = 0;  // that had been when it was taken
+
+  explicit operator bool() const { return home >= 0; }
+};
+
+// One file; its descriptors are closed with it.
+class Home {
+ public:
+  // `direct` may be the same descriptor as `file`; `memory`: the file is in host memory. Throws c10::Error.
+  Home(int file, int direct, bool memory, int64_t capacity)
+      : file_(file), direct_(direct), memory_(memory), capacity_(capacity / kPage * kPage), extents_(capacity_) {
+    void* window = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
+    TORCH_CHECK(window != MAP_FAILED, "outofcore: ", capacity_, " bytes of addresses could not be mapped for a home: ",
+                std::strerror(errno));
+    window_ = static_cast<char*>(window);
+  }
+  ~Home() {
+    munmap(window_, capacity_);
+    if (direct_ != file_) close(direct_);
+    close(file_);
+  }
+  Home(const Home&) = delete;
+
+  // The offset of a slot; -1: there is no room, and `why` says why.
+  int64_t take(int64_t bytes, std::string& why) {
+    const int64_t offset = extents_.take(bytes);
+    if (offset < 0) {
+      why = "its limit is reached";
+      return -1;
+    }
+    if (offset + bytes > grown_ && !grow(offset + bytes, why)) {
+      extents_.give(offset, bytes, 0);
+      return -1;
+    }
+    used_ += bytes;
+    most_used_ = std::max(most_used_, used_);
+    return offset;
+  }
+  void give(int64_t offset, int64_t bytes) {
+    if (memory_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+    extents_.give(offset, bytes, 0);
+    used_ -= bytes;
+  }
+
+  // Offset and bytes are whole pages, and the address is a page's. Throws c10::Error.
+  void write(const char* from, int64_t offset, int64_t bytes) {
+    while (bytes > 0) {
+      const ssize_t done = pwrite(direct_, from, std::min(bytes, kChunk), offset);
+      if (done < 0 && errno == EINTR) continue;
+      TORCH_CHECK(done > 0, "outofcore: writing to the home failed: ", std::strerror(done < 0 ? errno : EIO));
+      from += done, offset += done, bytes -= done;
+    }
+  }
+  void read(char* to, int64_t offset, int64_t bytes) {
+    while (bytes > 0) {
+      const ssize_t done = pread(direct_, to, std::min(bytes, kChunk), offset);
+      if (done < 0 && errno == EINTR) continue;
+      TORCH_CHECK(done > 0, "outofcore: reading from the home failed: ", std::strerror(done < 0 ? errno : EIO));
+      to += done, offset += done, bytes -= done;
+    }
+  }
+
+  char* window(int64_t offset) const { return window_ + offset; }
+  // Maps a slot over the addresses at `at`.
+  void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
+    const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
+                             file_, offset);
+    TORCH_CHECK(shown != MAP_FAILED, "outofcore: a window could not be mapped: ", std::strerror(errno));
+  }
+  // In the child of a fork: what it writes is its own.
+  void part() const {
+    mmap(window_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
+  }
+  int64_t most_used() const { return most_used_; }
+
+ private:
+  static constexpr int64_t kChunk = int64_t{8} << 20, kStep = int64_t{64} << 20;
+
+  // Blocks of the disk are set aside, so that no later write lacks room.
+  bool grow(int64_t bytes, std::string& why) {
+    const int64_t wanted = std::min(capacity_, memory_ ? bytes : (bytes + kStep - 1) / kStep * kStep);
+    for (const int64_t count : {wanted, bytes}) {
+      int failed = 0;
+      if (memory_) {
+        failed = ftruncate(file_, count) ? errno : 0;
+      } else {
+        do failed = fallocate(file_, 0, grown_, count - grown_) ? errno : 0;
+        while (failed == EINTR);
+        if (failed == EOPNOTSUPP) failed = ftruncate(file_, count) ? errno : 0;
+      }
+      if (failed == 0) {
+        grown_ = count;
+        return true;
+      }
+      why = std::strerror(failed);
+    }
+    return false;
+  }
+
+  int file_, direct_;
+  bool memory_;
+  int64_t capacity_;
+  Extents extents_;
+  char* window_ = nullptr;
+  int64_t grown_ = 0, used_ = 0, most_used_ = 0;
+};
+
+// The homes of a loop, in the order in which they are filled.
+class Homes {
+ public:
+  ~Homes() {
+    for (const Fork& fork : forks_) close(fork.alive);
+  }
+
+  void add(int file, int direct, bool memory, int64_t capacity) {
+    homes_.push_back(std::make_unique<Home>(file, direct, memory, capacity));
+  }
+
+  // Throws c10::OutOfMemoryError: no home has room.
+  Slot take(int64_t bytes) {
+    thaw();
+    std::string why = "there is none";
+    for (size_t home = 0; home < homes_.size(); ++home) {
+      const int64_t offset = homes_[home]->take(bytes, why);
+      if (offset >= 0) return {static_cast<int>(home), offset, bytes, forked_};
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: no home has room for ", bytes, " bytes more (", why,
+                     "); give a home with more room, or free tensors");
+  }
+  void give(const Slot& slot) {
+    if (!slot) return;
+    if (frozen(slot))
+      frozen_.push_back(slot);
+    else
+      homes_[slot.home]->give(slot.offset, slot.bytes);
+  }
+  // Whether a process that lives sees the slot, which must then keep its bytes.
+  bool frozen(const Slot& slot) {
+    if (slot.forks == forked_ || forks_.empty()) return false;
+    thaw();
+    return !forks_.empty();
+  }
+
+  Home& of(const Slot& slot) const { return *homes_[slot.home]; }
+
+  // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.
+  void before_fork() {
+    if (pipe2(pipe_, O_CLOEXEC) != 0) pipe_[0] = pipe_[1] = -1;
+  }
+  void after_fork_in_parent() {
+    ++forked_;
+    if (pipe_[1] >= 0) close(pipe_[1]);
+    forks_.push_back({pipe_[0]});
+  }
+  void after_fork_in_child() const {
+    for (const auto& home : homes_) home->part();
+  }
+  int64_t most_used() const {
+    int64_t most = 0;
+    for (const auto& home : homes_) most += home->most_used();
+    return most;
+  }
+
+ private:
+  struct Fork {
+    int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
+  };
+
+  // Gives back the slots that were kept for children, once all of those are gone.
+  void thaw() {
+    if (forks_.empty()) return;
+    std::erase_if(forks_, [](const Fork& fork) {
+      pollfd asked{fork.alive, POLLIN, 0};
+      if (fork.alive < 0 || poll(&asked, 1, 0) <= 0) return false;
+      close(fork.alive);
+      return true;
+    });
+    if (!forks_.empty()) return;
+    for (const Slot& slot : frozen_) homes_[slot.home]->give(slot.offset, slot.bytes);
+    frozen_.clear();
+  }
+
+  std::vector<std::unique_ptr<Home>> homes_;
+  std::vector<Fork> forks_;
+  std::vector<Slot> frozen_;
+  int64_t forked_ = 0;
+  int pipe_[2] = {-1, -1};
+};
+
+}  // namespace follow

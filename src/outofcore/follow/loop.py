@@ -1,0 +1,233 @@
+"""A loop that is followed: the context that ``outofcore.budget`` opens, and what it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from outofcore._torch_internals import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+    storage_address,
+)
+from outofcore.capture.provenance import users_part
+from outofcore.errors import BudgetError, SpillError, StateError, TransferError
+from outofcore.execution.folders import default_spill_directory
+from outofcore.execution.memory import trim_heap
+from outofcore.execution.spill import SpillFile
+from outofcore.follow.addresses import addresses_seen
+from outofcore.follow.native import call, load_paging
+from outofcore.follow.stats import LoopStats
+from outofcore.units import format_bytes
+
+# Addresses that a home on a disk may take up; the disk itself is the limit.
+_DISK_CAPACITY = 1 << 40
+# How paging.cpp begins its messages.
+_OURS = "outofcore: "
+_REFUSAL = re.compile(
+    r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "
+    r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+)"
+)
+
+
+class Loop:
+    """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> run = outofcore.budget("1MiB", model).start()
+    >>> loss = model(torch.ones(64, 256)).square().mean()
+    >>> loss.backward()
+    >>> run.stop()
+    >>> run.stats.fetches > 0
+    True
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        models: Sequence[nn.Module],
+        *,
+        home: str | os.PathLike[str] | None = None,
+        host_limit: int | None = None,
+        verified: bool = True,
+    ) -> None:
+        self._limit = limit
+        self._models = tuple(models)
+        self._home = home
+        self._host_limit = host_limit
+        self._verified = verified
+        self._space: int | None = None
+        self._thread: int | None = None
+        self._undo = contextlib.ExitStack()
+        self._steps = 0
+        self._last = LoopStats()
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        told = None if error is None else _explained(error)
+        if told is not None:
+            raise told from error
+
+    def start(self) -> Self:
+        """Begin to follow this thread.
+
+        The models' parameters, buffers and gradients move to the home at once, other tensors when an op uses them.
+
+        Raises:
+            StateError: a loop is followed already, or a compiled step is open, or the native code cannot be built.
+            SpillError: the home cannot be used.
+        """
+        if self._space is not None:
+            raise StateError("this loop is followed already; stop() it first")
+        library = load_paging()
+        with contextlib.ExitStack() as undo:
+            space = self._opened(library)
+            undo.callback(library.follow_close, space)
+            call(library, "follow_open", space)
+            self._space, self._thread = space, threading.get_ident()
+            undo.callback(self._forget)
+            undo.enter_context(addresses_seen(self._fix))
+            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            for model in self._models:
+                self._adopt(_tensors_of(model))
+            trim_heap()
+            undo.callback(library.follow_thread, 0)
+            library.follow_thread(1)
+            self._undo = undo.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """Stop following. Tensors stay valid; what is not in the arena is brought back as far as the budget holds it.
+
+        May be called again.
+
+        Raises:
+            StateError: another thread than the one that is followed calls it.
+        """
+        if self._space is None:
+            return
+        if threading.get_ident() != self._thread:
+            raise StateError("a loop is stopped by the thread that started it; call stop() there")
+        self._undo.close()
+
+    @property
+    def stats(self) -> LoopStats:
+        """What has happened so far."""
+        if self._space is not None:
+            self._last = self._read_stats()
+        return self._last
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._space is None else "followed"
+        return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
+
+    def _opened(self, library: ctypes.CDLL) -> int:
+        space = call(library, "follow_new", self._limit, int(self._verified))
+        try:
+            in_memory = self._home == "host"
+            if in_memory or self._host_limit is not None:
+                memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                capacity = memory if self._host_limit is None else min(memory, self._host_limit)
+                file = os.memfd_create("outofcore")
+                call(library, "follow_add_home", space, file, file, 1, capacity)
+            if not in_memory:
+                named = self._home is not None and self._home != "disk"
+                spill = SpillFile(Path(self._home) if named and self._home else default_spill_directory())
+                try:
+                    call(library, "follow_add_home", space, *spill.duplicate(), 0, _DISK_CAPACITY)
+                finally:
+                    spill.close()
+        except BaseException:
+            library.follow_close(space)
+            raise
+        return space
+
+    def _forget(self) -> None:
+        self._last = self._read_stats()
+        self._space = None
+
+    def _read_stats(self) -> LoopStats:
+        expected = len(fields(LoopStats)) - 1  # the steps are counted here
+        counts = (ctypes.c_int64 * expected)()
+        told = load_paging().follow_counters(self._space, counts, expected)
+        if told != expected:
+            raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
+        return LoopStats(*counts, steps=self._steps)
+
+    def _adopt(self, tensors: Iterator[torch.Tensor]) -> None:
+        library = load_paging()
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.device.type == "cpu":
+                call(library, "follow_adopt", storage_address(tensor.untyped_storage()))
+
+    def _fix(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "cpu":
+            call(load_paging(), "follow_fix", storage_address(storage))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if id(optimizer) in self._seen:
+            return
+        self._seen.add(id(optimizer))
+        held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+        self._adopt(held)
+        self._adopt(p for group in optimizer.param_groups for p in group["params"])
+
+    def _after_step(self, *_: object) -> None:
+        self._steps += 1
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        if not isinstance(parameter, nn.parameter.UninitializedParameter):
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    for buffer in model.buffers():
+        if not isinstance(buffer, nn.parameter.UninitializedBuffer):
+            yield buffer
+
+
+def _explained(error: BaseException) -> Exception | None:
+    """What the native code said, as one of the library's errors; None: it comes from somewhere else."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _OURS not in text:
+        return None
+    refused = _REFUSAL.search(text)
+    if refused is None:
+        said = text[text.index(_OURS) + len(_OURS) :].splitlines()[0]
+        return (SpillError if "no home has room" in said else TransferError)(said)
+    line = _line_of(error.__traceback__)
+    counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
+    held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
+    return BudgetError(
+        f"the budget of {counts['budget']} cannot hold {refused['op']}{line}: beside {counts['used']} that it uses it "
+        f"asks for {counts['asked']}{held}. Give a budget of at least {counts['least']}, or smaller batches",
+        int(refused["least"]),
+    )
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    part = users_part(trace)
+    while part is not None and part.tb_next is not None:
+        part = part.tb_next
+    return "" if part is None else f" at {part.tb_frame.f_code.co_filename}:{part.tb_lineno}"

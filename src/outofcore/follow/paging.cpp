@@ -1,0 +1,1015 @@
+// Runs the ops of somebody else's loop within a byte budget.
+//
+// A fallback on a dispatch key below autograd sees every op. Storages of 64 KiB and more live in an arena; those that
+// come from outside are adopted when they are first touched. Before an op, what it touches is brought in and pinned.
+// Memory is taken from a storage and given back under living tensors by swapping the data pointer of its StorageImpl:
+// at the beginning of an op, or inside one while it allocates, never under what a running op touches. What is away has a
+// valid pointer too (see homes.h), so that code that nobody sees reads the right bytes.
+//
+// The arena has more addresses than the budget has bytes, so no request fails for want of a hole that is large enough:
+// it then gets fresh addresses, and free pages elsewhere go back to the kernel.
+//
+// All state is behind one lock, which is never held while PyTorch runs an op or Python.
+
+#include "extents.h"
+#include "history.h"
+#include "homes.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using c10::DispatchKey;
+using c10::StorageImpl;
+using follow::kPage;
+
+// Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
+constexpr DispatchKey kKey = DispatchKey::Fake;
+// Smaller storages stay with PyTorch's allocator.
+constexpr int64_t kLarge = 64 * 1024;
+
+// In the order of the fields of ``LoopStats`` in stats.py.
+enum Counter {
+  kOps,            // that were looked at
+  kExpected,       // of them, where the history expected them
+  kFetches,
+  kFetchedBytes,
+  kEvictions,
+  kWrites,         // of them, those whose bytes had changed
+  kWrittenBytes,
+  kUnseenWrites,   // storages that were taken to be unchanged and were not
+  kAdoptions,
+  kAdoptedBytes,
+  kInUse,          // bytes of the arena now
+  kPeak,           // and at the most
+  kAway,           // bytes of storages that are away now
+  kFixed,          // storages whose address somebody took
+  kOutside,        // bytes of 64 KiB and more that threads outside of the loop hold
+  kOutsidePeak,
+  kForeign,        // operands that cannot be moved: memory that is not PyTorch's own
+  kTransferMicros,
+  kHomePeak,       // bytes of the homes at the most
+  kCounters
+};
+
+struct Space;
+
+struct Block {
+  Space* space = nullptr;
+  std::optional<c10::weak_intrusive_ptr<StorageImpl>> storage;  // none: a piece that no storage is known to own yet
+  int64_t id = 0;
+  int64_t bytes = 0, used = 0;  // in whole pages; of the storage
+  int64_t offset = -1;          // in the arena; -1: it has no addresses there
+  bool here = false;            // in the arena's memory; else at home
+  follow::Slot slot;
+  bool dirty = true;            // what is at home, if anything, is not what it holds
+  bool fixed = false;           // somebody has its address: it keeps it, here and away
+  bool busy = false;            // somebody may be writing to it at any time: it stays
+  bool dead = false;            // freed while pinned
+  int pins = 0;
+  int64_t last_use = 0;
+  int64_t twin = -1;            // whose part it plays in the history
+  uint64_t sum = 0;             // of what is at home, while it is not dirty
+};
+
+// One loop's arena and homes. It stays until the last storage that lies in it is gone.
+struct Space {
+  explicit Space(int64_t budget_bytes) : budget(budget_bytes), extents(kAddresses * budget_bytes) {}
+  // Addresses for each byte of the budget.
+  static constexpr int64_t kAddresses = 64;
+
+  int64_t budget;
+  char* base = nullptr;
+  follow::Extents extents;
+  follow::Homes homes;
+  follow::History history;
+  std::map<int64_t, Block*> at;  // by offset
+  std::unordered_set<Block*> known;
+  int64_t charged = 0;           // bytes of the arena in use
+  int64_t ids = 0;
+  int64_t pieces = 0;            // blocks of all kinds
+  bool open = true;
+  bool verified = true;          // whether what is taken to be unchanged is compared
+  bool stress = false;
+  int64_t counters[kCounters] = {};
+
+  ~Space() { munmap(base, kAddresses * budget); }
+  char* address(const Block& block) const { return base + block.offset; }
+};
+
+// Recursive: to drop the last reference to a storage comes back through ``release_block``. Never destroyed.
+std::recursive_mutex& mutex = *new std::recursive_mutex;
+using Guard = std::lock_guard<std::recursive_mutex>;
+std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
+std::atomic<Space*> current{nullptr};
+std::unordered_map<void*, int64_t>& outside = *new std::unordered_map<void*, int64_t>;  // bytes by address
+std::atomic<int64_t> outside_count{0};
+c10::Allocator* stock = nullptr;
+// Decides whether the kernel of an operator is written in Python.
+int (*is_python)(const char* name, const char* overload) = nullptr;
+
+thread_local int depth = 0;                    // atomic ops that the thread is in
+thread_local const c10::OperatorHandle* running = nullptr;
+std::atomic<int> ops_running{0};               // of all threads
+
+int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+bool tracked() { return depth > 0 || c10::impl::tls_is_dispatch_key_included(kKey); }
+
+void release_raw(void* pointer);
+void release_block(void* context);
+
+// A checksum at the speed of memory; equal bytes have equal sums.
+uint64_t sum_of(const char* bytes, int64_t count) {
+  constexpr int kLanes = 8;
+  uint64_t lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = 0x9E3779B97F4A7C15ull * (i + 1);
+  const auto* words = reinterpret_cast<const uint64_t*>(bytes);
+  for (int64_t i = 0, n = count / 8; i + kLanes <= n; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = (lanes[lane] ^ words[i + lane]) * 0x100000001B3ull;
+  uint64_t sum = 0;
+  for (const uint64_t lane : lanes) sum = (sum ^ (lane ^ lane >> 29)) * 0xBF58476D1CE4E5B9ull;
+  return sum;
+}
+
+struct Stopwatch {
+  int64_t& micros;
+  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  ~Stopwatch() {
+    using std::chrono::microseconds;
+    micros += std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - start).count();
+  }
+};
+
+// ---- blocks: here and away -----------------------------------------------------------------------------------------
+
+at::DataPtr pointer_to(Block& block, void* address) {
+  return {address, &block, &release_block, at::Device(at::kCPU)};
+}
+
+// Shows another address to the tensors of a block. The storage must own it.
+void show(Block& block, StorageImpl& storage, void* address) {
+  at::DataPtr old = storage.set_data_ptr(pointer_to(block, address));
+  old.release_context();
+}
+
+// The storage that owns a block, if it still does: some code moves data pointers to another storage.
+c10::intrusive_ptr<StorageImpl> owner_of(const Block& block) {
+  if (!block.storage) return {};
+  auto storage = block.storage->lock();
+  if (!storage || storage->_mutable_data_ptr_no_checks().get_context() != &block) return {};
+  return storage;
+}
+
+bool movable(const Block& block) { return block.here && block.storage && block.pins == 0 && !block.busy; }
+
+void count_use(Space& space, int64_t bytes) {
+  space.charged += bytes;
+  space.counters[kInUse] = space.charged;
+  space.counters[kPeak] = std::max(space.counters[kPeak], space.charged);
+}
+
+// Addresses and memory in the arena, of which there must be enough.
+void place(Space& space, Block& block) {
+  count_use(space, block.bytes);
+  if (block.offset < 0) {
+    block.offset = space.extents.take(block.bytes);
+    if (block.offset < 0) {
+      count_use(space, -block.bytes);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left");
+    }
+    space.at[block.offset] = &block;
+  }
+  while (space.charged + space.extents.idle() > space.budget) {
+    const auto [offset, bytes] = space.extents.forget_most();
+    madvise(space.base + offset, bytes, MADV_DONTNEED);
+  }
+  block.here = true;
+}
+
+// Takes a block out of the arena.
+void unplace(Space& space, Block& block) {
+  if (block.here) count_use(space, -block.bytes);
+  if (block.fixed && !block.here)  // a window lies at its addresses
+    mmap(space.address(block), block.bytes, PROT_READ | PROT_WRITE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (block.offset >= 0) {
+    space.at.erase(block.offset);
+    space.extents.give(block.offset, block.bytes, block.here ? block.bytes : 0);
+    if (!space.open) {
+      const auto [offset, bytes] = space.extents.forget_most();
+      madvise(space.base + offset, bytes, MADV_DONTNEED);
+    }
+  }
+  block.offset = -1;
+  block.here = false;
+}
+
+// Lets a block leave; false: it has no owner any more, and stays. Throws if its home fails, and then it stays as well.
+bool evict(Space& space, Block& block) {
+  const auto storage = owner_of(block);
+  if (!storage) return false;
+  const Stopwatch watch{space.counters[kTransferMicros]};
+  const char* from = space.address(block);
+  bool write = block.dirty || !block.slot || (block.fixed && !space.verified);
+  uint64_t sum = 0;
+  if (space.verified || write) sum = sum_of(from, block.bytes);
+  if (!write && space.verified && sum != block.sum) {
+    ++space.counters[kUnseenWrites];
+    write = true;
+  }
+  if (write) {
+    if (!block.slot || space.homes.frozen(block.slot)) {
+      const follow::Slot fresh = space.homes.take(block.bytes);
+      space.homes.give(block.slot);
+      block.slot = fresh;
+    }
+    block.dirty = true;
+    space.homes.of(block.slot).write(from, block.slot.offset, block.bytes);
+    ++space.counters[kWrites];
+    space.counters[kWrittenBytes] += block.bytes;
+    block.dirty = false;
+    block.sum = sum;
+  }
+  ++space.counters[kEvictions];
+  space.counters[kAway] += block.bytes;
+  if (block.fixed) {
+    space.homes.of(block.slot).show(space.address(block), block.slot.offset, block.bytes, false);
+    count_use(space, -block.bytes);
+    block.here = false;
+    return true;
+  }
+  show(block, *storage, space.homes.of(block.slot).window(block.slot.offset));
+  unplace(space, block);
+  return true;
+}
+
+int64_t next_use(const Space& space, const Block& block) {
+  return space.history.next_use(block.twin, block.last_use);
+}
+
+// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use.
+bool make_room(Space& space, int64_t bytes) {
+  while (space.charged + bytes > space.budget) {
+    const int64_t needed = space.charged + bytes - space.budget;
+    struct Candidate {
+      int64_t distance;
+      Block* block;
+    };
+    std::vector<Candidate> candidates;
+    int64_t found = 0;
+    for (const auto& [offset, block] : space.at)
+      if (movable(*block)) {
+        candidates.push_back({next_use(space, *block), block});
+        found += block->bytes;
+      }
+    if (found < needed) return false;
+    // Blocks that are used in the same op, or of the same age: the lowest first, to join holes.
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
+    std::vector<Block*> victims;
+    int64_t chosen = 0;
+    for (const Candidate& candidate : candidates) {
+      if (chosen >= needed) break;
+      victims.push_back(candidate.block);
+      chosen += candidate.block->bytes;
+    }
+    // A large one that came last may have made smaller ones before it needless.
+    std::erase_if(victims, [&](const Block* block) {
+      if (chosen - block->bytes < needed) return false;
+      chosen -= block->bytes;
+      return true;
+    });
+    bool any = false;
+    for (Block* victim : victims) {
+      if (evict(space, *victim))
+        any = true;
+      else
+        victim->storage.reset();  // found again when it is next touched
+    }
+    if (!any && victims.empty()) return false;
+  }
+  return true;
+}
+
+std::string name_of_running() {
+  if (running == nullptr) return "what runs between ops";
+  const auto& name = running->operator_name();
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+// Python knows this message, and makes a BudgetError of it (loop.py).
+[[noreturn]] void refuse(const Space& space, int64_t bytes) {
+  bytes = whole_pages(bytes);
+  int64_t pinned = 0, kept = 0;
+  for (const auto& [offset, block] : space.at) {
+    if (!block->here || movable(*block)) continue;
+    (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
+                   name_of_running(), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
+                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept, " bytes are needed");
+}
+
+void fetch(Space& space, Block& block) {
+  if (block.here) return;
+  const auto storage = owner_of(block);
+  if (!storage) return;  // served through its window
+  if (!make_room(space, block.bytes)) refuse(space, block.bytes);
+  const Stopwatch watch{space.counters[kTransferMicros]};
+  const follow::Home& home = space.homes.of(block.slot);
+  if (block.fixed) {
+    // Filled elsewhere first, since others may look at its addresses meanwhile.
+    void* filled = mmap(nullptr, block.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
+    const_cast<follow::Home&>(home).read(static_cast<char*>(filled), block.slot.offset, block.bytes);
+    place(space, block);
+    mremap(filled, block.bytes, block.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, space.address(block));
+  } else {
+    place(space, block);
+    try {
+      const_cast<follow::Home&>(home).read(space.address(block), block.slot.offset, block.bytes);
+    } catch (...) {
+      unplace(space, block);
+      throw;
+    }
+    show(block, *storage, space.address(block));
+  }
+  // What was adopted at home has no sum yet.
+  if (block.dirty && space.verified) block.sum = sum_of(space.address(block), block.bytes);
+  block.dirty = false;
+  ++space.counters[kFetches];
+  space.counters[kFetchedBytes] += block.bytes;
+  space.counters[kAway] -= block.bytes;
+}
+
+void forget_space(Space* space) {
+  spaces.erase(space);
+  delete space;
+}
+
+void destroy(Block* block) {
+  Space& space = *block->space;
+  if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
+  unplace(space, *block);
+  space.homes.give(block->slot);
+  space.known.erase(block);
+  block->storage.reset();
+  delete block;
+  if (--space.pieces == 0 && !space.open) forget_space(&space);
+}
+
+Block* new_block(Space& space, int64_t bytes) {
+  auto* block = new Block;
+  block->space = &space;
+  block->used = bytes;
+  block->bytes = whole_pages(bytes);
+  block->id = block->twin = space.ids++;
+  ++space.pieces;
+  return block;
+}
+
+// ---- the allocator under PyTorch -----------------------------------------------------------------------------------
+
+void* serve(Space& space, int64_t bytes) {
+  if (!make_room(space, whole_pages(bytes))) refuse(space, bytes);
+  Block* block = new_block(space, bytes);
+  try {
+    place(space, *block);
+  } catch (...) {
+    destroy(block);
+    throw;
+  }
+  block->last_use = space.history.now();
+  return space.address(*block);
+}
+
+void* serve_outside(Space& space, int64_t bytes) {
+  void* pointer = stock->raw_allocate(bytes);
+  outside[pointer] = bytes;
+  ++outside_count;
+  int64_t& now = space.counters[kOutside];
+  now += bytes;
+  space.counters[kOutsidePeak] = std::max(space.counters[kOutsidePeak], now);
+  return pointer;
+}
+
+Block* block_at(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  for (const Space* space : spaces) {
+    const auto base = reinterpret_cast<uintptr_t>(space->base);
+    if (address < base || address >= base + Space::kAddresses * space->budget) continue;
+    const auto found = space->at.find(static_cast<int64_t>(address - base));
+    return found == space->at.end() ? nullptr : found->second;
+  }
+  return nullptr;
+}
+
+std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // addresses of all arenas there ever were
+
+void release_raw(void* pointer) {
+  if (pointer == nullptr) return;
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address >= lowest && address < highest) {
+    const Guard guard(mutex);
+    if (Block* block = block_at(pointer)) {
+      if (block->pins > 0) {
+        block->dead = true;
+        block->storage.reset();
+      } else {
+        destroy(block);
+      }
+      return;
+    }
+  }
+  if (outside_count.load(std::memory_order_relaxed) != 0) {
+    const Guard guard(mutex);
+    if (const auto found = outside.find(pointer); found != outside.end()) {
+      if (Space* space = current) space->counters[kOutside] -= found->second;
+      outside.erase(found);
+      --outside_count;
+    }
+  }
+  stock->raw_deallocate(pointer);
+}
+
+void release_block(void* context) {
+  const Guard guard(mutex);
+  auto* block = static_cast<Block*>(context);
+  if (block->pins > 0) {
+    block->dead = true;
+    block->storage.reset();
+    block->space->known.erase(block);
+    return;
+  }
+  destroy(block);
+}
+
+struct PagedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t count) override {
+    const auto bytes = static_cast<int64_t>(count);
+    void* pointer = nullptr;
+    if (bytes >= kLarge && current.load(std::memory_order_relaxed) != nullptr) {
+      const Guard guard(mutex);
+      if (Space* space = current) {
+        if (tracked() || ops_running > 0) {
+          try {
+            pointer = serve(*space, bytes);
+          } catch (...) {
+            if (tracked()) throw;  // another thread's request is served all the same
+          }
+        }
+        if (pointer == nullptr) pointer = serve_outside(*space, bytes);
+      }
+    }
+    if (pointer == nullptr) pointer = stock->raw_allocate(count);
+    return {pointer, pointer, &release_raw, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+};
+PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages keep a pointer to it
+
+// ---- storages and blocks -------------------------------------------------------------------------------------------
+
+void own(Block& block, StorageImpl& storage) {
+  block.storage.emplace(c10::intrusive_ptr<StorageImpl>::reclaim_copy(&storage));
+  block.used = static_cast<int64_t>(storage.nbytes());
+  block.space->known.insert(&block);
+}
+
+// The block of a storage that has one.
+Block* known(StorageImpl& storage) {
+  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  if (data.get_deleter() != &release_block) return nullptr;
+  auto* block = static_cast<Block*>(data.get_context());
+  if (!block->storage || block->storage->_unsafe_get_target() != &storage) own(*block, storage);
+  return block;
+}
+
+// A piece of the arena that an op, or code that nobody sees, has put into a storage.
+Block* enroll(StorageImpl& storage) {
+  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  if (data.get_deleter() != &release_raw) return nullptr;
+  Block* block = block_at(data.get());
+  if (block == nullptr || block->storage) return nullptr;
+  own(*block, storage);
+  show(*block, storage, block->space->address(*block));
+  return block;
+}
+
+bool adoptable(const StorageImpl& storage) {
+  const at::DataPtr& data = const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks();
+  if (data.device().type() != c10::kCPU || data.get() == nullptr || data.get() != data.get_context()) return false;
+  return data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw;
+}
+
+// Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home.
+Block* adopt(Space& space, StorageImpl& storage, bool away) {
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  if (!away && !make_room(space, whole_pages(bytes))) refuse(space, bytes);
+  Block* block = new_block(space, bytes);
+  const void* from = storage._mutable_data_ptr_no_checks().get();
+  void* to = nullptr;
+  try {
+    if (away) {
+      block->slot = space.homes.take(block->bytes);
+      follow::Home& home = space.homes.of(block->slot);
+      to = home.window(block->slot.offset);
+      // By way of a buffer that direct I/O can use, and that leaves no page of the window in memory.
+      constexpr int64_t kPiece = int64_t{1} << 20;
+      void* buffer = mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, "outofcore: the system gave no memory");
+      const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kPiece); });
+      for (int64_t done = 0; done < bytes; done += kPiece) {
+        const int64_t count = std::min(kPiece, bytes - done);
+        std::memcpy(buffer, static_cast<const char*>(from) + done, count);
+        home.write(static_cast<char*>(buffer), block->slot.offset + done, whole_pages(count));
+      }
+      space.counters[kAway] += block->bytes;
+    } else {
+      place(space, *block);
+      to = space.address(*block);
+      std::memcpy(to, from, bytes);
+    }
+  } catch (...) {
+    destroy(block);
+    throw;
+  }
+  block->last_use = space.history.now();
+  own(*block, storage);
+  ++space.counters[kAdoptions];
+  space.counters[kAdoptedBytes] += bytes;
+  const at::DataPtr old = storage.set_data_ptr(pointer_to(*block, to));
+  return block;
+}
+
+// The block of a storage, in this space; null: it is not to be moved.
+Block* block_of(Space& space, StorageImpl& storage, bool away = false) {
+  if (static_cast<int64_t>(storage.nbytes()) < kLarge || storage.device_type() != c10::kCPU) return nullptr;
+  Block* block = known(storage);
+  if (block == nullptr) block = enroll(storage);
+  if (block != nullptr) {
+    if (block->space == &space) return block;
+    // From a loop that has ended. An address that somebody took is not moved.
+    return block->fixed || block->busy ? nullptr : adopt(space, storage, away);
+  }
+  if (adoptable(storage)) return adopt(space, storage, away);
+  ++space.counters[kForeign];
+  return nullptr;
+}
+
+// ---- ops -----------------------------------------------------------------------------------------------------------
+
+enum class Kind {
+  kAtom,       // its kernel touches memory: what it touches is pinned
+  kParts,      // made of other ops, which come one by one
+  kView,       // makes another tensor of the same storage
+  kShape,      // looks at the shape of its operands, not at their bytes
+};
+struct Operator {
+  Kind kind;
+  bool sliced;              // works through lists of tensors, each place for itself
+  bool communicates;        // goes on after it has returned
+  std::vector<bool> writes;  // by argument
+};
+
+bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
+
+Operator describe(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string> shapes{
+      "aten::empty_like",   "aten::zeros_like",       "aten::ones_like", "aten::full_like",  "aten::rand_like",
+      "aten::randn_like",   "aten::randint_like",     "aten::new_empty", "aten::new_zeros",  "aten::new_ones",
+      "aten::new_full",     "aten::new_empty_strided", "aten::set_",     "aten::is_same_size"};
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  Operator found{};
+  bool writes = false, aliases = false, fresh = false;
+  for (const auto& argument : schema.arguments()) {
+    found.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+    writes |= found.writes.back();
+  }
+  for (const auto& result : schema.returns()) (result.alias_info() != nullptr ? aliases : fresh) = true;
+  const bool kernel = op.hasKernelForDispatchKey(DispatchKey::CPU);
+  const bool implicit = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+  const bool listed = starts(name, "aten::_foreach_") && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+  // Other composites, such as copy_, have kernels that touch memory. A kernel in Python runs ops that are seen.
+  if (!kernel && (implicit || listed))
+    found.kind = Kind::kParts;
+  else if (!starts(name, "aten::") && is_python != nullptr &&
+           is_python(name.c_str(), schema.overload_name().c_str()) != 0)
+    found.kind = Kind::kParts;
+  else if (!writes && aliases && !fresh)
+    found.kind = Kind::kView;
+  else
+    found.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
+  found.sliced = (starts(name, "aten::_fused_") || starts(name, "aten::_amp_foreach_")) && schema.returns().empty();
+  found.communicates = starts(name, "c10d::") || starts(name, "_c10d_functional::");
+  return found;
+}
+
+const Operator& operator_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const void*, Operator> cache;
+  const auto found = cache.find(&op.schema());
+  return found != cache.end() ? found->second : cache.emplace(&op.schema(), describe(op)).first->second;
+}
+
+template <class Action>
+void each_storage(const c10::IValue& value, Action&& action) {
+  const auto visit = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (impl->has_storage() && impl->device_type() == c10::kCPU) action(*impl->unsafe_storage().unsafeGetStorageImpl());
+  };
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) each_storage(element, action);
+  } else if (value.isStorage()) {
+    action(*value.toStorage().unsafeGetStorageImpl());
+  }
+}
+
+struct Operand {
+  Block* block;
+  bool written;
+};
+
+// What an op touches, pinned while it runs.
+class Pinned {
+ public:
+  explicit Pinned(Space& space) : space_(space) {}
+  Pinned(const Pinned&) = delete;
+  ~Pinned() {
+    const Guard guard(mutex);
+    for (auto& [block, written] : operands) {
+      // An op that failed may have written as well.
+      if (written) block->dirty = true;
+      if (--block->pins == 0 && block->dead) destroy(block);
+    }
+  }
+  void add(Block* block, bool written) {
+    for (Operand& operand : operands)
+      if (operand.block == block) {
+        operand.written |= written;
+        return;
+      }
+    ++block->pins;
+    operands.push_back({block, written});
+  }
+  std::vector<Operand> operands;
+
+ private:
+  Space& space_;
+};
+
+// The thread is inside of an op.
+struct Running {
+  explicit Running(const c10::OperatorHandle& op) : outer(running) {
+    running = &op;
+    ++depth;
+    ++ops_running;
+  }
+  ~Running() {
+    --ops_running;
+    --depth;
+    running = outer;
+  }
+  const c10::OperatorHandle* outer;
+};
+
+void evict_everything(Space& space) {
+  for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
+    if (movable(*block)) {
+      const int64_t offset = block->offset, bytes = block->bytes;
+      const bool poison = space.stress && !block->fixed;
+      if (evict(space, *block) && poison) std::memset(space.base + offset, 0xAB, bytes);
+    }
+}
+
+void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+              torch::jit::Stack* stack) {
+  const size_t count = about.writes.size(), first = stack->size() - count;
+  Pinned pinned(space);
+  const Running inside(op);
+  {
+    const Guard guard(mutex);
+    std::vector<follow::History::Touch> touched;
+    std::vector<std::pair<int32_t, Block*>> places;
+    int32_t place = 0;
+    for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
+      each_storage((*stack)[first + i], [&](StorageImpl& storage) {
+        ++place;
+        Block* block = block_of(space, storage);
+        if (block == nullptr) return;
+        pinned.add(block, about.writes[i]);
+        touched.emplace_back(place, block->id);
+        places.emplace_back(place, block);
+      });
+    ++space.counters[kOps];
+    if (space.history.begin(&op.schema(), touched)) ++space.counters[kExpected];
+    for (const auto& [at, block] : places) {
+      block->last_use = space.history.now();
+      if (const int64_t twin = space.history.twin(at); twin >= 0) block->twin = twin;
+    }
+    for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
+    // What a collective touches may change until it is waited for; whoever touches it next has waited.
+    for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
+  }
+  {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+    op.redispatchBoxed(below, stack);
+  }
+  {
+    const Guard guard(mutex);
+    if (!space.open) return;
+    int32_t place = 0;
+    const size_t results = op.schema().returns().size();
+    for (size_t i = stack->size() - results; i < stack->size(); ++i)
+      each_storage((*stack)[i], [&](StorageImpl& storage) {
+        --place;
+        if (static_cast<int64_t>(storage.nbytes()) < kLarge || known(storage) != nullptr) return;
+        Block* block = enroll(storage);
+        if (block == nullptr || block->space != &space) return;
+        block->last_use = space.history.now();
+        space.history.note({place, block->id});
+        if (const int64_t twin = space.history.twin(place); twin >= 0) block->twin = twin;
+      });
+  }
+}
+
+// An op that works through lists, such as a fused optimizer: in slices that fit, one after the other.
+void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+                   torch::jit::Stack* stack) {
+  const size_t count = about.writes.size(), first = stack->size() - count;
+  size_t length = 0;
+  std::vector<int64_t> bytes;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = (*stack)[first + i];
+    if (!value.isTensorList()) continue;
+    const auto tensors = value.toTensorList();
+    if (tensors.empty()) continue;
+    if (length != 0 && tensors.size() != length) return run_atom(space, op, about, below, stack);
+    length = tensors.size();
+    bytes.resize(length);
+    for (size_t k = 0; k < length; ++k) {
+      const at::Tensor tensor = tensors.get(k);
+      if (tensor.has_storage()) bytes[k] += whole_pages(static_cast<int64_t>(tensor.storage().nbytes()));
+    }
+  }
+  int64_t total = 0;
+  for (const int64_t each : bytes) total += each;
+  if (total <= space.budget / 2) return run_atom(space, op, about, below, stack);
+  const torch::jit::Stack arguments(stack->end() - count, stack->end());
+  stack->resize(first);
+  for (size_t begin = 0, end = 0; begin < length; begin = end) {
+    int64_t taken = 0;
+    for (end = begin; end < length && (end == begin || taken + bytes[end] <= space.budget / 4); ++end)
+      taken += bytes[end];
+    torch::jit::Stack part;
+    for (const c10::IValue& value : arguments) {
+      if (!value.isTensorList() || value.toTensorList().empty()) {
+        part.push_back(value);
+        continue;
+      }
+      c10::List<at::Tensor> slice;
+      const auto tensors = value.toTensorList();
+      for (size_t k = begin; k < end; ++k) slice.push_back(tensors.get(k));
+      part.emplace_back(std::move(slice));
+    }
+    run_atom(space, op, about, below, &part);
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  Space* space = current.load(std::memory_order_acquire);
+  if (space == nullptr) {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+    return op.redispatchBoxed(below, stack);
+  }
+  const Operator& about = operator_of(op);
+  if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
+  if (about.kind == Kind::kView) {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+    return op.redispatchBoxed(below, stack);
+  }
+  if (about.sliced)
+    run_in_slices(*space, op, about, below, stack);
+  else
+    run_atom(*space, op, about, below, stack);
+  if (space->stress) {
+    const Guard guard(mutex);
+    if (space->open) evict_everything(*space);
+  }
+}
+
+void before_fork() {
+  mutex.lock();
+  for (Space* space : spaces) space->homes.before_fork();
+}
+void after_fork_in_parent() {
+  for (Space* space : spaces) space->homes.after_fork_in_parent();
+  mutex.unlock();
+}
+void after_fork_in_child() {
+  // The child pages nothing: to do so would change what its parent finds at home.
+  current = nullptr;
+  for (Space* space : spaces) {
+    space->open = false;
+    space->homes.after_fork_in_child();
+    for (const Block* block : space->known)
+      if (block->fixed && !block->here)
+        space->homes.of(block->slot).show(space->address(*block), block->slot.offset, block->bytes, true);
+  }
+  mutex.unlock();
+}
+
+std::string& failure = *new std::string;  // of the last call that failed, for Python
+
+template <class Action>
+int64_t guarded(Action&& action) noexcept {
+  try {
+    return action();
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  return -1;
+}
+
+}  // namespace
+
+// Called through ctypes, which knows nothing of exceptions: none leaves a function here. -1: see ``follow_failure``.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT const char* follow_failure() noexcept { return failure.c_str(); }
+
+// Once in a process. 0: done; 1: PyTorch uses the dispatch key for something else.
+EXPORT int64_t follow_load(int (*python_kernel)(const char*, const char*)) noexcept {
+  return guarded([&]() -> int64_t {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
+    is_python = python_kernel;
+    static auto& registration = *new c10::RegistrationHandleRAII(dispatcher.registerFallback(
+        kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "outofcore follows the ops of a loop"));
+    static_cast<void>(registration);
+    pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+    return 0;
+  });
+}
+
+// A space without homes yet. The descriptors of homes are its own from then on.
+EXPORT Space* follow_new(int64_t budget, int verified) noexcept {
+  Space* made = nullptr;
+  guarded([&]() -> int64_t {
+    auto space = std::make_unique<Space>(budget / kPage * kPage);
+    const int64_t bytes = Space::kAddresses * space->budget;
+    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(base != MAP_FAILED, bytes, " bytes of addresses could not be mapped for the arena");
+    madvise(base, bytes, MADV_HUGEPAGE);
+    space->base = static_cast<char*>(base);
+    space->verified = verified != 0;
+    made = space.release();
+    return 0;
+  });
+  return made;
+}
+EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, int64_t capacity) noexcept {
+  return guarded([&]() -> int64_t {
+    space->homes.add(file, direct, memory != 0, capacity);
+    return 0;
+  });
+}
+
+// Begins to follow the calling thread, and whatever threads its ops start.
+EXPORT int64_t follow_open(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    TORCH_CHECK(current == nullptr, "a loop is followed already");
+    c10::Allocator* installed = c10::GetCPUAllocator();
+    if (installed != &allocator) {
+      TORCH_CHECK(installed == c10::GetDefaultCPUAllocator(),
+                  "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
+      stock = installed;
+      c10::SetCPUAllocator(&allocator);
+      TORCH_CHECK(c10::GetCPUAllocator() == &allocator, "PyTorch's allocator was installed with a higher priority");
+    }
+    const auto base = reinterpret_cast<uintptr_t>(space->base);
+    lowest = std::min(lowest.load(), base);
+    highest = std::max(highest.load(), base + Space::kAddresses * space->budget);
+    spaces.insert(space);
+    current = space;
+    return 0;
+  });
+}
+// Whether a loop is followed now.
+EXPORT int follow_current() noexcept { return current.load() != nullptr; }
+// Switches following on or off in the calling thread.
+EXPORT void follow_thread(int on) noexcept { c10::impl::tls_set_dispatch_key_included(kKey, on != 0); }
+
+// Ends following. Storages stay where they are, of those that are away as many come back as the budget holds.
+EXPORT int64_t follow_close(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    if (current == space) {
+      std::vector<Block*> away;
+      for (Block* block : space->known)
+        if (!block->here) away.push_back(block);
+      std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
+      try {
+        for (Block* block : away)
+          if (space->charged + block->bytes <= space->budget) fetch(*space, *block);
+      } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
+      }
+      current = nullptr;
+    }
+    if (c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(stock);
+    space->open = false;
+    while (space->extents.idle() > 0) {
+      const auto [offset, bytes] = space->extents.forget_most();
+      madvise(space->base + offset, bytes, MADV_DONTNEED);
+    }
+    if (space->pieces == 0) forget_space(space);
+    return 0;
+  });
+}
+
+// Moves a storage to a home (``away``) or adopts it where it is used. 1: it is followed; 0: it cannot be.
+EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    Space* space = current;
+    return space != nullptr && block_of(*space, *storage, true) != nullptr;
+  });
+}
+// Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
+EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    Space* space = current;
+    if (space == nullptr) return 0;
+    Block* block = block_of(*space, *storage);
+    if (block == nullptr || block->fixed) return block != nullptr;
+    fetch(*space, *block);
+    block->fixed = true;
+    ++space->counters[kFixed];
+    return 1;
+  });
+}
+
+// For tests. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
+EXPORT int64_t follow_where(StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  if (const Block* block = known(*storage)) return block->here ? 1 : 2;
+  return block_at(storage->_mutable_data_ptr_no_checks().get()) != nullptr ? 3 : 0;
+}
+EXPORT int64_t follow_evict(StorageImpl* storage) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    Space* space = current;
+    Block* block = space == nullptr ? nullptr : block_of(*space, *storage);
+    return block != nullptr && movable(*block) && evict(*space, *block);
+  });
+}
+EXPORT int64_t follow_evict_all(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    evict_everything(*space);
+    return 0;
+  });
+}
+// After each op everything leaves, and what is left in the arena is overwritten.
+EXPORT void follow_stress(Space* space, int on) noexcept { space->stress = on != 0; }
+
+// Writes as many counters as there is room for; returns how many there are.
+EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {
+  const Guard guard(mutex);
+  for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i)
+    counters[i] = i == kHomePeak ? space->homes.most_used() : space->counters[i];
+  return kCounters;
+}

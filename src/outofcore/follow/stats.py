@@ -1,0 +1,73 @@
+"""What a followed loop did, in a few numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outofcore.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStats:
+    """What happened in a loop since it was started. Only storages of 64 KiB and more count.
+
+    Attributes:
+        ops: that touched memory.
+        expected_ops: of these, the ones that came as the loop had done before.
+        fetches: storages that were brought into the arena.
+        fetched_bytes: their bytes.
+        evictions: storages that left the arena.
+        writes: of these, the ones whose bytes had changed, or that had no copy at home yet.
+        written_bytes: their bytes.
+        unseen_writes: storages found changed by code that nobody sees when they left.
+        adoptions: storages from outside that were taken over, such as parameters and batches.
+        adopted_bytes: their bytes.
+        bytes_in_use: of the arena, now.
+        peak_bytes: of the arena, at the most; never above the budget.
+        away_bytes: of storages that are at a home now.
+        fixed: storages whose address somebody took, such as by ``numpy()``: they keep it.
+        outside_bytes: that threads which are not followed hold now, in requests of 64 KiB and more.
+        peak_outside_bytes: the same, at the most.
+        foreign: times an op used memory that is not PyTorch's own, such as that of a NumPy array: it stays where it is.
+        transfer_microseconds: the loop waited so long for fetches and evictions.
+        peak_home_bytes: bytes that the homes held at the most.
+        steps: times an optimizer was stepped.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Linear(256, 256)
+    >>> with outofcore.budget("1MiB", model) as run:
+    ...     for _ in range(3):
+    ...         loss = model(torch.ones(64, 256)).square().mean()
+    ...         loss.backward()
+    >>> run.stats.peak_bytes <= 1 << 20
+    True
+    """
+
+    ops: int = 0
+    expected_ops: int = 0
+    fetches: int = 0
+    fetched_bytes: int = 0
+    evictions: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    unseen_writes: int = 0
+    adoptions: int = 0
+    adopted_bytes: int = 0
+    bytes_in_use: int = 0
+    peak_bytes: int = 0
+    away_bytes: int = 0
+    fixed: int = 0
+    outside_bytes: int = 0
+    peak_outside_bytes: int = 0
+    foreign: int = 0
+    transfer_microseconds: int = 0
+    peak_home_bytes: int = 0
+    steps: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<loop of {self.steps} steps: at most {format_bytes(self.peak_bytes)} in use, "
+            f"{format_bytes(self.written_bytes)} out, {format_bytes(self.fetched_bytes)} in; "
+            f"{self.expected_ops} of {self.ops} ops as before>"
+        )

@@ -1,0 +1,363 @@
+"""Training loops as people write them, for ``outofcore.budget``: none knows that it is followed.
+
+Each takes a model and a function that makes its optimizer, trains, and returns all that it read on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+WORDS, WIDTH, LENGTH, BATCH = 1024, 128, 64, 8
+
+Loop = Callable[[nn.Module, Callable[[nn.Module], Optimizer]], list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(self.before(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.1, self.training)
+        return x + self.narrow(F.gelu(self.wide(self.after(x))))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Pictures(nn.Module):
+    """Convolutions with batch statistics that are large enough to be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(before: int, after: int, norm: nn.Module, act: nn.Module) -> list[nn.Module]:
+            return [nn.Conv2d(before, after, 3, padding=1), norm, act]
+
+        self.body = nn.Sequential(
+            *block(3, 16, nn.BatchNorm2d(16), nn.ReLU(inplace=True)), *block(16, 16, nn.BatchNorm2d(16), nn.SiLU()),
+            *block(16, 16, nn.GroupNorm(4, 16), nn.GELU()), *block(16, 16, nn.InstanceNorm2d(16), nn.ReLU()),
+            nn.MaxPool2d(2), nn.Dropout2d(0.1), *block(16, 64, nn.BatchNorm2d(64), nn.ReLU(inplace=True)),
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Sequential(nn.Linear(1024, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def sentences(count: int, *, vary: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    for i in range(count):
+        length = LENGTH - 8 * (i * 5 % 4) if vary else LENGTH
+        ids = torch.randint(0, WORDS, (BATCH, length + 1), generator=draw)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(model: nn.Module, ids: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), wanted.flatten())
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def plain(model: nn.Module, make: Callable[[nn.Module], Optimizer], steps: int = 5, *, vary: bool = False) -> list[Any]:
+    optimizer, seen = make(model), []
+    for ids, wanted in sentences(steps, vary=vary):
+        optimizer.zero_grad()
+        loss = loss_of(model, ids, wanted)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, optimizer]
+
+
+def lengths_vary(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    return plain(model, make, 9, vary=True)
+
+
+def rich(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    """Accumulation, clipping, a schedule, printing, evaluations, skipped updates, gradients set to zero or cleared."""
+    optimizer, seen = make(model), []
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=12)
+    for i, (ids, wanted) in enumerate(sentences(10)):
+        loss = loss_of(model, ids, wanted) / 2
+        loss.backward()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            print(f"step {i}: {loss:.6f}", loss)
+        seen.append(out.getvalue())
+        if i % 2 == 0:
+            continue
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if i != 5:
+            optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=i % 4 == 1)
+        seen.append((loss.item(), norm.item()))
+        if i in (3, 7):
+            model.eval()
+            with torch.no_grad():
+                seen.append((model(ids).argmax(-1) == wanted).float().mean().item())
+            model.train()
+    return [*seen, optimizer]
+
+
+def autocast(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    optimizer, scaler, seen = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2), []
+    for ids, wanted in sentences(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, ids, wanted)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((loss.item(), scaler.get_scale()))
+    return [*seen, optimizer]
+
+
+def _checkpointed(model: nn.Module, make: Callable[[nn.Module], Optimizer], *, reentrant: bool) -> list[Any]:
+    optimizer, seen = make(model), []
+    assert isinstance(model, Language)
+    for ids, wanted in sentences(4):
+        optimizer.zero_grad()
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, optimizer]
+
+
+def checkpointed(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    return _checkpointed(model, make, reentrant=False)
+
+
+def checkpointed_reentrant(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    return _checkpointed(model, make, reentrant=True)
+
+
+class Swish(torch.autograd.Function):
+    """Keeps one tensor by ``save_for_backward`` and one as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gate = x.sigmoid()
+        return x * ctx.gate
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (ctx.gate * (1 + x * (1 - ctx.gate)))
+
+
+def custom_function(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    optimizer, seen = make(model), []
+    assert isinstance(model, Language)
+    for ids, wanted in sentences(4):
+        optimizer.zero_grad()
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = Swish.apply(block(x))
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, optimizer]
+
+
+def branches(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    """What is computed depends on values, and on a generator of Python's."""
+    optimizer, seen, draw = make(model), [], random.Random(3)
+    assert isinstance(model, Language)
+    for ids, wanted in sentences(8):
+        optimizer.zero_grad()
+        x = model.embed(ids)
+        for block in model.blocks:
+            if draw.random() < 0.7:
+                x = block(x)
+            if x.abs().max() > 3.2:
+                x = x * 0.5
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
+        if loss.item() < 7.3:
+            loss = loss + sum(p.square().sum() for p in model.parameters()) * 1e-5
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, optimizer]
+
+
+def gradients_of_gradients(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    optimizer, seen = make(model), []
+    hooks = [p.register_hook(lambda g: g * 0.5) for p in model.parameters()]
+    for _ in range(4):
+        x = torch.randn(16, 3, 32, 32, requires_grad=True)
+        optimizer.zero_grad()
+        scores = model(x)
+        (slope,) = torch.autograd.grad(scores.logsumexp(-1).sum(), x, create_graph=True)
+        loss = scores.square().mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    for hook in hooks:
+        hook.remove()
+    return [*seen, optimizer]
+
+
+def pictures(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    """Channels last, and a copy of the model that follows it slowly (an exponential moving average)."""
+    optimizer, seen = make(model), []
+    model = model.to(memory_format=torch.channels_last)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    for _ in range(5):
+        x = torch.randn(16, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        loss = F.cross_entropy(model(x), torch.randint(0, 10, (16,)), label_smoothing=0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        seen.append(loss.item())
+    return [*seen, optimizer, *average.state_dict().values()]
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of one large tensor, which the workers of a loader see by a fork."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] * 1, torch.tensor(index % 10)
+
+
+def loaded_by_workers(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    optimizer, seen, rows = make(model), [], Rows()
+    for epoch in range(2):
+        for x, wanted in DataLoader(rows, batch_size=16, num_workers=2, shuffle=False):
+            loss = F.cross_entropy(model(x), wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if epoch == 0:
+                rows.x.add_(0.125)  # of which workers that run already see nothing
+    return [*seen, optimizer]
+
+
+def ragged(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    """Sequences of different lengths through an LSTM, packed."""
+    optimizer, seen = make(model), []
+    assert isinstance(model, nn.LSTM)
+    for step in range(5):
+        rows = [torch.randn(20 + (7 * i + 5 * step) % 30, 96) for i in range(12)]
+        packed = nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+        out, (last, _) = model(packed)
+        loss = out.data.square().mean() + last.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return [*seen, optimizer]
+
+
+def adversaries(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+    """A generator and a discriminator, each with an optimizer of its own."""
+    assert isinstance(model, nn.ModuleDict)
+    makes, judges = model["makes"], model["judges"]
+    optimizers, seen = (make(makes), make(judges)), []
+    for _ in range(4):
+        real, noise = torch.randn(64, 512), torch.randn(64, 256)
+        optimizers[1].zero_grad()
+        fake = makes(noise)
+        judged = F.softplus(-judges(real)).mean() + F.softplus(judges(fake.detach())).mean()
+        judged.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        fooled = F.softplus(-judges(fake)).mean()
+        fooled.backward()
+        optimizers[0].step()
+        seen.append((judged.item(), fooled.item()))
+    return [*seen, *optimizers]
+
+
+def ragged_model() -> nn.Module:
+    return nn.LSTM(96, 160, num_layers=2, dropout=0.1)
+
+
+def adversarial_model() -> nn.Module:
+    def layers(*widths: int) -> nn.Module:
+        pairs = itertools.pairwise(widths)
+        return nn.Sequential(*(m for a, b in pairs for m in (nn.Linear(a, b), nn.LeakyReLU(0.2))))
+
+    return nn.ModuleDict({"makes": layers(256, 512, 512, 512), "judges": layers(512, 512, 256, 1)})
+
+
+# By name: the loop, and the model that it trains.
+LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {
+    "plain": (plain, Language),
+    "lengths_vary": (lengths_vary, Language),
+    "rich": (rich, Language),
+    "autocast": (autocast, Language),
+    "checkpointed": (checkpointed, Language),
+    "checkpointed_reentrant": (checkpointed_reentrant, Language),
+    "custom_function": (custom_function, Language),
+    "branches": (branches, Language),
+    "gradients_of_gradients": (gradients_of_gradients, Pictures),
+    "pictures": (pictures, Pictures),
+    "loaded_by_workers": (loaded_by_workers, Pictures),
+    "ragged": (ragged, ragged_model),
+    "adversaries": (adversaries, adversarial_model),
+}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Optimizer):
+        yield from tensors_in(value.state_dict())
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, Tensor):
+        yield value
