@@ -64,7 +64,7 @@ class SearchParams:
     rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
-    polish_longest: int = 150
+    polish_longest: int = 100
     polish_tries: int = 800
     polish_runs: int = 200
     polish_starts: int = 1
