@@ -203,6 +203,20 @@ def test_memory_of_others_stays_where_it_is(run: outofcore.Loop) -> None:
     assert shared.eq(6).all()
 
 
+def test_a_model_is_taken_over_whosever_memory_it_lies_in(tmp_path: Path) -> None:
+    plain = nn.Linear(256, 256)
+    torch.save(plain.state_dict(), tmp_path / "weights.pt")
+    mapped, buffered, shared = nn.Linear(256, 256), nn.Linear(256, 256), copy.deepcopy(plain).share_memory()
+    mapped.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+    weights = bytearray(plain.weight.detach().numpy().tobytes())
+    buffered.weight = nn.Parameter(torch.frombuffer(weights, dtype=torch.float32).view(256, 256))
+    with outofcore.budget("2MiB", [mapped, buffered, shared]):
+        assert where(mapped.weight) == where(buffered.weight) == "away"
+        assert where(shared.weight) == "outside"
+        for model in (mapped, buffered, shared):
+            assert model.weight.equal(plain.weight)
+
+
 def test_what_another_thread_writes_is_not_lost(run: outofcore.Loop) -> None:
     x = torch.randn(256, 256)
     send_away(x)

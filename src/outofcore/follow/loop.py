@@ -177,8 +177,13 @@ class Loop:
     def _adopt(self, tensors: Iterator[torch.Tensor]) -> None:
         library = load_paging()
         for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.device.type == "cpu":
-                call(library, "follow_adopt", storage_address(tensor.untyped_storage()))
+            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+                continue
+            storage = tensor.untyped_storage()
+            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
+            # processes see stays where they see it.
+            if not storage.is_shared():
+                call(library, "follow_adopt", storage_address(storage))
 
     def _fix(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":

@@ -519,10 +519,13 @@ Block* enroll(StorageImpl& storage) {
   return block;
 }
 
-bool adoptable(const StorageImpl& storage) {
+// `given`: whose memory it is does not matter, since the user has put it under the budget.
+bool adoptable(const StorageImpl& storage, bool given) {
   const at::DataPtr& data = const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks();
-  if (data.device().type() != c10::kCPU || data.get() == nullptr || data.get() != data.get_context()) return false;
-  return data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw;
+  if (data.device().type() != c10::kCPU || data.get() == nullptr) return false;
+  if (given) return true;
+  return data.get() == data.get_context() &&
+         (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw);
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home.
@@ -565,17 +568,17 @@ Block* adopt(Space& space, StorageImpl& storage, bool away) {
   return block;
 }
 
-// The block of a storage, in this space; null: it is not to be moved.
-Block* block_of(Space& space, StorageImpl& storage, bool away = false) {
+// The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
+Block* block_of(Space& space, StorageImpl& storage, bool given = false) {
   if (static_cast<int64_t>(storage.nbytes()) < kLarge || storage.device_type() != c10::kCPU) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
     if (block->space == &space) return block;
     // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->busy ? nullptr : adopt(space, storage, away);
+    return block->fixed || block->busy ? nullptr : adopt(space, storage, given);
   }
-  if (adoptable(storage)) return adopt(space, storage, away);
+  if (adoptable(storage, given)) return adopt(space, storage, given);
   ++space.counters[kForeign];
   return nullptr;
 }
@@ -959,7 +962,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
   });
 }
 
-// Moves a storage to a home (``away``) or adopts it where it is used. 1: it is followed; 0: it cannot be.
+// Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be.
 EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);

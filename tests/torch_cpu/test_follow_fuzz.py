@@ -1,0 +1,163 @@
+"""Random loops beside plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses taken."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.follow.native import load_paging
+
+Pool = list[Tensor]
+Action = Callable[[Pool, random.Random], Any]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _pick(pool: Pool, draw: random.Random) -> Tensor:
+    return pool[draw.randrange(len(pool))]
+
+
+def _new(pool: Pool, draw: random.Random) -> None:
+    rows = draw.choice((8, 60, 100, 128, 200))
+    pool.append(draw.choice((torch.randn, torch.rand, torch.ones))(rows, 200))
+
+
+def _binary(pool: Pool, draw: random.Random) -> None:
+    a, b = _pick(pool, draw), _pick(pool, draw)
+    rows = min(len(a), len(b))
+    op = draw.choice((torch.add, torch.sub, torch.maximum, lambda x, y: x * torch.sigmoid(y)))
+    pool.append(op(a[:rows], b[:rows]).contiguous())
+
+
+def _matmul(pool: Pool, draw: random.Random) -> None:
+    a, b = _pick(pool, draw), _pick(pool, draw)
+    pool.append(torch.softmax(a @ b.t() / 200, -1) @ b)
+
+
+def _in_place(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw)
+    part = x[draw.randrange(len(x)) :: draw.choice((1, 2))]
+    draw.choice((lambda: part.mul_(0.5), lambda: part.clamp_(-1, 1), lambda: part.add_(0.25), lambda: x.tanh_()))()
+
+
+def _out(pool: Pool, draw: random.Random) -> None:
+    a, target = _pick(pool, draw), torch.empty(0)
+    torch.cumsum(a, 0, out=target)
+    pool.append(target / 100)
+
+
+def _free(pool: Pool, draw: random.Random) -> None:
+    if len(pool) > 6:
+        del pool[draw.randrange(len(pool))]
+
+
+def _read(pool: Pool, draw: random.Random) -> Any:
+    x = _pick(pool, draw)
+    return draw.choice((lambda: x.sum().item(), lambda: repr(x), lambda: x[0].tolist(), lambda: bool(x.max() > 1)))()
+
+
+def _train(pool: Pool, draw: random.Random) -> float:
+    layer, x = nn.Sequential(nn.Linear(200, 150), nn.GELU(), nn.Dropout(0.2), nn.Linear(150, 200)), _pick(pool, draw)
+    optimizer = torch.optim.Adam(layer.parameters(), foreach=draw.random() < 0.5)
+    loss = torch.zeros(())
+    for _ in range(draw.randrange(1, 3)):
+        optimizer.zero_grad()
+        loss = (layer(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+    pool.append(layer(x).detach())
+    return loss.item()
+
+
+def _fail(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw)
+    with pytest.raises(RuntimeError):
+        torch.cat([x * 2, x[:, :7]], 0)
+    with pytest.raises(RuntimeError):
+        x.add_(x[:, :7])
+
+
+def _array(pool: Pool, draw: random.Random) -> None:
+    array = _pick(pool, draw).numpy()
+    array[draw.randrange(len(array))] = draw.random()
+
+
+def _thread(pool: Pool, draw: random.Random) -> None:
+    x, value = _pick(pool, draw), draw.random()
+    thread = threading.Thread(target=lambda: x[::2].fill_(value))
+    thread.start()
+    thread.join()
+
+
+def _data(pool: Pool, draw: random.Random) -> None:
+    i, j = draw.randrange(len(pool)), draw.randrange(len(pool))
+    holder = torch.empty(0)
+    holder.data = pool[i]
+    pool[j] = holder
+    pool.append(holder.clone())
+
+
+def _resize(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw).clone()
+    rows = len(x)
+    x.resize_(rows + 50, 200)[rows:].zero_()
+    pool.append(x)
+
+
+ACTIONS: tuple[tuple[Action, int], ...] = (
+    *((_new, 6), (_binary, 8), (_matmul, 3), (_in_place, 8), (_out, 3), (_free, 8), (_read, 6), (_train, 2)),
+    *((_fail, 1), (_array, 1), (_thread, 2), (_data, 2), (_resize, 2)),
+)
+
+
+def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tuple[list[Any], Pool]:
+    draw, nudge = random.Random(seed), random.Random(seed + 1)
+    torch.manual_seed(seed)
+    pool: Pool = [torch.randn(100, 200) for _ in range(6)]
+    seen = []
+    # A part of it comes again and again, as a loop's ops do.
+    period = [draw.choices(*zip(*ACTIONS, strict=True))[0] for _ in range(40)]
+    for step in range(steps):
+        again = draw.random() < 0.8
+        action = period[step % 40] if again else draw.choices(*zip(*ACTIONS, strict=True))[0]
+        with torch.set_grad_enabled(action is _train):
+            seen.append(action(pool, draw))
+        while len(pool) > 60:
+            del pool[draw.randrange(len(pool))]
+        between(nudge)
+    return seen, pool
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_loops(seed: int) -> None:
+    theirs_seen, theirs = loop(seed, 400, lambda _: None)
+    library = load_paging()
+    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
+
+        def between(draw: random.Random) -> None:
+            chance = draw.random()
+            if chance < 0.05:
+                library.follow_evict_all(run._space)
+            library.follow_stress(run._space, int(chance > 0.97))
+
+        seen, ours = loop(seed, 400, between)
+        stats = run.stats
+    assert seen == theirs_seen
+    assert len(ours) == len(theirs)
+    for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        assert left.equal(right), f"tensor {number} differs"
+    assert stats.evictions > 50
+    assert stats.peak_bytes <= 5 << 20
