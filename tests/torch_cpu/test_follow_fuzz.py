@@ -50,7 +50,7 @@ def _matmul(pool: Pool, draw: random.Random) -> None:
 def _in_place(pool: Pool, draw: random.Random) -> None:
     x = _pick(pool, draw)
     part = x[draw.randrange(len(x)) :: draw.choice((1, 2))]
-    draw.choice((lambda: part.mul_(0.5), lambda: part.clamp_(-1, 1), lambda: part.add_(0.25), lambda: x.tanh_()))()
+    draw.choice((lambda: part.mul_(0.5), lambda: part.clamp_(-1, 1), lambda: part.add_(0.25), x.tanh_))()
 
 
 def _out(pool: Pool, draw: random.Random) -> None:
@@ -66,7 +66,7 @@ def _free(pool: Pool, draw: random.Random) -> None:
 
 def _read(pool: Pool, draw: random.Random) -> Any:
     x = _pick(pool, draw)
-    return draw.choice((lambda: x.sum().item(), lambda: repr(x), lambda: x[0].tolist(), lambda: bool(x.max() > 1)))()
+    return draw.choice((lambda: x.sum().item(), x[0].tolist, lambda: bool(x.max() > 1)))()
 
 
 def _train(pool: Pool, draw: random.Random) -> float:
