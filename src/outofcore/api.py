@@ -243,7 +243,7 @@ def budget(
     In ``with outofcore.budget("6GiB", model) as run:`` every tensor of 64 KiB and more that this thread's ops touch
     lies in an arena of the budget's size while an op uses it. When there is no room left, what is used furthest from
     now leaves for the home: by what the loop did before, once it repeats itself (Belady, 1966), and until then by how
-    long it was not used.
+    long it was not used. What is known to come is fetched beside the ops before it.
 
     Args:
         limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB".

@@ -17,11 +17,15 @@ class Extents {
  public:
   explicit Extents(int64_t size) { insert(0, {size, 0}); }
 
-  // The lowest bytes of the smallest free stretch that is large enough; -1: there is none.
+  // The lowest bytes of a free stretch that is large enough: of the one with the most of them in memory, and of those
+  // the smallest. -1: there is none.
   int64_t take(int64_t bytes) {
-    const auto found = by_size_.lower_bound({bytes, 0});
-    if (found == by_size_.end()) return -1;
-    const int64_t offset = found->second;
+    int64_t offset = -1, most = -1;
+    for (auto it = by_size_.lower_bound({bytes, 0}); it != by_size_.end() && most < bytes; ++it) {
+      const int64_t resident = std::min(free_.find(it->second)->second.resident, bytes);
+      if (resident > most) most = resident, offset = it->second;
+    }
+    if (offset < 0) return -1;
     const Free free = erase(free_.find(offset));
     if (free.bytes > bytes)
       insert(offset + bytes, {free.bytes - bytes, std::min(free.resident, free.bytes - bytes)});

@@ -62,6 +62,9 @@ class History {
   }
 
   bool known() const { return position_ >= 0; }
+  // Where the loop was in the history when it was where it is now.
+  int64_t position() const { return position_; }
+  const std::vector<Touch>& touched(int64_t position) const { return at(position).touched; }
   int64_t now() const { return oldest_ + static_cast<int64_t>(ops_.size()) - 1; }
 
  private:

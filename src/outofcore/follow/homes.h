@@ -48,6 +48,7 @@ class Home {
   }
   ~Home() {
     munmap(window_, capacity_);
+    if (pagemap_ >= 0) close(pagemap_);
     if (direct_ != file_) close(direct_);
     close(file_);
   }
@@ -93,6 +94,18 @@ class Home {
   }
 
   char* window(int64_t offset) const { return window_ + offset; }
+  // Forgets who looked at a window, so that ``was_touched`` tells of later looks alone. What was written there stays.
+  void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
+  // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
+  bool was_touched(int64_t offset, int64_t bytes) const {
+    if (pagemap_ < 0) return true;
+    std::vector<uint64_t> pages(bytes / kPage);
+    const auto first = reinterpret_cast<uintptr_t>(window_ + offset) / kPage;
+    const auto count = static_cast<ssize_t>(pages.size() * sizeof(uint64_t));
+    if (pread(pagemap_, pages.data(), count, static_cast<off_t>(first * sizeof(uint64_t))) != count) return true;
+    constexpr uint64_t kPresent = uint64_t{3} << 62;  // in memory or swapped out
+    return std::any_of(pages.begin(), pages.end(), [](uint64_t page) { return (page & kPresent) != 0; });
+  }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
@@ -130,6 +143,7 @@ class Home {
   }
 
   int file_, direct_;
+  int pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
   bool memory_;
   int64_t capacity_;
   Extents extents_;

@@ -9,7 +9,11 @@
 // The arena has more addresses than the budget has bytes, so no request fails for want of a hole that is large enough:
 // it then gets fresh addresses, and free pages elsewhere go back to the kernel.
 //
-// All state is behind one lock, which is never held while PyTorch runs an op or Python.
+// Where the history knows what comes, two threads copy beside the ops: one brings in what is needed next, the other
+// writes what is needed last, so that it can leave at once. They touch bytes alone; what they have done takes effect at
+// the beginning of an op (``commit``).
+//
+// All state is behind one lock, which is never held while PyTorch runs an op or Python, or bytes are copied beside ops.
 
 #include "extents.h"
 #include "history.h"
@@ -27,13 +31,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -56,6 +63,7 @@ enum Counter {
   kExpected,       // of them, where the history expected them
   kFetches,
   kFetchedBytes,
+  kFetchesAhead,   // of the fetches, those that were begun before an op needed them
   kEvictions,
   kWrites,         // of them, those whose bytes had changed
   kWrittenBytes,
@@ -76,6 +84,9 @@ enum Counter {
 
 struct Space;
 
+// What a copying thread does with a block.
+enum class Copying { kNothing, kIn, kOut };
+
 struct Block {
   Space* space = nullptr;
   std::optional<c10::weak_intrusive_ptr<StorageImpl>> storage;  // none: a piece that no storage is known to own yet
@@ -83,6 +94,7 @@ struct Block {
   int64_t bytes = 0, used = 0;  // in whole pages; of the storage
   int64_t offset = -1;          // in the arena; -1: it has no addresses there
   bool here = false;            // in the arena's memory; else at home
+  bool charged = false;         // its bytes count as in use: it is here, or on its way
   follow::Slot slot;
   bool dirty = true;            // what is at home, if anything, is not what it holds
   bool fixed = false;           // somebody has its address: it keeps it, here and away
@@ -92,6 +104,12 @@ struct Block {
   int64_t last_use = 0;
   int64_t twin = -1;            // whose part it plays in the history
   uint64_t sum = 0;             // of what is at home, while it is not dirty
+  int64_t version = 0;          // how often it was written
+  Copying copying = Copying::kNothing;
+  bool early = false;           // it was brought in before an op needed it, and none has used it yet
+  bool copied = false;          // that came off
+  int64_t copied_version = 0;
+  uint64_t copied_sum = 0;
 };
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
@@ -107,12 +125,20 @@ struct Space {
   follow::History history;
   std::map<int64_t, Block*> at;  // by offset
   std::unordered_set<Block*> known;
+  std::unordered_map<int64_t, Block*> parts;  // by storage of the history, who plays its part now
+  std::vector<Block*> finished;               // copies beside ops that are to take effect
+  int64_t copying_in = 0, copying_out = 0;    // copies beside ops that are under way
+  int64_t early = 0;                          // bytes of blocks that are early
+  int64_t looked = -1;                        // how far ahead in the history was looked for what to fetch
+  int64_t until_look = 0;                     // ops until it is looked for what to write
+  bool evicted = false;                       // whether there ever was too little room
   int64_t charged = 0;           // bytes of the arena in use
   int64_t ids = 0;
   int64_t pieces = 0;            // blocks of all kinds
   bool open = true;
   bool verified = true;          // whether what is taken to be unchanged is compared
   bool stress = false;
+  bool ahead = true;             // whether to copy beside ops
   int64_t counters[kCounters] = {};
 
   ~Space() { munmap(base, kAddresses * budget); }
@@ -129,6 +155,13 @@ std::atomic<int64_t> outside_count{0};
 c10::Allocator* stock = nullptr;
 // Decides whether the kernel of an operator is written in Python.
 int (*is_python)(const char* name, const char* overload) = nullptr;
+
+// Copies beside ops, for the threads that make them; those of this process.
+std::deque<Block*>& to_fetch = *new std::deque<Block*>;
+std::deque<Block*>& to_write = *new std::deque<Block*>;
+std::condition_variable_any& asked = *new std::condition_variable_any;
+std::condition_variable_any& answered = *new std::condition_variable_any;
+pid_t copiers = -1;  // the process that has them
 
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
@@ -184,6 +217,8 @@ c10::intrusive_ptr<StorageImpl> owner_of(const Block& block) {
 
 bool movable(const Block& block) { return block.here && block.storage && block.pins == 0 && !block.busy; }
 
+void destroy(Block* block);
+
 void count_use(Space& space, int64_t bytes) {
   space.charged += bytes;
   space.counters[kInUse] = space.charged;
@@ -193,10 +228,12 @@ void count_use(Space& space, int64_t bytes) {
 // Addresses and memory in the arena, of which there must be enough.
 void place(Space& space, Block& block) {
   count_use(space, block.bytes);
+  block.charged = true;
   if (block.offset < 0) {
     block.offset = space.extents.take(block.bytes);
     if (block.offset < 0) {
       count_use(space, -block.bytes);
+      block.charged = false;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left");
     }
     space.at[block.offset] = &block;
@@ -208,25 +245,122 @@ void place(Space& space, Block& block) {
   block.here = true;
 }
 
+void no_longer_early(Space& space, Block& block) {
+  if (block.early) space.early -= block.bytes;
+  block.early = false;
+}
+
 // Takes a block out of the arena.
 void unplace(Space& space, Block& block) {
-  if (block.here) count_use(space, -block.bytes);
+  no_longer_early(space, block);
+  if (block.charged) count_use(space, -block.bytes);
   if (block.fixed && !block.here)  // a window lies at its addresses
     mmap(space.address(block), block.bytes, PROT_READ | PROT_WRITE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (block.offset >= 0) {
     space.at.erase(block.offset);
-    space.extents.give(block.offset, block.bytes, block.here ? block.bytes : 0);
+    space.extents.give(block.offset, block.bytes, block.charged ? block.bytes : 0);
     if (!space.open) {
       const auto [offset, bytes] = space.extents.forget_most();
       madvise(space.base + offset, bytes, MADV_DONTNEED);
     }
   }
   block.offset = -1;
-  block.here = false;
+  block.here = block.charged = false;
 }
 
-// Lets a block leave; false: it has no owner any more, and stays. Throws if its home fails, and then it stays as well.
+// Lets copies beside ops take effect that have ended.
+void commit(Space& space) {
+  while (!space.finished.empty()) {
+    Block* block = space.finished.back();
+    space.finished.pop_back();
+    const bool in = block->copying == Copying::kIn;
+    --(in ? space.copying_in : space.copying_out);
+    block->copying = Copying::kNothing;
+    const auto storage = block->dead ? c10::intrusive_ptr<StorageImpl>() : owner_of(*block);
+    if (in && storage && block->copied && space.homes.of(block->slot).was_touched(block->slot.offset, block->bytes)) {
+      unplace(space, *block);  // code that nobody sees may have written there after it was read: fetched when needed
+    } else if (in && storage && block->copied) {
+      if (block->dirty) block->sum = block->copied_sum;
+      block->dirty = false;
+      block->here = true;
+      show(*block, *storage, space.address(*block));
+      ++space.counters[kFetches];
+      ++space.counters[kFetchesAhead];
+      space.counters[kFetchedBytes] += block->bytes;
+      space.counters[kAway] -= block->bytes;
+    } else if (in) {
+      unplace(space, *block);
+    } else if (block->copied && block->version == block->copied_version) {
+      block->dirty = false;
+      block->sum = block->copied_sum;
+      ++space.counters[kWrites];
+      space.counters[kWrittenBytes] += block->bytes;
+    }
+    if (block->dead && block->pins == 0) destroy(block);
+  }
+}
+
+// Until a copy has ended that is under way; blocks may be gone then.
+void wait_for_copy(Space& space) {
+  std::unique_lock<std::recursive_mutex> lock(mutex, std::adopt_lock);
+  answered.wait(lock, [&] { return !space.finished.empty(); });
+  lock.release();
+  commit(space);
+}
+void wait_for_copies(Space& space) {
+  commit(space);
+  while (space.copying_in + space.copying_out > 0) wait_for_copy(space);
+}
+
+// The life of a thread that copies beside ops.
+void copy_on_demand(std::deque<Block*>& queue) {
+  std::unique_lock<std::recursive_mutex> lock(mutex);
+  for (;;) {
+    asked.wait(lock, [&] { return !queue.empty(); });
+    Block* block = queue.front();
+    queue.pop_front();
+    Space& space = *block->space;
+    follow::Home& home = space.homes.of(block->slot);
+    char* at = space.address(*block);
+    const bool in = block->copying == Copying::kIn, sums = space.verified && (!in || block->dirty);
+    lock.unlock();
+    bool copied = true;
+    uint64_t sum = 0;
+    try {
+      // The sum comes first: what is written meanwhile, and not seen, differs from it later.
+      if (!in && sums) sum = sum_of(at, block->bytes);
+      in ? home.read(at, block->slot.offset, block->bytes) : home.write(at, block->slot.offset, block->bytes);
+      if (in && sums) sum = sum_of(at, block->bytes);
+    } catch (...) {  // whoever needs the copy makes it again, and tells
+      copied = false;
+    }
+    lock.lock();
+    block->copied = copied;
+    block->copied_sum = sum;
+    space.finished.push_back(block);
+    answered.notify_all();
+  }
+}
+void start_copiers() {
+  if (copiers == getpid()) return;
+  copiers = getpid();
+  to_fetch.clear();
+  to_write.clear();
+  std::thread(copy_on_demand, std::ref(to_fetch)).detach();
+  std::thread(copy_on_demand, std::ref(to_write)).detach();
+}
+
+// A slot to write to that no other process sees.
+void take_slot(Space& space, Block& block) {
+  if (block.slot && !space.homes.frozen(block.slot)) return;
+  const follow::Slot fresh = space.homes.take(block.bytes);
+  space.homes.give(block.slot);
+  block.slot = fresh;
+}
+
+// Lets a block leave that is not being copied; false: it has no owner any more, and stays. Throws if its home fails, and
+// then it stays as well.
 bool evict(Space& space, Block& block) {
   const auto storage = owner_of(block);
   if (!storage) return false;
@@ -240,11 +374,7 @@ bool evict(Space& space, Block& block) {
     write = true;
   }
   if (write) {
-    if (!block.slot || space.homes.frozen(block.slot)) {
-      const follow::Slot fresh = space.homes.take(block.bytes);
-      space.homes.give(block.slot);
-      block.slot = fresh;
-    }
+    take_slot(space, block);
     block.dirty = true;
     space.homes.of(block.slot).write(from, block.slot.offset, block.bytes);
     ++space.counters[kWrites];
@@ -257,7 +387,7 @@ bool evict(Space& space, Block& block) {
   if (block.fixed) {
     space.homes.of(block.slot).show(space.address(block), block.slot.offset, block.bytes, false);
     count_use(space, -block.bytes);
-    block.here = false;
+    block.here = block.charged = false;
     return true;
   }
   show(block, *storage, space.homes.of(block.slot).window(block.slot.offset));
@@ -269,22 +399,66 @@ int64_t next_use(const Space& space, const Block& block) {
   return space.history.next_use(block.twin, block.last_use);
 }
 
-// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use.
-bool make_room(Space& space, int64_t bytes) {
+struct Candidate {
+  int64_t distance;  // in ops; -1: it has to stay
+  Block* block;
+};
+
+// What may leave. `easily`: only what need not be written, and is not used for so many ops (-1: anything).
+Candidate candidate_of(const Space& space, Block* block, int64_t easily) {
+  if (!movable(*block)) return {-1, block};
+  if (easily >= 0 && (block->dirty || block->fixed || block->copying != Copying::kNothing)) return {-1, block};
+  const int64_t distance = next_use(space, *block);
+  return {distance > easily ? distance : -1, block};
+}
+
+// The neighbours in the arena to evict for a hole of so many bytes, of which so many are needed: those of which the first
+// one to be used is used last, and no earlier than in so many ops. Empty: there are none.
+std::vector<Block*> neighbours(const std::vector<Candidate>& all, int64_t bytes, int64_t needed, int64_t no_earlier) {
+  size_t best_first = 0, best_last = 0;
+  int64_t best = no_earlier - 1, best_cost = INT64_MAX;
+  for (size_t first = 0; first < all.size(); ++first) {
+    const auto end_of = [&](size_t i) { return all[i].block->offset + all[i].block->bytes; };
+    const int64_t begin = first == 0 ? 0 : end_of(first - 1);
+    int64_t soonest = INT64_MAX, cost = 0;
+    for (size_t last = first; last < all.size() && all[last].distance >= std::max<int64_t>(best, 0); ++last) {
+      soonest = std::min(soonest, all[last].distance);
+      cost += all[last].block->bytes;
+      const int64_t end = last + 1 == all.size() ? end_of(last) : all[last + 1].block->offset;
+      if (cost < needed || end - begin < bytes) continue;
+      if (soonest > best || (soonest == best && cost < best_cost)) {
+        best = soonest, best_cost = cost;
+        best_first = first, best_last = last;
+      }
+      break;
+    }
+  }
+  std::vector<Block*> found;
+  if (best_cost == INT64_MAX) return found;
+  for (size_t i = best_first; i <= best_last; ++i) found.push_back(all[i].block);
+  return found;
+}
+
+// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. For `easily`
+// see ``candidate_of``.
+bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
+  if (easily < 0) commit(space);
   while (space.charged + bytes > space.budget) {
     const int64_t needed = space.charged + bytes - space.budget;
-    struct Candidate {
-      int64_t distance;
-      Block* block;
-    };
-    std::vector<Candidate> candidates;
+    std::vector<Candidate> all, candidates;  // by address; those that may leave
     int64_t found = 0;
-    for (const auto& [offset, block] : space.at)
-      if (movable(*block)) {
-        candidates.push_back({next_use(space, *block), block});
-        found += block->bytes;
-      }
-    if (found < needed) return false;
+    for (const auto& [offset, block] : space.at) {
+      all.push_back(candidate_of(space, block, easily));
+      if (all.back().distance < 0) continue;
+      candidates.push_back(all.back());
+      found += block->bytes;
+    }
+    if (found < needed) {
+      if (easily >= 0 || space.copying_in + space.copying_out == 0) return false;
+      wait_for_copy(space);  // what is on its way can leave again, and what was freed under way is gone then
+      continue;
+    }
+    if (easily < 0) space.evicted = true;
     // Blocks that are used in the same op, or of the same age: the lowest first, to join holes.
     std::stable_sort(candidates.begin(), candidates.end(),
                      [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
@@ -295,12 +469,27 @@ bool make_room(Space& space, int64_t bytes) {
       victims.push_back(candidate.block);
       chosen += candidate.block->bytes;
     }
-    // A large one that came last may have made smaller ones before it needless.
-    std::erase_if(victims, [&](const Block* block) {
-      if (chosen - block->bytes < needed) return false;
-      chosen -= block->bytes;
-      return true;
-    });
+    // Neighbours leave a hole of memory that is there already, where pieces from all over the arena leave holes that
+    // are too small: better, unless they are needed much sooner.
+    const int64_t soonest = candidates[victims.size() - 1].distance;
+    if (auto together = neighbours(all, bytes, needed, soonest / 2); !together.empty()) {
+      victims = std::move(together);
+    } else {
+      // A large one that came last may have made smaller ones before it needless.
+      std::erase_if(victims, [&](const Block* block) {
+        if (chosen - block->bytes < needed) return false;
+        chosen -= block->bytes;
+        return true;
+      });
+    }
+    // They are to be fetched ahead again, although that far was looked already.
+    for (const Block* victim : victims)
+      space.looked = std::min(space.looked, space.history.position() + next_use(space, *victim) - 1);
+    const auto written = [](const Block* block) { return block->copying == Copying::kOut; };
+    if (std::any_of(victims.begin(), victims.end(), written)) {
+      wait_for_copy(space);
+      continue;
+    }
     bool any = false;
     for (Block* victim : victims) {
       if (evict(space, *victim))
@@ -333,6 +522,10 @@ std::string name_of_running() {
 }
 
 void fetch(Space& space, Block& block) {
+  while (block.copying == Copying::kIn) {
+    const Stopwatch watch{space.counters[kTransferMicros]};
+    wait_for_copy(space);
+  }
   if (block.here) return;
   const auto storage = owner_of(block);
   if (!storage) return;  // served through its window
@@ -369,8 +562,21 @@ void forget_space(Space* space) {
   delete space;
 }
 
+// Who plays the part of a storage of the history: each block its own, and at most one other.
+void leave_part(Space& space, const Block& block, int64_t part) {
+  const auto found = space.parts.find(part);
+  if (found != space.parts.end() && found->second == &block) space.parts.erase(found);
+}
+void cast(Space& space, Block& block, int64_t part) {
+  if (block.twin != part && block.twin != block.id) leave_part(space, block, block.twin);
+  block.twin = part;
+  space.parts[part] = &block;
+}
+
 void destroy(Block* block) {
   Space& space = *block->space;
+  leave_part(space, *block, block->id);
+  leave_part(space, *block, block->twin);
   if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
   unplace(space, *block);
   space.homes.give(block->slot);
@@ -385,7 +591,8 @@ Block* new_block(Space& space, int64_t bytes) {
   block->space = &space;
   block->used = bytes;
   block->bytes = whole_pages(bytes);
-  block->id = block->twin = space.ids++;
+  block->id = space.ids++;
+  cast(space, *block, block->id);
   ++space.pieces;
   return block;
 }
@@ -457,7 +664,7 @@ void release_raw(void* pointer) {
 void release_block(void* context) {
   const Guard guard(mutex);
   auto* block = static_cast<Block*>(context);
-  if (block->pins > 0) {
+  if (block->pins > 0 || block->copying != Copying::kNothing) {
     block->dead = true;
     block->storage.reset();
     block->space->known.erase(block);
@@ -670,8 +877,11 @@ class Pinned {
     const Guard guard(mutex);
     for (auto& [block, written] : operands) {
       // An op that failed may have written as well.
-      if (written) block->dirty = true;
-      if (--block->pins == 0 && block->dead) destroy(block);
+      if (written) {
+        block->dirty = true;
+        ++block->version;
+      }
+      if (--block->pins == 0 && block->dead && block->copying == Copying::kNothing) destroy(block);
     }
   }
   void add(Block* block, bool written) {
@@ -704,7 +914,75 @@ struct Running {
   const c10::OperatorHandle* outer;
 };
 
+// Looks ahead: brings in what is needed next, and writes what is needed last.
+void copy_ahead(Space& space) {
+  constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kNear = 40, kEvery = 2;
+  const int64_t window = space.budget / 8;
+  if (!space.ahead || !space.evicted || !space.history.known()) return;
+  const auto begin = [&](Block& block, Copying copying, std::deque<Block*>& queue) {
+    block.copying = copying;
+    block.copied_version = block.version;
+    ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
+    queue.push_back(&block);
+    asked.notify_all();
+  };
+  const int64_t position = space.history.position();
+  if (space.looked < position || space.looked > position + kReach) space.looked = position;
+  while (space.copying_in < kMostIn && space.looked < position + kReach) {
+    if (space.looked + 1 > space.history.now()) break;
+    bool full = false;
+    for (const auto& [operand, storage] : space.history.touched(space.looked + 1)) {
+      const auto found = space.parts.find(storage);
+      if (found == space.parts.end()) continue;
+      Block& block = *found->second;
+      if (block.here || block.charged || block.fixed || !block.slot || block.dead) continue;
+      const auto owner = owner_of(block);  // must not go meanwhile
+      if (!owner || block.copying != Copying::kNothing) continue;
+      // Not in place of what is needed sooner, or soon after; and not so much that it would have to leave again.
+      if ((space.early > 0 && space.early + block.bytes > window) ||
+          !make_room(space, block.bytes, space.looked + 1 - position + kNear)) {
+        full = true;
+        break;
+      }
+      place(space, block);
+      block.here = false;
+      block.early = true;
+      space.homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+      space.early += block.bytes;
+      begin(block, Copying::kIn, to_fetch);
+    }
+    if (full) break;
+    ++space.looked;
+  }
+  if (--space.until_look > 0 || space.copying_out >= kMostOut) return;
+  space.until_look = kEvery;
+  int64_t easy = space.budget - space.charged;
+  std::vector<Candidate> dirty;
+  for (const auto& [offset, block] : space.at) {
+    if (!movable(*block) || block->fixed) continue;
+    const int64_t distance = next_use(space, *block);
+    if (distance <= kNear) continue;
+    if (!block->dirty || block->copying == Copying::kOut)
+      easy += block->bytes;
+    else
+      dirty.push_back({distance, block});
+  }
+  std::stable_sort(dirty.begin(), dirty.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
+  for (const auto& [distance, block] : dirty) {
+    if (easy >= window || space.copying_out >= kMostOut) break;
+    try {
+      take_slot(space, *block);
+    } catch (const c10::Error&) {  // no room there: told when it has to leave
+      break;
+    }
+    easy += block->bytes;
+    begin(*block, Copying::kOut, to_write);
+  }
+}
+
 void evict_everything(Space& space) {
+  wait_for_copies(space);
   for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
     if (movable(*block)) {
       const int64_t offset = block->offset, bytes = block->bytes;
@@ -720,6 +998,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   const Running inside(op);
   {
     const Guard guard(mutex);
+    commit(space);
     std::vector<follow::History::Touch> touched;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
@@ -736,7 +1015,8 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     if (space.history.begin(&op.schema(), touched)) ++space.counters[kExpected];
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
-      if (const int64_t twin = space.history.twin(at); twin >= 0) block->twin = twin;
+      no_longer_early(space, *block);
+      if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
     }
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
     // What a collective touches may change until it is waited for; whoever touches it next has waited.
@@ -759,8 +1039,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         if (block == nullptr || block->space != &space) return;
         block->last_use = space.history.now();
         space.history.note({place, block->id});
-        if (const int64_t twin = space.history.twin(place); twin >= 0) block->twin = twin;
+        if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
       });
+    if (!space.stress) copy_ahead(space);
   }
 }
 
@@ -832,7 +1113,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 void before_fork() {
   mutex.lock();
-  for (Space* space : spaces) space->homes.before_fork();
+  for (Space* space : spaces) {
+    wait_for_copies(*space);  // the child has no threads that would end them
+    space->homes.before_fork();
+  }
 }
 void after_fork_in_parent() {
   for (Space* space : spaces) space->homes.after_fork_in_parent();
@@ -926,6 +1210,7 @@ EXPORT int64_t follow_open(Space* space) noexcept {
     lowest = std::min(lowest.load(), base);
     highest = std::max(highest.load(), base + Space::kAddresses * space->budget);
     spaces.insert(space);
+    start_copiers();
     current = space;
     return 0;
   });
@@ -939,6 +1224,7 @@ EXPORT void follow_thread(int on) noexcept { c10::impl::tls_set_dispatch_key_inc
 EXPORT int64_t follow_close(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
+    wait_for_copies(*space);
     if (current == space) {
       std::vector<Block*> away;
       for (Block* block : space->known)
@@ -978,6 +1264,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
     if (space == nullptr) return 0;
     Block* block = block_of(*space, *storage);
     if (block == nullptr || block->fixed) return block != nullptr;
+    wait_for_copies(*space);
     fetch(*space, *block);
     block->fixed = true;
     ++space->counters[kFixed];
@@ -995,6 +1282,7 @@ EXPORT int64_t follow_evict(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     Space* space = current;
+    if (space != nullptr) wait_for_copies(*space);
     Block* block = space == nullptr ? nullptr : block_of(*space, *storage);
     return block != nullptr && movable(*block) && evict(*space, *block);
   });
@@ -1008,6 +1296,8 @@ EXPORT int64_t follow_evict_all(Space* space) noexcept {
 }
 // After each op everything leaves, and what is left in the arena is overwritten.
 EXPORT void follow_stress(Space* space, int on) noexcept { space->stress = on != 0; }
+// Whether to copy beside ops; it is done unless switched off.
+EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0; }
 
 // Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {

@@ -16,6 +16,7 @@ class LoopStats:
         expected_ops: of these, the ones that came as the loop had done before.
         fetches: storages that were brought into the arena.
         fetched_bytes: their bytes.
+        fetches_ahead: of the fetches, those that were begun before an op needed them.
         evictions: storages that left the arena.
         writes: of these, the ones whose bytes had changed, or that had no copy at home yet.
         written_bytes: their bytes.
@@ -48,6 +49,7 @@ class LoopStats:
     expected_ops: int = 0
     fetches: int = 0
     fetched_bytes: int = 0
+    fetches_ahead: int = 0
     evictions: int = 0
     writes: int = 0
     written_bytes: int = 0
