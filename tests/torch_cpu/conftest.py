@@ -1,14 +1,17 @@
-"""No test reads or changes the measurements that the user keeps."""
+"""What all tests share: no measurements that the user keeps, native code that is built once, few threads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from outofcore.errors import StateError
 from outofcore.execution.native import load_native
+from outofcore.follow.native import load_paging
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +24,17 @@ def _one_thread_each(_one_thread_each: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     load_native()  # built once for all sessions
+    with contextlib.suppress(StateError):  # no compiler: told by the tests that need it
+        load_paging()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of many tiny ops: threads that wait for each other beside other tests would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
