@@ -392,6 +392,13 @@ def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
         compiled(torch.ones(64, 256))
         with pytest.raises(outofcore.StateError, match="compiled step"):
             outofcore.budget("4MiB").start()
+    left_behind = outofcore.compile(step, model, budget="4MiB")
+    left_behind(torch.ones(64, 256))
+    itself = [left_behind]
+    itself.append(itself)  # type: ignore[arg-type]
+    del left_behind, itself, compiled
+    with outofcore.budget("4MiB"):  # nobody refers to it any more
+        pass
     within = outofcore.budget("4MiB")
     refused = pytest.raises(outofcore.StateError, match=r"outofcore\.budget")
     with within, outofcore.compile(step, model, budget="4MiB") as compiled, refused:

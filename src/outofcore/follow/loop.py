@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import threading
@@ -102,7 +103,11 @@ class Loop:
         with contextlib.ExitStack() as undo:
             space = self._opened(library)
             undo.callback(library.follow_close, space)
-            call(library, "follow_open", space)
+            try:
+                call(library, "follow_open", space)
+            except StateError:  # perhaps because of a compiled step that nobody refers to any more
+                gc.collect()
+                call(library, "follow_open", space)
             self._space, self._thread = space, threading.get_ident()
             undo.callback(self._forget)
             undo.enter_context(addresses_seen(self._fix))
