@@ -49,6 +49,7 @@ __all__ = [
     "BACKWARD_ENTRY_POINTS",
     "FAKE_LOGGER",
     "FOREACH_TENSOR_TYPES",
+    "TENSOR_MODULE",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
@@ -105,6 +106,10 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
 
 # The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
 FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types
+
+
+# The module of the methods of tensors that are written in Python.
+TENSOR_MODULE = "torch._tensor"
 
 
 # Where fake tensors report an operator that refused its arguments.

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from outofcore._torch_internals import TENSOR_MODULE
+
 # By class, what hands out an address, or something that has it.
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__")),
@@ -24,7 +26,7 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 # parameter.
 _AT_ONCE = frozenset(
     {
-        "torch._tensor",
+        TENSOR_MODULE,
         "torch.serialization",
         "safetensors.torch",
         "transformers.modeling_utils",

@@ -531,18 +531,18 @@ void fetch(Space& space, Block& block) {
   if (!storage) return;  // served through its window
   if (!make_room(space, block.bytes)) refuse(space, block.bytes);
   const Stopwatch watch{space.counters[kTransferMicros]};
-  const follow::Home& home = space.homes.of(block.slot);
+  follow::Home& home = space.homes.of(block.slot);
   if (block.fixed) {
     // Filled elsewhere first, since others may look at its addresses meanwhile.
     void* filled = mmap(nullptr, block.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
-    const_cast<follow::Home&>(home).read(static_cast<char*>(filled), block.slot.offset, block.bytes);
+    home.read(static_cast<char*>(filled), block.slot.offset, block.bytes);
     place(space, block);
     mremap(filled, block.bytes, block.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, space.address(block));
   } else {
     place(space, block);
     try {
-      const_cast<follow::Home&>(home).read(space.address(block), block.slot.offset, block.bytes);
+      home.read(space.address(block), block.slot.offset, block.bytes);
     } catch (...) {
       unplace(space, block);
       throw;
