@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import re
 import threading
@@ -28,9 +29,14 @@ from outofcore.execution.folders import default_spill_directory
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
+from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import call, load_paging
+from outofcore.follow.records import read_record, schedule_of
 from outofcore.follow.stats import LoopStats
+from outofcore.planning import PolicyLike
 from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore")
 
 # Addresses that a home on a disk may take up; the disk itself is the limit.
 _DISK_CAPACITY = 1 << 40
@@ -63,6 +69,7 @@ class Loop:
         *,
         home: str | os.PathLike[str] | None = None,
         host_limit: int | None = None,
+        policy: PolicyLike | None = "auto",
         verified: bool = True,
     ) -> None:
         self._limit = limit
@@ -76,6 +83,12 @@ class Loop:
         self._steps = 0
         self._last = LoopStats()
         self._seen: set[int] = set()
+        self._policy = policy
+        self._planner: BackgroundPlanner | None = None
+        self._plans = 0
+        # The optimizer whose steps are those of the loop, and which others have stepped since.
+        self._leader: int | None = None
+        self._others: set[int] = set()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -118,6 +131,9 @@ class Loop:
             trim_heap()
             undo.callback(library.follow_thread, 0)
             library.follow_thread(1)
+            if self._policy is not None:
+                self._planner = BackgroundPlanner(self._limit, self._policy)
+                undo.callback(self._planner.close)
             self._undo = undo.pop_all()
         return self
 
@@ -172,12 +188,12 @@ class Loop:
         self._space = None
 
     def _read_stats(self) -> LoopStats:
-        expected = len(fields(LoopStats)) - 1  # the steps are counted here
+        expected = len(fields(LoopStats)) - 2  # steps and plans are counted here
         counts = (ctypes.c_int64 * expected)()
         told = load_paging().follow_counters(self._space, counts, expected)
         if told != expected:
             raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
-        return LoopStats(*counts, steps=self._steps)
+        return LoopStats(*counts, steps=self._steps, plans=self._plans)
 
     def _adopt(self, tensors: Iterator[torch.Tensor]) -> None:
         library = load_paging()
@@ -202,8 +218,50 @@ class Loop:
         self._adopt(held)
         self._adopt(p for group in optimizer.param_groups for p in group["params"])
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
+        if threading.get_ident() != self._thread or not self._ends_step(id(optimizer)):
+            return
+        library, planner = load_paging(), self._planner
+        wanted = call(library, "follow_end_of_step", self._space)
+        if planner is None:
+            return
+        if (done := planner.poll()) is not None:
+            record, answer = done
+            if answer.planned is None:
+                _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
+            else:
+                numbers = schedule_of(record, answer.planned.plan).numbers()
+                call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
+                self._plans += 1
+                _log.info(
+                    "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
+                    record.ops,
+                    answer.planned.plan.policy,
+                    answer.planned.timeline.step_seconds,
+                    answer.seconds,
+                )
+        if wanted and not planner.is_busy:
+            self._plan_step(library, planner)
+
+    def _ends_step(self, optimizer: int) -> bool:
+        """Whether the step of this optimizer ends one of the loop: where there are several, the same one each time."""
+        if self._leader is None or optimizer in self._others:
+            self._leader = optimizer
+        if optimizer != self._leader:
+            self._others.add(optimizer)
+            return False
+        self._others.clear()
+        return True
+
+    def _plan_step(self, library: ctypes.CDLL, planner: BackgroundPlanner) -> None:
+        count = call(library, "follow_proposal", self._space, None, 0)
+        if count == 0:
+            return
+        numbers = (ctypes.c_int64 * count)()
+        call(library, "follow_proposal", self._space, numbers, count)
+        names = library.follow_names(self._space).decode().splitlines()
+        planner.start(read_record(numbers[:], names))
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

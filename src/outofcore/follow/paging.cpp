@@ -9,15 +9,17 @@
 // The arena has more addresses than the budget has bytes, so no request fails for want of a hole that is large enough:
 // it then gets fresh addresses, and free pages elsewhere go back to the kernel.
 //
-// Where the history knows what comes, two threads copy beside the ops: one brings in what is needed next, the other
-// writes what is needed last, so that it can leave at once. They touch bytes alone; what they have done takes effect at
-// the beginning of an op (``commit``).
+// Two threads copy beside the ops: one brings in what is needed next, the other writes what is to leave, so that it can
+// leave at once. What that is, says a plan of the step (``Follower``, record.h), and where there is none, what the loop
+// did before (``History``). They touch bytes alone; what they have done takes effect at the beginning of an op
+// (``commit``).
 //
 // All state is behind one lock, which is never held while PyTorch runs an op or Python, or bytes are copied beside ops.
 
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
+#include "record.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -79,6 +81,9 @@ enum Counter {
   kForeign,        // operands that cannot be moved: memory that is not PyTorch's own
   kTransferMicros,
   kHomePeak,       // bytes of the homes at the most
+  kPlanned,        // ops that came where a plan has them
+  kUnplanned,      // evictions that no plan had foreseen, while one was followed
+  kLost,           // times the loop left what a plan has
   kCounters
 };
 
@@ -103,6 +108,9 @@ struct Block {
   int pins = 0;
   int64_t last_use = 0;
   int64_t twin = -1;            // whose part it plays in the history
+  int64_t role_in = -1;         // the record in which it plays a part that others play in other steps
+  int32_t role = -1;
+  bool released = false;        // the plan has given its room to others
   uint64_t sum = 0;             // of what is at home, while it is not dirty
   int64_t version = 0;          // how often it was written
   Copying copying = Copying::kNothing;
@@ -123,6 +131,18 @@ struct Space {
   follow::Extents extents;
   follow::Homes homes;
   follow::History history;
+  follow::Recorder recorder;
+  follow::Follower follower;
+  follow::Anchor* anchor = nullptr;      // whose plan is followed
+  std::deque<int32_t> due;               // storages of the record that are to be fetched
+  std::optional<follow::Record> proposed;  // a step that a plan is wanted for
+  int64_t proposed_for = -1;             // the number of the record
+  std::string names;                     // of its operators
+  int64_t anchors = 0;                   // there ever were
+  std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();  // the last op ended
+  int64_t waited = 0;                    // microseconds of transfers until then
+  int64_t scratch = 0, most_scratch = 0;  // bytes that the op that runs has asked for
+  int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds
   std::map<int64_t, Block*> at;  // by offset
   std::unordered_set<Block*> known;
   std::unordered_map<int64_t, Block*> parts;  // by storage of the history, who plays its part now
@@ -184,6 +204,10 @@ uint64_t sum_of(const char* bytes, int64_t count) {
   uint64_t sum = 0;
   for (const uint64_t lane : lanes) sum = (sum ^ (lane ^ lane >> 29)) * 0xBF58476D1CE4E5B9ull;
   return sum;
+}
+
+int64_t nanos_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
 }
 
 struct Stopwatch {
@@ -327,6 +351,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
     lock.unlock();
     bool copied = true;
     uint64_t sum = 0;
+    const auto start = std::chrono::steady_clock::now();
     try {
       // The sum comes first: what is written meanwhile, and not seen, differs from it later.
       if (!in && sums) sum = sum_of(at, block->bytes);
@@ -335,7 +360,10 @@ void copy_on_demand(std::deque<Block*>& queue) {
     } catch (...) {  // whoever needs the copy makes it again, and tells
       copied = false;
     }
+    const auto nanos = nanos_since(start);
     lock.lock();
+    (in ? space.in_nanos : space.out_nanos) += nanos;
+    (in ? space.in_bytes : space.out_bytes) += block->bytes;
     block->copied = copied;
     block->copied_sum = sum;
     space.finished.push_back(block);
@@ -383,6 +411,8 @@ bool evict(Space& space, Block& block) {
     block.sum = sum;
   }
   ++space.counters[kEvictions];
+  if (space.anchor != nullptr && !block.released) ++space.counters[kUnplanned];
+  block.released = false;
   space.counters[kAway] += block.bytes;
   if (block.fixed) {
     space.homes.of(block.slot).show(space.address(block), block.slot.offset, block.bytes, false);
@@ -395,7 +425,18 @@ bool evict(Space& space, Block& block) {
   return true;
 }
 
+// In how many ops a block is used next, as far as known.
 int64_t next_use(const Space& space, const Block& block) {
+  if (const follow::Known* known = space.follower.known()) {
+    if (block.released) return 2 * follow::Follower::kNever;
+    int32_t storage = block.role_in == known->number ? block.role : -1;
+    if (storage < 0)
+      if (const auto found = known->of_block.find(block.id); found != known->of_block.end()) storage = found->second;
+    if (storage >= 0 && known->playing[storage] == &block)
+      if (const int64_t distance = space.follower.next_use(storage); distance < follow::Follower::kNever)
+        return distance;
+    return follow::Follower::kNever + space.history.now() - block.last_use;
+  }
   return space.history.next_use(block.twin, block.last_use);
 }
 
@@ -472,7 +513,7 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     // Neighbours leave a hole of memory that is there already, where pieces from all over the arena leave holes that
     // are too small: better, unless they are needed much sooner.
     const int64_t soonest = candidates[victims.size() - 1].distance;
-    if (auto together = neighbours(all, bytes, needed, soonest / 2); !together.empty()) {
+    if (auto together = neighbours(all, bytes, needed, soonest / 2); !together.empty() && space.anchor == nullptr) {
       victims = std::move(together);
     } else {
       // A large one that came last may have made smaller ones before it needless.
@@ -573,8 +614,20 @@ void cast(Space& space, Block& block, int64_t part) {
   space.parts[part] = &block;
 }
 
+// Which storage of a record a block is now.
+void play(follow::Known& known, Block& block, int32_t storage) {
+  known.playing[storage] = &block;
+  if (known.persistent[storage] >= 0) return;
+  block.role_in = known.number;
+  block.role = storage;
+}
+
 void destroy(Block* block) {
   Space& space = *block->space;
+  space.recorder.free(block->id);
+  for (const auto& known : space.follower.all())
+    if (known->number == block->role_in && known->playing[block->role] == block) known->playing[block->role] = nullptr;
+  space.follower.forget(block->id);
   leave_part(space, *block, block->id);
   leave_part(space, *block, block->twin);
   if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
@@ -609,6 +662,10 @@ void* serve(Space& space, int64_t bytes) {
     throw;
   }
   block->last_use = space.history.now();
+  if (depth > 0) {
+    space.scratch += block->bytes;
+    space.most_scratch = std::max(space.most_scratch, space.scratch);
+  }
   return space.address(*block);
 }
 
@@ -641,6 +698,7 @@ void release_raw(void* pointer) {
   if (address >= lowest && address < highest) {
     const Guard guard(mutex);
     if (Block* block = block_at(pointer)) {
+      if (depth > 0) block->space->scratch -= block->bytes;
       if (block->pins > 0) {
         block->dead = true;
         block->storage.reset();
@@ -914,18 +972,52 @@ struct Running {
   const c10::OperatorHandle* outer;
 };
 
-// Looks ahead: brings in what is needed next, and writes what is needed last.
+// Ops ahead within which what is used stays where it is for what is only fetched ahead.
+constexpr int64_t kNear = 40;
+
+// Has a block copied beside the ops.
+void begin_copy(Space& space, Block& block, Copying copying) {
+  block.copying = copying;
+  block.copied_version = block.version;
+  ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
+  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
+  asked.notify_all();
+}
+
+// Whether a block is at home, and can be fetched ahead.
+bool fetchable(Block& block) {
+  return !block.here && !block.charged && !block.fixed && block.slot && !block.dead &&
+         block.copying == Copying::kNothing && owner_of(block);  // that must not go meanwhile
+}
+
+// Begins to fetch a block that is used in so many ops; false: there is no room without what is used sooner, or soon after.
+bool fetch_ahead(Space& space, Block& block, int64_t distance) {
+  if (!make_room(space, block.bytes, distance + kNear)) return false;
+  place(space, block);
+  block.here = false;
+  block.early = true;
+  space.homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+  space.early += block.bytes;
+  begin_copy(space, block, Copying::kIn);
+  return true;
+}
+
+// Begins to write a block that is to leave; false: no home has room, which is told when it has to leave.
+bool write_ahead(Space& space, Block& block) {
+  try {
+    take_slot(space, block);
+  } catch (const c10::Error&) {
+    return false;
+  }
+  begin_copy(space, block, Copying::kOut);
+  return true;
+}
+
+// Looks ahead in the history: brings in what is needed next, and writes what is needed last.
 void copy_ahead(Space& space) {
-  constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kNear = 40, kEvery = 2;
+  constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kEvery = 2;
   const int64_t window = space.budget / 8;
-  if (!space.ahead || !space.evicted || !space.history.known()) return;
-  const auto begin = [&](Block& block, Copying copying, std::deque<Block*>& queue) {
-    block.copying = copying;
-    block.copied_version = block.version;
-    ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
-    queue.push_back(&block);
-    asked.notify_all();
-  };
+  if (!space.ahead || !space.evicted || space.anchor != nullptr || !space.history.known()) return;
   const int64_t position = space.history.position();
   if (space.looked < position || space.looked > position + kReach) space.looked = position;
   while (space.copying_in < kMostIn && space.looked < position + kReach) {
@@ -933,23 +1025,14 @@ void copy_ahead(Space& space) {
     bool full = false;
     for (const auto& [operand, storage] : space.history.touched(space.looked + 1)) {
       const auto found = space.parts.find(storage);
-      if (found == space.parts.end()) continue;
+      if (found == space.parts.end() || !fetchable(*found->second)) continue;
       Block& block = *found->second;
-      if (block.here || block.charged || block.fixed || !block.slot || block.dead) continue;
-      const auto owner = owner_of(block);  // must not go meanwhile
-      if (!owner || block.copying != Copying::kNothing) continue;
-      // Not in place of what is needed sooner, or soon after; and not so much that it would have to leave again.
+      // Not so much that it would have to leave again.
       if ((space.early > 0 && space.early + block.bytes > window) ||
-          !make_room(space, block.bytes, space.looked + 1 - position + kNear)) {
+          !fetch_ahead(space, block, space.looked + 1 - position)) {
         full = true;
         break;
       }
-      place(space, block);
-      block.here = false;
-      block.early = true;
-      space.homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
-      space.early += block.bytes;
-      begin(block, Copying::kIn, to_fetch);
     }
     if (full) break;
     ++space.looked;
@@ -970,15 +1053,82 @@ void copy_ahead(Space& space) {
   std::stable_sort(dirty.begin(), dirty.end(),
                    [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
   for (const auto& [distance, block] : dirty) {
-    if (easy >= window || space.copying_out >= kMostOut) break;
-    try {
-      take_slot(space, *block);
-    } catch (const c10::Error&) {  // no room there: told when it has to leave
-      break;
-    }
+    if (easy >= window || space.copying_out >= kMostOut || !write_ahead(space, *block)) break;
     easy += block->bytes;
-    begin(*block, Copying::kOut, to_write);
   }
+}
+
+// ---- following a plan ----------------------------------------------------------------------------------------------
+
+Block* played(const follow::Known& known, int32_t storage) { return static_cast<Block*>(known.playing[storage]); }
+
+// The plan for the next larger size, by what a storage of the record has now; of the largest if there is none.
+void choose_anchor(Space& space, int32_t storage, int64_t bytes) {
+  follow::Anchor* best = nullptr;
+  const auto better = [&](const follow::Anchor& a, const follow::Anchor& b) {
+    const int64_t mine = a.bytes[storage], other = b.bytes[storage];
+    if ((mine >= bytes) != (other >= bytes)) return mine >= bytes;
+    if (mine != other) return mine >= bytes ? mine < other : mine > other;
+    return a.size < b.size;
+  };
+  for (follow::Anchor& anchor : space.follower.known()->anchors)
+    if (anchor.schedule && (best == nullptr || better(anchor, *best))) best = &anchor;
+  space.anchor = best;
+}
+
+// An op of a plan begins: what is to leave may, or is written for it, and what is to come begins to.
+void follow_plan(Space& space) {
+  const follow::Known& known = *space.follower.known();
+  const follow::Schedule& plan = *space.anchor->schedule;
+  const auto count = static_cast<int32_t>(known.ops.size());
+  for (int32_t behind = std::min(space.follower.passed(), count - 1); behind >= 0; --behind) {
+    const int32_t at = (space.follower.position() - behind + count) % count;
+    for (const int32_t storage : plan.write[(at - 1 + count) % count])
+      if (Block* block = played(known, storage);
+          block != nullptr && movable(*block) && block->dirty && !block->fixed && block->copying == Copying::kNothing)
+        write_ahead(space, *block);
+    for (const int32_t storage : plan.leave[at])
+      if (Block* block = played(known, storage); block != nullptr && block->here) block->released = true;
+    for (const int32_t storage : plan.fetch[at]) space.due.push_back(storage);
+  }
+}
+void fetch_due(Space& space) {
+  const follow::Known& known = *space.follower.known();
+  while (!space.due.empty()) {
+    const int32_t storage = space.due.front();
+    Block* block = played(known, storage);
+    if (block != nullptr && fetchable(*block) && !fetch_ahead(space, *block, space.follower.next_use(storage))) return;
+    space.due.pop_front();
+  }
+}
+
+// Takes an op to its place in the records, with the blocks that it touches.
+void take_place(Space& space, const void* op, const std::vector<follow::Touched>& touched,
+                const std::vector<std::pair<int32_t, Block*>>& places) {
+  follow::Follower& follower = space.follower;
+  const bool before = follower.active();
+  const follow::Known* known = follower.known();
+  follower.advance(op, touched);
+  if (follower.known() != known) {
+    space.anchor = nullptr;
+    space.due.clear();
+    if (before) ++space.counters[kLost];
+    known = follower.known();
+    if (known != nullptr)
+      for (follow::Anchor& anchor : follower.known()->anchors)
+        if (anchor.schedule && (space.anchor == nullptr || anchor.used > space.anchor->used)) space.anchor = &anchor;
+  }
+  for (const auto& [place, block] : places) block->released = false;
+  if (!follower.on_course()) return;
+  for (const auto& [place, block] : places)
+    if (const int32_t storage = follower.storage_at(place); storage >= 0) {
+      play(*follower.known(), *block, storage);
+      if (space.anchor != nullptr && known->persistent[storage] < 0 && space.anchor->bytes[storage] != block->bytes)
+        choose_anchor(space, storage, block->bytes);
+    }
+  if (space.anchor == nullptr) return;
+  ++space.counters[kPlanned];
+  if (space.ahead) follow_plan(space);
 }
 
 void evict_everything(Space& space) {
@@ -996,10 +1146,14 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   const size_t count = about.writes.size(), first = stack->size() - count;
   Pinned pinned(space);
   const Running inside(op);
+  std::vector<follow::Touched> touched;
+  const auto touch = [&](int32_t place, const Block& block, bool written, bool created) {
+    touched.push_back({place, block.id, block.bytes, written, created});
+  };
   {
     const Guard guard(mutex);
     commit(space);
-    std::vector<follow::History::Touch> touched;
+    std::vector<follow::History::Touch> noted;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
     for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
@@ -1008,19 +1162,23 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         Block* block = block_of(space, storage);
         if (block == nullptr) return;
         pinned.add(block, about.writes[i]);
-        touched.emplace_back(place, block->id);
+        noted.emplace_back(place, block->id);
         places.emplace_back(place, block);
+        touch(place, *block, about.writes[i], false);
       });
     ++space.counters[kOps];
-    if (space.history.begin(&op.schema(), touched)) ++space.counters[kExpected];
+    if (space.history.begin(&op.schema(), noted)) ++space.counters[kExpected];
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       no_longer_early(space, *block);
       if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
     }
+    if (!touched.empty()) take_place(space, &op.schema(), touched, places);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
     // What a collective touches may change until it is waited for; whoever touches it next has waited.
     for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
+    if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
+    space.scratch = space.most_scratch = 0;
   }
   {
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
@@ -1030,6 +1188,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     const Guard guard(mutex);
     if (!space.open) return;
     int32_t place = 0;
+    int64_t made = 0;
+    std::vector<std::pair<int32_t, Block*>> places;
+    const bool operands = !touched.empty();
     const size_t results = op.schema().returns().size();
     for (size_t i = stack->size() - results; i < stack->size(); ++i)
       each_storage((*stack)[i], [&](StorageImpl& storage) {
@@ -1040,7 +1201,25 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         block->last_use = space.history.now();
         space.history.note({place, block->id});
         if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
+        touch(place, *block, true, true);
+        places.emplace_back(place, block);
+        made += block->bytes;
       });
+    if (!operands && !touched.empty()) {
+      take_place(space, &op.schema(), touched, places);
+    } else if (operands && space.follower.on_course()) {
+      for (const auto& [at, block] : places)
+        if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
+          play(*space.follower.known(), *block, storage);
+          if (space.anchor != nullptr && space.anchor->bytes[storage] != block->bytes)
+            choose_anchor(space, storage, block->bytes);
+        }
+    }
+    const int64_t waited = space.counters[kTransferMicros] - space.waited;
+    space.recorder.add(&op.schema(), touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
+                       std::max<int64_t>(0, space.most_scratch - made));
+    space.since = std::chrono::steady_clock::now();
+    space.waited = space.counters[kTransferMicros];
     if (!space.stress) copy_ahead(space);
   }
 }
@@ -1109,6 +1288,113 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const Guard guard(mutex);
     if (space->open) evict_everything(*space);
   }
+}
+
+// ---- steps, and plans for them ------------------------------------------------------------------------------------
+
+int64_t made_by(const follow::Record& record) {
+  int64_t bytes = 0;
+  for (const follow::StepStorage& storage : record.storages)
+    if (storage.created) bytes += storage.bytes;
+  return bytes;
+}
+
+bool end_of_step(Space& space) {
+  // Steps that make up to so much less than an anchor follow its plan for good.
+  constexpr double kClose = 1.15;
+  std::optional<follow::Record> record = space.recorder.take();
+  space.since = std::chrono::steady_clock::now();
+  if (!record) return false;
+  follow::Known* known = space.follower.end_of_step(*record);
+  if (known == nullptr) return false;
+  if (known->anchors.empty())
+    for (Block* block : space.known)
+      if (const auto found = known->of_block.find(block->id); found != known->of_block.end())
+        known->playing[found->second] = block;
+  const follow::Known* before = space.follower.known();
+  space.follower.stand_before(*known);
+  if (before != known) {
+    space.anchor = nullptr;
+    space.due.clear();
+  }
+  const int64_t size = made_by(*record);
+  for (follow::Anchor& anchor : known->anchors)
+    if (anchor.size >= size && anchor.size <= kClose * size) {
+      anchor.used = space.follower.steps();
+      if (space.anchor == nullptr && anchor.schedule) space.anchor = &anchor;
+      return false;
+    }
+  space.proposed = std::move(record);
+  space.proposed_for = known->number;
+  return true;
+}
+
+follow::Known* known_by(Space& space, int64_t number) {
+  for (const auto& known : space.follower.all())
+    if (known->number == number) return known.get();
+  return nullptr;
+}
+
+std::vector<int64_t> tell_proposal(Space& space) {
+  const follow::Known* known = space.proposed ? known_by(space, space.proposed_for) : nullptr;
+  if (known == nullptr) return {};
+  const follow::Record& record = *space.proposed;
+  std::unordered_map<const void*, int64_t> number;
+  space.names.clear();
+  std::vector<int64_t> told{space.anchors,
+                            static_cast<int64_t>(record.ops.size()),
+                            static_cast<int64_t>(record.storages.size()),
+                            static_cast<int64_t>(record.leftovers.size()),
+                            space.in_bytes,
+                            space.in_nanos,
+                            space.out_bytes,
+                            space.out_nanos};
+  for (size_t i = 0; i < record.storages.size(); ++i) {
+    const follow::StepStorage& storage = record.storages[i];
+    told.insert(told.end(), {storage.bytes, storage.freed, storage.created, known->persistent[i] >= 0});
+  }
+  for (size_t i = 0; i < record.ops.size(); ++i) {
+    const follow::StepOp& op = record.ops[i];
+    const auto [found, fresh] = number.emplace(op.op, static_cast<int64_t>(number.size()));
+    if (fresh) space.names += static_cast<const c10::FunctionSchema*>(op.op)->name() + "\n";
+    told.insert(told.end(), {found->second, record.nanos[i], record.workspaces[i], static_cast<int64_t>(op.touched.size())});
+    for (const auto& touch : op.touched) told.insert(told.end(), {touch.place, touch.storage, touch.written, touch.created});
+  }
+  for (const auto& left : record.leftovers) told.insert(told.end(), {left.storage, left.freed});
+  return told;
+}
+
+void accept_proposal(Space& space) {
+  constexpr size_t kMostAnchors = 8;
+  follow::Known* known = space.proposed ? known_by(space, space.proposed_for) : nullptr;
+  if (known == nullptr) return;
+  if (known->anchors.size() >= kMostAnchors) {
+    const auto oldest = std::min_element(known->anchors.begin(), known->anchors.end(),
+                                         [](const auto& a, const auto& b) { return a.used < b.used; });
+    if (&*oldest == space.anchor) space.anchor = nullptr;
+    known->anchors.erase(oldest);
+  }
+  follow::Anchor anchor{space.anchors++, {}, made_by(*space.proposed), space.follower.steps(), nullptr};
+  for (const follow::StepStorage& storage : space.proposed->storages) anchor.bytes.push_back(storage.bytes);
+  known->anchors.push_back(std::move(anchor));
+  space.proposed.reset();
+}
+
+// 0: such an anchor is gone.
+int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
+  for (const auto& known : space.follower.all())
+    for (follow::Anchor& anchor : known->anchors) {
+      if (anchor.number != number) continue;
+      auto schedule = std::make_unique<follow::Schedule>();
+      for (auto* list : {&schedule->leave, &schedule->fetch, &schedule->write}) {
+        list->resize(known->ops.size());
+        for (int64_t left = *numbers++; left > 0; --left, numbers += 2)
+          list->at(numbers[0]).push_back(static_cast<int32_t>(numbers[1]));
+      }
+      anchor.schedule = std::move(schedule);
+      return 1;
+    }
+  return 0;
 }
 
 void before_fork() {
@@ -1190,6 +1476,37 @@ EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, i
   return guarded([&]() -> int64_t {
     space->homes.add(file, direct, memory != 0, capacity);
     return 0;
+  });
+}
+
+// A step of the loop has ended. 1: a plan is wanted for such steps, see ``follow_proposal``.
+EXPORT int64_t follow_end_of_step(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    return end_of_step(*space);
+  });
+}
+// The step that a plan is wanted for, as numbers: how it is read says records.py. Returns how many there are; with
+// fewer in ``capacity`` nothing is written.
+EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    const std::vector<int64_t> told = tell_proposal(*space);
+    if (static_cast<int64_t>(told.size()) <= capacity) {
+      std::copy(told.begin(), told.end(), numbers);
+      accept_proposal(*space);
+    }
+    return static_cast<int64_t>(told.size());
+  });
+}
+// The names of the operators of that step, in the order of their numbers, by lines.
+EXPORT const char* follow_names(Space* space) noexcept { return space->names.c_str(); }
+// The plan for an anchor: three lists of pairs of op and storage, each after its length: what leaves, what is fetched,
+// what is written.
+EXPORT int64_t follow_schedule(Space* space, int64_t anchor, const int64_t* numbers) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    return set_schedule(*space, anchor, numbers);
   });
 }
 

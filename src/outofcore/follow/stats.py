@@ -32,7 +32,11 @@ class LoopStats:
         foreign: times an op used memory that is not PyTorch's own, such as that of a NumPy array: it stays where it is.
         transfer_microseconds: the loop waited so long for fetches and evictions.
         peak_home_bytes: bytes that the homes held at the most.
+        planned_ops: ops that came where a plan has them.
+        unplanned_evictions: of the evictions, those that the plan which was followed had not foreseen.
+        departures: times the loop left what was planned.
         steps: times an optimizer was stepped.
+        plans: that were made of steps of the loop.
 
     >>> import torch
     >>> import outofcore
@@ -65,11 +69,15 @@ class LoopStats:
     foreign: int = 0
     transfer_microseconds: int = 0
     peak_home_bytes: int = 0
+    planned_ops: int = 0
+    unplanned_evictions: int = 0
+    departures: int = 0
     steps: int = 0
+    plans: int = 0
 
     def __repr__(self) -> str:
         return (
             f"<loop of {self.steps} steps: at most {format_bytes(self.peak_bytes)} in use, "
             f"{format_bytes(self.written_bytes)} out, {format_bytes(self.fetched_bytes)} in; "
-            f"{self.expected_ops} of {self.ops} ops as before>"
+            f"{self.expected_ops} of {self.ops} ops as before, {self.planned_ops} by {self.plans} plans>"
         )

@@ -1,0 +1,357 @@
+// What a step of a loop does, as a plan is made of it, and where in such a record the loop is now.
+//
+// A step lasts from one update of the optimizer to the next, whatever lies between: micro-steps, evaluations, logging.
+// Steps that run the same ops on storages in the same relations are one record, whatever the sizes; for some sizes
+// ("anchors") there is a plan. Storages have numbers in the order of their first touch, so that these numbers mean the
+// same in all steps of a record.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace follow {
+
+// How an op has touched a storage: operands are numbered from 1 on, results from -1 downwards.
+struct Touched {
+  int32_t place;
+  int64_t id;  // of the block
+  int64_t bytes;
+  bool written, created;
+};
+
+struct StepOp {
+  struct Touch {
+    int32_t place;
+    int32_t storage;
+    bool written, created;
+  };
+  const void* op;  // the schema of its operator
+  std::vector<Touch> touched;
+};
+
+struct StepStorage {
+  int64_t id;  // of the block
+  int64_t bytes;
+  int32_t freed = -1;  // the ops that had begun when it was freed; -1: not in this step
+  bool created = false;
+};
+
+// One step that has been.
+struct Record {
+  // A storage that an earlier step made, that this one does not touch, and that it frees.
+  struct Leftover {
+    int32_t storage;  // its number in the step before
+    int32_t freed;
+  };
+
+  std::vector<StepOp> ops;
+  std::vector<StepStorage> storages;
+  std::vector<int64_t> nanos, workspaces;  // by op: what it took with what Python did before it; its scratch memory
+  std::vector<Leftover> leftovers;
+  uint64_t signature = 14695981039346656037ull;  // equal: the same ops on storages in the same relations
+
+};
+
+// Writes the record of the step under way.
+class Recorder {
+ public:
+  void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, int64_t workspace) {
+    if (touched.empty() || overflown_) {
+      waiting_ += nanos;
+      return;
+    }
+    if (static_cast<int64_t>(now_.ops.size()) >= kMost) {
+      overflown_ = true;
+      now_ = {};
+      return;
+    }
+    StepOp made{op, {}};
+    sign(reinterpret_cast<uintptr_t>(op));
+    for (const Touched& each : touched) {
+      const auto [found, fresh] = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size()));
+      if (fresh) now_.storages.push_back({each.id, each.bytes, -1, each.created});
+      StepStorage& storage = now_.storages[found->second];
+      storage.bytes = std::max(storage.bytes, each.bytes);
+      made.touched.push_back({each.place, found->second, each.written, fresh && each.created});
+      sign(static_cast<uint64_t>(static_cast<uint32_t>(each.place)) << 32 | static_cast<uint32_t>(found->second));
+      sign(each.written * 2 + (fresh && each.created));
+    }
+    now_.ops.push_back(std::move(made));
+    now_.nanos.push_back(nanos + waiting_);
+    now_.workspaces.push_back(workspace);
+    waiting_ = 0;
+  }
+  void free(int64_t id) {
+    if (overflown_) return;
+    const auto ops = static_cast<int32_t>(now_.ops.size());
+    if (const auto found = number_.find(id); found != number_.end())
+      now_.storages[found->second].freed = ops;
+    else if (const auto left = before_.find(id); left != before_.end())
+      now_.leftovers.push_back({left->second, ops});
+  }
+  // The step has ended, and the next one begins. None: it was too long.
+  std::optional<Record> take() {
+    std::optional<Record> done;
+    if (!overflown_ && !now_.ops.empty()) done = std::move(now_);
+    before_.clear();
+    if (done)
+      for (size_t i = 0; i < done->storages.size(); ++i)
+        if (done->storages[i].created && done->storages[i].freed < 0)
+          before_.emplace(done->storages[i].id, static_cast<int32_t>(i));
+    now_ = {};
+    number_.clear();
+    overflown_ = false;
+    waiting_ = 0;
+    return done;
+  }
+
+ private:
+  static constexpr int64_t kMost = int64_t{1} << 18;
+
+  void sign(uint64_t word) {
+    now_.signature = (now_.signature ^ word) * 0x9E3779B97F4A7C15ull;
+    now_.signature ^= now_.signature >> 32;
+  }
+
+  Record now_;
+  std::unordered_map<int64_t, int32_t> number_, before_;
+  int64_t waiting_ = 0;
+  bool overflown_ = false;
+};
+
+// What a plan says, by op of the record.
+struct Schedule {
+  std::vector<std::vector<int32_t>> leave;   // storages whose room others may take from here on
+  std::vector<std::vector<int32_t>> fetch;   // that begin to come back here
+  std::vector<std::vector<int32_t>> write;   // that begin to be written to their home once the op is done
+};
+
+// The record at certain sizes.
+struct Anchor {
+  int64_t number;
+  std::vector<int64_t> bytes;  // by storage
+  int64_t size = 0;
+  int64_t used = 0;            // the step in which it was last of use
+  std::unique_ptr<Schedule> schedule;  // none: not planned yet
+};
+
+// All that is known of steps of one kind.
+struct Known {
+  int64_t number;
+  uint64_t signature;
+  std::vector<StepOp> ops;
+  std::vector<std::vector<int32_t>> uses;           // by storage
+  std::vector<int64_t> persistent;                  // by storage: the block that it always is; -1: another in each step
+  std::unordered_map<int64_t, int32_t> of_block;    // the persistent ones
+  std::vector<void*> playing;                       // by storage: the block that is it now
+  std::list<Anchor> anchors;
+  int64_t used = 0;
+};
+
+// Follows a loop through the records that there are.
+class Follower {
+ public:
+  static constexpr int64_t kNever = int64_t{1} << 40;
+
+  // An op begins, or, for one that has no large operands, has made its results. True: it is where the record has it.
+  bool advance(const void* op, const std::vector<Touched>& touched) {
+    if (known_ != nullptr) {
+      if (const int32_t next = following(position_); fits(*known_, next, op, touched)) {
+        remember(op);
+        return arrive(next);
+      }
+      // A few ops may be left out once, and a few may come in between.
+      const auto n = static_cast<int32_t>(known_->ops.size());
+      if (strange_ > 0)
+        for (int32_t ahead = 2; ahead <= std::min(kAhead, n); ++ahead)
+          if (const int32_t next = (position_ + ahead) % n; has_anchor(*known_, next, touched) && fits(*known_, next, op, touched)) {
+            remember(op);
+            return arrive(next);
+          }
+      if (++strange_ > kStrange) known_ = nullptr;
+    }
+    const bool found = find(op, touched);
+    remember(op);
+    return found;
+  }
+  bool on_course() const { return known_ != nullptr && strange_ == 0; }
+  bool active() const { return known_ != nullptr; }
+  Known* known() const { return known_; }
+  int32_t position() const { return position_; }
+  // Ops that were passed over when the position was reached.
+  int32_t passed() const { return passed_; }
+
+  const StepOp& op() const { return known_->ops[position_]; }
+  // The storage at a place of the op where the loop is now; -1: none.
+  int32_t storage_at(int32_t place) const {
+    for (const auto& touch : op().touched)
+      if (touch.place == place) return touch.storage;
+    return -1;
+  }
+  // In how many ops a storage of the record is used next, with the next step behind this one.
+  int64_t next_use(int32_t storage) const {
+    const std::vector<int32_t>& uses = known_->uses[storage];
+    const auto next = std::upper_bound(uses.begin(), uses.end(), position_);
+    if (next != uses.end()) return *next - position_;
+    if (known_->persistent[storage] < 0) return kNever;
+    return static_cast<int64_t>(known_->ops.size()) - position_ + uses.front();
+  }
+
+  // A step has ended: what is known of such steps, if anything; and whether another like it is to be planned for.
+  Known* end_of_step(Record& record) {
+    ++steps_;
+    for (auto& each : known_ones_)
+      if (each->signature == record.signature && each->ops.size() == record.ops.size()) {
+        each->used = steps_;
+        return each.get();
+      }
+    const auto before = std::find_if(seen_once_.begin(), seen_once_.end(),
+                                     [&](const Record& each) { return each.signature == record.signature; });
+    if (before == seen_once_.end()) {
+      if (seen_once_.size() >= kSeenOnce) seen_once_.pop_front();
+      seen_once_.push_back(std::move(record));
+      return nullptr;
+    }
+    if (known_ones_.size() >= kKnown) forget_one();
+    auto made = std::make_unique<Known>();
+    made->number = numbers_++;
+    made->signature = record.signature;
+    made->ops = record.ops;
+    made->uses.resize(record.storages.size());
+    made->playing.assign(record.storages.size(), nullptr);
+    made->persistent.assign(record.storages.size(), -1);
+    for (size_t i = 0; i < record.ops.size(); ++i)
+      for (const auto& touch : record.ops[i].touched)
+        if (auto& uses = made->uses[touch.storage]; uses.empty() || uses.back() != static_cast<int32_t>(i))
+          uses.push_back(static_cast<int32_t>(i));
+    for (size_t i = 0; i < record.storages.size(); ++i)
+      if (record.storages[i].id == before->storages[i].id && record.storages[i].freed < 0) {
+        made->persistent[i] = record.storages[i].id;
+        made->of_block.emplace(record.storages[i].id, static_cast<int32_t>(i));
+      }
+    made->used = steps_;
+    seen_once_.erase(before);
+    known_ones_.push_back(std::move(made));
+    return known_ones_.back().get();
+  }
+  // The loop is about to do such a step again, as far as known.
+  void stand_before(Known& known) {
+    known_ = &known;
+    position_ = static_cast<int32_t>(known.ops.size()) - 1;
+    strange_ = passed_ = 0;
+  }
+  // A block is gone.
+  void forget(int64_t id) {
+    for (auto& each : known_ones_) {
+      if (const auto found = each->of_block.find(id); found != each->of_block.end()) {
+        each->playing[found->second] = nullptr;
+        each->persistent[found->second] = -1;
+        each->of_block.erase(found);
+      }
+    }
+  }
+  const std::list<std::unique_ptr<Known>>& all() const { return known_ones_; }
+  int64_t steps() const { return steps_; }
+
+ private:
+  static constexpr int32_t kAhead = 24, kStrange = 12, kContext = 16, kShortest = 2;
+  static constexpr size_t kSeenOnce = 4, kKnown = 8;
+
+  int32_t following(int32_t position) const { return (position + 1) % static_cast<int32_t>(known_->ops.size()); }
+
+  bool arrive(int32_t position) {
+    const auto n = static_cast<int32_t>(known_->ops.size());
+    passed_ = (position - position_ - 1 + n) % n;
+    position_ = position;
+    strange_ = 0;
+    return true;
+  }
+
+  // Whether an op can be the one at a position: the same operator, and no storage that lasts is another one.
+  static bool fits(const Known& known, int32_t position, const void* op, const std::vector<Touched>& touched) {
+    const StepOp& there = known.ops[position];
+    if (there.op != op) return false;
+    size_t operands = 0, expected = 0;
+    for (const auto& touch : there.touched) expected += touch.place > 0;
+    for (const Touched& each : touched) {
+      if (each.place < 0) continue;
+      ++operands;
+      const auto mine = known.of_block.find(each.id);
+      for (const auto& touch : there.touched)
+        if (touch.place == each.place) {
+          if (known.persistent[touch.storage] >= 0 ? mine == known.of_block.end() || mine->second != touch.storage
+                                                   : mine != known.of_block.end())
+            return false;
+        }
+    }
+    return operands == expected;
+  }
+  // Whether an op has an operand that lasts, by which it is told from its like.
+  static bool has_anchor(const Known& known, int32_t position, const std::vector<Touched>& touched) {
+    for (const auto& touch : known.ops[position].touched)
+      if (known.persistent[touch.storage] >= 0)
+        for (const Touched& each : touched)
+          if (each.place == touch.place) return true;
+    return false;
+  }
+
+  // The place is lost: looks for it where a storage that lasts is used.
+  bool find(const void* op, const std::vector<Touched>& touched) {
+    Known* best = nullptr;
+    int32_t best_at = -1, longest = kShortest - 1;
+    int64_t latest = -1;
+    for (auto& each : known_ones_)
+      for (const Touched& touch : touched) {
+        const auto found = each->of_block.find(touch.id);
+        if (found == each->of_block.end()) continue;
+        for (const int32_t at : each->uses[found->second]) {
+          if (!fits(*each, at, op, touched)) continue;
+          int32_t same = 0;
+          const auto n = static_cast<int32_t>(each->ops.size());
+          while (same < kContext && same < static_cast<int32_t>(last_.size()) && same < n &&
+                 each->ops[(at - 1 - same + 2 * n) % n].op == last_[last_.size() - 1 - same])
+            ++same;
+          if (same > longest || (same == longest && each->used > latest)) {
+            longest = same, latest = each->used;
+            best = each.get(), best_at = at;
+          }
+        }
+      }
+    if (best == nullptr) return false;
+    known_ = best;
+    position_ = best_at;
+    passed_ = 0;
+    strange_ = 0;
+    return true;
+  }
+
+  void remember(const void* op) {
+    last_.push_back(op);
+    if (last_.size() > static_cast<size_t>(kContext)) last_.pop_front();
+  }
+
+  void forget_one() {
+    const auto oldest = std::min_element(known_ones_.begin(), known_ones_.end(),
+                                         [](const auto& a, const auto& b) { return a->used < b->used; });
+    if (oldest->get() == known_) known_ = nullptr;
+    known_ones_.erase(oldest);
+  }
+
+  std::list<std::unique_ptr<Known>> known_ones_;
+  std::deque<Record> seen_once_;
+  std::deque<const void*> last_;
+  Known* known_ = nullptr;  // where the loop is now; null: not known
+  int32_t position_ = 0, strange_ = 0, passed_ = 0;
+  int64_t steps_ = 0, numbers_ = 0;
+};
+
+}  // namespace follow

@@ -1,0 +1,193 @@
+"""A step that a loop has done, as a graph that can be planned, and a plan of it as the native code follows it.
+
+The graph differs from that of a compiled step in two ways. What a storage is to the user is not known: it lasts from
+step to step, or comes from outside, or is made in the step. And what autograd or the loop refers to exists although no
+op uses it any more: its bytes are kept, here or at home, until it is freed. That is modelled by an op that reads the
+storage when it is freed, takes no time, and never runs; what a plan would fetch for it alone is not fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Plan, Residency
+from outofcore.units import MIB
+
+# Of the ops that stand for the end of a storage.
+FREED = "freed"
+# Bytes a second that a home is taken to copy until enough was copied to tell.
+_USUAL_RATE = 1.5e9
+_ENOUGH_BYTES = 16 * MIB
+_LATENCY_SECONDS = 1e-4
+# What copies both ways take from each other, and from ops, where nobody has measured it.
+_CONTENTION = 0.5
+_SLOWDOWN = 0.1
+_HEADER = 8
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step as it was recorded.
+
+    Attributes:
+        anchor: its number among the sizes that plans are made for.
+        graph: its ops, with those that stand for the end of a storage.
+        costs: what its ops and copies took.
+        places: for each op of the graph, the op of the record: for one that stands for an end, the next.
+        ops: of the record.
+    """
+
+    anchor: int
+    graph: StepGraph
+    costs: Costs
+    places: tuple[int, ...]
+    ops: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan by ops of the record, as pairs of op and storage, in order.
+
+    Attributes:
+        leave: when an op begins, the room of a storage may be taken by others.
+        fetch: when an op begins, a storage begins to come back.
+        write: when an op is done, a storage begins to be copied to its home.
+    """
+
+    leave: tuple[tuple[int, int], ...]
+    fetch: tuple[tuple[int, int], ...]
+    write: tuple[tuple[int, int], ...]
+
+    def numbers(self) -> list[int]:
+        """The three lists, each after its length.
+
+        >>> Schedule(((2, 0),), (), ((1, 0),)).numbers()
+        [1, 2, 0, 0, 1, 1, 0]
+        """
+        return [
+            n for pairs in (self.leave, self.fetch, self.write) for n in (len(pairs), *(n for p in pairs for n in p))
+        ]
+
+
+def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
+    """A step from the numbers that the native code tells.
+
+    Args:
+        numbers: anchor; counts of ops, storages and leftovers; bytes and nanoseconds of copies in, and out. Then for
+            each storage its bytes, the ops that had begun when it was freed (-1: none), whether the step made it, and
+            whether it lasts; for each op the number of its name, its nanoseconds, bytes of scratch memory and count of
+            touches, and for each touch its place, the storage, whether it writes and whether it creates; for each
+            leftover the storage, and the ops of the next step that had begun when it was freed.
+        names: of operators.
+    """
+    anchor, count, storages, leftovers, in_bytes, in_nanos, out_bytes, out_nanos = numbers[:_HEADER]
+    rest = iter(numbers[_HEADER:])
+    found = [tuple(_take(rest, 4)) for _ in range(storages)]
+    touches: list[list[tuple[int, ...]]] = []
+    ops: list[tuple[int, ...]] = []
+    for _ in range(count):
+        ops.append(tuple(_take(rest, 4)))
+        touches.append([tuple(_take(rest, 4)) for _ in range(ops[-1][3])])
+    left = dict(_pair(rest) for _ in range(leftovers))
+
+    uses: list[list[int]] = [[] for _ in found]
+    for index, touched in enumerate(touches):
+        for _, storage, _, _ in touched:
+            uses[storage].append(index)
+    # What lives on into the next step, and ends there, is seen as lasting: made anew in each step.
+    carried = {s: freed for s, freed in left.items() if found[s][2] and found[s][1] < 0 and 0 < freed < uses[s][0]}
+    ends: list[list[int]] = [[] for _ in range(count + 1)]
+    for storage, (_, freed, created, lasts) in enumerate(found):
+        if storage in carried:
+            ends[carried[storage]].append(storage)
+        elif not lasts and (created or freed >= 0):
+            end = freed if freed >= 0 else count
+            if end > uses[storage][-1] + 1:
+                ends[end].append(storage)
+
+    made: list[Op] = []
+    costs: list[OpCost] = []
+    places: list[int] = []
+
+    def add(place: int, cost: OpCost, name: str, *sets: Iterator[int]) -> None:
+        reads, mutates, creates = (tuple(dict.fromkeys(s)) for s in sets)
+        made.append(Op(len(made), name, reads, mutates, creates, rerunnable=False))
+        costs.append(cost)
+        places.append(place)
+
+    for place in range(count + 1):
+        for storage in ends[place]:
+            add(place, OpCost(0.0), FREED, iter((storage,)), iter(()), iter(()))
+        if place == count:
+            break
+        name, nanos, workspace, _ = ops[place]
+        touched = touches[place]
+        new = {s for _, s, _, creates in touched if creates}
+        add(
+            place,
+            OpCost(nanos / 1e9, workspace),
+            names[name],
+            (s for _, s, _, _ in touched if s not in new),
+            (s for _, s, writes, _ in touched if (writes and s not in new) or (s in new and s in carried)),
+            (s for s in sorted(new) if s not in carried),
+        )
+    kinds = [
+        StorageKind.PARAMETER
+        if lasts or storage in carried
+        else StorageKind.ACTIVATION
+        if created
+        else StorageKind.INPUT
+        for storage, (_, _, created, lasts) in enumerate(found)
+    ]
+    graph = StepGraph(tuple(Storage(i, found[i][0], kind) for i, kind in enumerate(kinds)), tuple(made))
+    home = Home(
+        "home",
+        None,
+        _rate(out_bytes, out_nanos),
+        _rate(in_bytes, in_nanos),
+        _LATENCY_SECONDS,
+        _CONTENTION,
+        _SLOWDOWN,
+    )
+    graph.check()
+    return StepRecord(anchor, graph, Costs(tuple(costs), (home,)), tuple(places), count)
+
+
+def schedule_of(record: StepRecord, plan: Plan) -> Schedule:
+    """What the native code does to follow a plan.
+
+    Args:
+        record: that was planned.
+        plan: whose gaps are kept or offloaded.
+    """
+    count, ops = len(record.graph.ops), record.ops
+    leave: list[tuple[int, int]] = []
+    fetch: list[tuple[int, int]] = []
+    write: list[tuple[int, int]] = []
+    for decision in plan.decisions:
+        if decision.residency is not Residency.OFFLOAD:
+            continue
+        gap = decision.gap
+        if gap.start >= 0:
+            start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
+            write.append((start % ops, gap.storage))
+            leave.append((record.places[decision.release_by % count] % ops, gap.storage))
+        if record.graph.ops[gap.end % count].name != FREED and gap.start >= 0:
+            fetch.append((record.places[decision.fetch_at % count] % ops, gap.storage))
+    return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)))
+
+
+def _rate(count: int, nanos: int) -> float:
+    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else _USUAL_RATE
+
+
+def _take(rest: Iterator[int], count: int) -> Iterator[int]:
+    return (next(rest) for _ in range(count))
+
+
+def _pair(rest: Iterator[int]) -> tuple[int, int]:
+    first, second = _take(rest, 2)
+    return first, second
