@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -236,6 +237,7 @@ def budget(
     device: str | torch.device | None = None,
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
+    policy: PolicyLike | None = "auto",
     check: CheckName = "sampled",
 ) -> Loop:
     """Run a loop as it is, in eager PyTorch, within a byte budget and with the very same numbers.
@@ -243,7 +245,9 @@ def budget(
     In ``with outofcore.budget("6GiB", model) as run:`` every tensor of 64 KiB and more that this thread's ops touch
     lies in an arena of the budget's size while an op uses it. When there is no room left, what is used furthest from
     now leaves for the home: by what the loop did before, once it repeats itself (Belady, 1966), and until then by how
-    long it was not used. What is known to come is fetched beside the ops before it.
+    long it was not used. What is known to come is fetched beside the ops before it. Steps that come again are planned
+    in a process beside the loop, a few sizes of each kind of step; such a plan says from then on what leaves and comes
+    when, and where it lies. Whatever is not as planned happens on demand.
 
     Args:
         limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB".
@@ -253,6 +257,7 @@ def budget(
         device: "cpu", the only one so far.
         home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host".
         host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".
+        policy: how steps are planned, as for ``compile``; None: they are not.
         check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
             before it leaves without being written, so that what other threads or compiled code wrote is not lost.
 
@@ -289,7 +294,15 @@ def budget(
         raise InputError("loops are followed on the CPU only; for a step on a GPU there is outofcore.compile()")
     if check not in {mode.value for mode in Check}:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
-    return Loop(count, models, home=home, host_limit=host_limit(host_budget), verified=check != "off")
+    if policy is not None:
+        policy = policy_of(policy)
+        try:
+            pickle.dumps(policy)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"the policy cannot be sent to the process that plans: {error}; define it at the top level of a module"
+            ) from error
+    return Loop(count, models, home=home, host_limit=host_limit(host_budget), policy=policy, verified=check != "off")
 
 
 def smallest_budget(

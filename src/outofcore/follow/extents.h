@@ -11,78 +11,124 @@
 
 namespace follow {
 
-// Offsets in [0, size). Of free stretches it also keeps how many of their bytes may be in physical memory, as an upper
-// bound, since nobody tells the kernel of bytes that are only free.
+// Offsets in [0, size). Of free stretches it also knows which bytes may be in physical memory, since nobody tells the
+// kernel of bytes that are only free.
 class Extents {
  public:
-  explicit Extents(int64_t size) { insert(0, {size, 0}); }
+  explicit Extents(int64_t size) { insert(0, size); }
 
   // The lowest bytes of a free stretch that is large enough: of the one with the most of them in memory, and of those
   // the smallest. -1: there is none.
   int64_t take(int64_t bytes) {
     int64_t offset = -1, most = -1;
     for (auto it = by_size_.lower_bound({bytes, 0}); it != by_size_.end() && most < bytes; ++it) {
-      const int64_t resident = std::min(free_.find(it->second)->second.resident, bytes);
+      const int64_t resident = resident_in(it->second, bytes);
       if (resident > most) most = resident, offset = it->second;
     }
-    if (offset < 0) return -1;
-    const Free free = erase(free_.find(offset));
-    if (free.bytes > bytes)
-      insert(offset + bytes, {free.bytes - bytes, std::min(free.resident, free.bytes - bytes)});
+    if (offset >= 0) take_at(offset, bytes);
     return offset;
   }
 
-  void give(int64_t offset, int64_t bytes, int64_t resident) {
-    Free joined{bytes, resident};
+  // Takes this very stretch; false: it is not all free.
+  bool take_at(int64_t offset, int64_t bytes) {
+    auto found = free_.upper_bound(offset);
+    if (found == free_.begin()) return false;
+    --found;
+    const int64_t begin = found->first, end = begin + found->second;
+    if (end < offset + bytes) return false;
+    erase(found);
+    if (begin < offset) insert(begin, offset - begin);
+    if (offset + bytes < end) insert(offset + bytes, end - offset - bytes);
+    forget(offset, bytes);
+    return true;
+  }
+
+  // `resident`: whether its bytes may be in memory.
+  void give(int64_t offset, int64_t bytes, bool resident) {
+    if (resident) {
+      idle_ += bytes;
+      join(resident_, offset, bytes);
+    }
     auto next = free_.lower_bound(offset);
     if (next != free_.end() && next->first == offset + bytes) {
-      const Free free = erase(next);
-      joined.bytes += free.bytes;
-      joined.resident += free.resident;
+      bytes += next->second;
+      next = erase(next);
     }
-    auto before = free_.lower_bound(offset);
-    if (before != free_.begin() && std::prev(before)->first + std::prev(before)->second.bytes == offset) {
-      --before;
-      offset = before->first;
-      const Free free = erase(before);
-      joined.bytes += free.bytes;
-      joined.resident += free.resident;
+    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
+      --next;
+      offset = next->first;
+      bytes += next->second;
+      erase(next);
     }
-    insert(offset, joined);
+    insert(offset, bytes);
   }
 
   // Bytes of free stretches that may be in physical memory.
   int64_t idle() const { return idle_; }
 
-  // Forgets the stretch with the most of them, and returns it for the caller to give to the kernel.
-  std::pair<int64_t, int64_t> forget_most() {
-    auto most = free_.begin();
-    for (auto it = free_.begin(); it != free_.end(); ++it)
-      if (it->second.resident > most->second.resident) most = it;
-    idle_ -= most->second.resident;
-    most->second.resident = 0;
-    return {most->first, most->second.bytes};
+  // Forgets one of these stretches, of which there must be one, and returns it for the caller to give to the kernel: the
+  // last that ends behind `core`, where nothing is put on purpose, else the longest.
+  std::pair<int64_t, int64_t> forget_some(int64_t core) {
+    auto most = std::prev(resident_.end());
+    if (most->first + most->second <= core)
+      most = std::max_element(resident_.begin(), resident_.end(),
+                              [](const auto& a, const auto& b) { return a.second < b.second; });
+    const std::pair<int64_t, int64_t> longest = *most;
+    idle_ -= longest.second;
+    resident_.erase(most);
+    return longest;
   }
 
  private:
-  struct Free {
-    int64_t bytes, resident;
-  };
+  using Stretches = std::map<int64_t, int64_t>;  // bytes by offset
 
-  void insert(int64_t offset, Free free) {
-    free_.emplace(offset, free);
-    by_size_.emplace(free.bytes, offset);
-    idle_ += free.resident;
-  }
-  Free erase(std::map<int64_t, Free>::iterator found) {
-    const Free free = found->second;
-    by_size_.erase({free.bytes, found->first});
-    idle_ -= free.resident;
-    free_.erase(found);
-    return free;
+  static void join(Stretches& all, int64_t offset, int64_t bytes) {
+    auto next = all.lower_bound(offset);
+    if (next != all.end() && next->first == offset + bytes) {
+      bytes += next->second;
+      next = all.erase(next);
+    }
+    if (next != all.begin() && std::prev(next)->first + std::prev(next)->second == offset)
+      std::prev(next)->second += bytes;
+    else
+      all.emplace(offset, bytes);
   }
 
-  std::map<int64_t, Free> free_;
+  int64_t resident_in(int64_t offset, int64_t bytes) const {
+    int64_t found = 0;
+    auto it = resident_.upper_bound(offset);
+    if (it != resident_.begin()) --it;
+    for (; it != resident_.end() && it->first < offset + bytes; ++it)
+      found += std::max<int64_t>(0, std::min(it->first + it->second, offset + bytes) - std::max(it->first, offset));
+    return found;
+  }
+  // What is taken is no longer idle.
+  void forget(int64_t offset, int64_t bytes) {
+    auto it = resident_.upper_bound(offset);
+    if (it != resident_.begin()) --it;
+    while (it != resident_.end() && it->first < offset + bytes) {
+      const int64_t begin = it->first, end = begin + it->second;
+      if (end <= offset) {
+        ++it;
+        continue;
+      }
+      it = resident_.erase(it);
+      idle_ -= std::min(end, offset + bytes) - std::max(begin, offset);
+      if (begin < offset) resident_.emplace(begin, offset - begin);
+      if (end > offset + bytes) resident_.emplace(offset + bytes, end - offset - bytes);
+    }
+  }
+
+  void insert(int64_t offset, int64_t bytes) {
+    free_.emplace(offset, bytes);
+    by_size_.emplace(bytes, offset);
+  }
+  Stretches::iterator erase(Stretches::iterator found) {
+    by_size_.erase({found->second, found->first});
+    return free_.erase(found);
+  }
+
+  Stretches free_, resident_;
   std::set<std::pair<int64_t, int64_t>> by_size_;
   int64_t idle_ = 0;
 };

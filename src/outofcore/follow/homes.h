@@ -62,7 +62,7 @@ class Home {
       return -1;
     }
     if (offset + bytes > grown_ && !grow(offset + bytes, why)) {
-      extents_.give(offset, bytes, 0);
+      extents_.give(offset, bytes, false);
       return -1;
     }
     used_ += bytes;
@@ -71,7 +71,7 @@ class Home {
   }
   void give(int64_t offset, int64_t bytes) {
     if (memory_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
-    extents_.give(offset, bytes, 0);
+    extents_.give(offset, bytes, false);
     used_ -= bytes;
   }
 

@@ -231,7 +231,7 @@ class Loop:
             if answer.planned is None:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
             else:
-                numbers = schedule_of(record, answer.planned.plan).numbers()
+                numbers = schedule_of(record, answer.planned.plan, answer.planned.program).numbers()
                 call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
                 self._plans += 1
                 _log.info(

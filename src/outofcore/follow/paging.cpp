@@ -135,6 +135,8 @@ struct Space {
   follow::Follower follower;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
   std::deque<int32_t> due;               // storages of the record that are to be fetched
+  std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes, and planned offsets, of what the op that runs is to make
+  int64_t scratch_at = -1;               // where it is to have its scratch memory
   std::optional<follow::Record> proposed;  // a step that a plan is wanted for
   int64_t proposed_for = -1;             // the number of the record
   std::string names;                     // of its operators
@@ -249,12 +251,15 @@ void count_use(Space& space, int64_t bytes) {
   space.counters[kPeak] = std::max(space.counters[kPeak], space.charged);
 }
 
-// Addresses and memory in the arena, of which there must be enough.
-void place(Space& space, Block& block) {
+// Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
+void place(Space& space, Block& block, int64_t wanted = -1) {
   count_use(space, block.bytes);
   block.charged = true;
   if (block.offset < 0) {
-    block.offset = space.extents.take(block.bytes);
+    if (wanted >= 0 && space.extents.take_at(wanted, block.bytes))
+      block.offset = wanted;
+    else
+      block.offset = space.extents.take(block.bytes);
     if (block.offset < 0) {
       count_use(space, -block.bytes);
       block.charged = false;
@@ -263,7 +268,7 @@ void place(Space& space, Block& block) {
     space.at[block.offset] = &block;
   }
   while (space.charged + space.extents.idle() > space.budget) {
-    const auto [offset, bytes] = space.extents.forget_most();
+    const auto [offset, bytes] = space.extents.forget_some(space.budget);
     madvise(space.base + offset, bytes, MADV_DONTNEED);
   }
   block.here = true;
@@ -283,9 +288,9 @@ void unplace(Space& space, Block& block) {
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (block.offset >= 0) {
     space.at.erase(block.offset);
-    space.extents.give(block.offset, block.bytes, block.charged ? block.bytes : 0);
-    if (!space.open) {
-      const auto [offset, bytes] = space.extents.forget_most();
+    space.extents.give(block.offset, block.bytes, block.charged);
+    if (!space.open && space.extents.idle() > 0) {
+      const auto [offset, bytes] = space.extents.forget_some(space.budget);
       madvise(space.base + offset, bytes, MADV_DONTNEED);
     }
   }
@@ -425,14 +430,28 @@ bool evict(Space& space, Block& block) {
   return true;
 }
 
+// Which storage of the record a block is that the loop is in; -1: none.
+int32_t part_of(const Space& space, const Block& block) {
+  const follow::Known& known = *space.follower.known();
+  int32_t storage = block.role_in == known.number ? block.role : -1;
+  if (storage < 0)
+    if (const auto found = known.of_block.find(block.id); found != known.of_block.end()) storage = found->second;
+  return storage >= 0 && known.playing[storage] == &block ? storage : -1;
+}
+// Where the plan has a block that is to be used next; -1: anywhere.
+int64_t planned_offset(const Space& space, const Block& block) {
+  if (space.anchor == nullptr) return -1;
+  const int32_t storage = part_of(space, block);
+  const int32_t op = storage < 0 ? -1 : space.follower.next_from_here(storage);
+  return op < 0 ? -1 : space.anchor->schedule->offset(storage, op);
+}
+
 // In how many ops a block is used next, as far as known.
 int64_t next_use(const Space& space, const Block& block) {
-  if (const follow::Known* known = space.follower.known()) {
+  if (space.follower.active()) {
     if (block.released) return 2 * follow::Follower::kNever;
-    int32_t storage = block.role_in == known->number ? block.role : -1;
-    if (storage < 0)
-      if (const auto found = known->of_block.find(block.id); found != known->of_block.end()) storage = found->second;
-    if (storage >= 0 && known->playing[storage] == &block)
+    const int32_t storage = part_of(space, block);
+    if (storage >= 0)
       if (const int64_t distance = space.follower.next_use(storage); distance < follow::Follower::kNever)
         return distance;
     return follow::Follower::kNever + space.history.now() - block.last_use;
@@ -562,6 +581,26 @@ std::string name_of_running() {
                    kept, " bytes that cannot be moved; at least ", bytes + pinned + kept, " bytes are needed");
 }
 
+// Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan
+// has let go, and what it has elsewhere, or not at all. `now`: also if it takes waiting or writing.
+bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
+  std::vector<Block*> there;
+  auto it = space.at.upper_bound(offset);
+  if (it != space.at.begin()) --it;
+  for (; it != space.at.end() && it->first < offset + bytes; ++it)
+    if (it->first + it->second->bytes > offset) there.push_back(it->second);
+  for (const Block* block : there) {
+    if (!movable(*block) || block->fixed || (!block->released && planned_offset(space, *block) == block->offset))
+      return false;
+    if (!now && (block->dirty || block->copying != Copying::kNothing)) return false;
+  }
+  for (Block* block : there) {
+    while (block->copying != Copying::kNothing && space.known.count(block) != 0) wait_for_copy(space);
+    if (space.known.count(block) != 0 && !evict(space, *block)) return false;
+  }
+  return true;
+}
+
 void fetch(Space& space, Block& block) {
   while (block.copying == Copying::kIn) {
     const Stopwatch watch{space.counters[kTransferMicros]};
@@ -581,7 +620,8 @@ void fetch(Space& space, Block& block) {
     place(space, block);
     mremap(filled, block.bytes, block.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, space.address(block));
   } else {
-    place(space, block);
+    const int64_t wanted = planned_offset(space, block);
+    place(space, block, wanted >= 0 && clear(space, wanted, block.bytes, true) ? wanted : -1);
     try {
       home.read(space.address(block), block.slot.offset, block.bytes);
     } catch (...) {
@@ -655,8 +695,18 @@ Block* new_block(Space& space, int64_t bytes) {
 void* serve(Space& space, int64_t bytes) {
   if (!make_room(space, whole_pages(bytes))) refuse(space, bytes);
   Block* block = new_block(space, bytes);
+  int64_t wanted = -1;
+  const auto planned = std::find_if(space.wanted.begin(), space.wanted.end(),
+                                    [&](const auto& each) { return each.first == block->bytes; });
+  if (planned != space.wanted.end()) {
+    wanted = planned->second;
+    space.wanted.erase(planned);
+  } else if (space.scratch_at >= 0 && depth > 0) {
+    wanted = space.scratch_at;
+    space.scratch_at += block->bytes;
+  }
   try {
-    place(space, *block);
+    place(space, *block, wanted >= 0 && clear(space, wanted, block->bytes, true) ? wanted : -1);
   } catch (...) {
     destroy(block);
     throw;
@@ -993,7 +1043,8 @@ bool fetchable(Block& block) {
 // Begins to fetch a block that is used in so many ops; false: there is no room without what is used sooner, or soon after.
 bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   if (!make_room(space, block.bytes, distance + kNear)) return false;
-  place(space, block);
+  const int64_t wanted = planned_offset(space, block);
+  place(space, block, wanted >= 0 && clear(space, wanted, block.bytes, false) ? wanted : -1);
   block.here = false;
   block.early = true;
   space.homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
@@ -1076,6 +1127,14 @@ void choose_anchor(Space& space, int32_t storage, int64_t bytes) {
   space.anchor = best;
 }
 
+// The plan that was of use last; null: there is none.
+follow::Anchor* usual_anchor(follow::Known& known) {
+  follow::Anchor* found = nullptr;
+  for (follow::Anchor& anchor : known.anchors)
+    if (anchor.schedule && (found == nullptr || anchor.used > found->used)) found = &anchor;
+  return found;
+}
+
 // An op of a plan begins: what is to leave may, or is written for it, and what is to come begins to.
 void follow_plan(Space& space) {
   const follow::Known& known = *space.follower.known();
@@ -1102,6 +1161,16 @@ void fetch_due(Space& space) {
   }
 }
 
+// What an op of the record makes is to lie where the plan has it.
+void want(Space& space, int32_t position) {
+  space.wanted.clear();
+  for (const auto& touch : space.follower.known()->ops[position].touched)
+    if (touch.created)
+      if (const int64_t offset = space.anchor->schedule->offset(touch.storage, position); offset >= 0)
+        space.wanted.emplace_back(space.anchor->bytes[touch.storage], offset);
+  space.scratch_at = space.anchor->schedule->scratch[position];
+}
+
 // Takes an op to its place in the records, with the blocks that it touches.
 void take_place(Space& space, const void* op, const std::vector<follow::Touched>& touched,
                 const std::vector<std::pair<int32_t, Block*>>& places) {
@@ -1110,13 +1179,10 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
   const follow::Known* known = follower.known();
   follower.advance(op, touched);
   if (follower.known() != known) {
-    space.anchor = nullptr;
+    known = follower.known();
+    space.anchor = known == nullptr ? nullptr : usual_anchor(*follower.known());
     space.due.clear();
     if (before) ++space.counters[kLost];
-    known = follower.known();
-    if (known != nullptr)
-      for (follow::Anchor& anchor : follower.known()->anchors)
-        if (anchor.schedule && (space.anchor == nullptr || anchor.used > space.anchor->used)) space.anchor = &anchor;
   }
   for (const auto& [place, block] : places) block->released = false;
   if (!follower.on_course()) return;
@@ -1128,6 +1194,7 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
     }
   if (space.anchor == nullptr) return;
   ++space.counters[kPlanned];
+  want(space, follower.position());
   if (space.ahead) follow_plan(space);
 }
 
@@ -1153,6 +1220,8 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   {
     const Guard guard(mutex);
     commit(space);
+    space.wanted.clear();
+    space.scratch_at = -1;
     std::vector<follow::History::Touch> noted;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
@@ -1173,7 +1242,10 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       no_longer_early(space, *block);
       if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
     }
-    if (!touched.empty()) take_place(space, &op.schema(), touched, places);
+    if (!touched.empty())
+      take_place(space, &op.schema(), touched, places);
+    else if (space.anchor != nullptr && space.follower.may_make(&op.schema()))
+      want(space, space.follower.next());
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
     // What a collective touches may change until it is waited for; whoever touches it next has waited.
     for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
@@ -1312,16 +1384,15 @@ bool end_of_step(Space& space) {
       if (const auto found = known->of_block.find(block->id); found != known->of_block.end())
         known->playing[found->second] = block;
   const follow::Known* before = space.follower.known();
-  space.follower.stand_before(*known);
-  if (before != known) {
-    space.anchor = nullptr;
+  space.follower.stand_after(*known);
+  if (before != space.follower.known()) {
+    space.anchor = usual_anchor(*space.follower.known());
     space.due.clear();
   }
   const int64_t size = made_by(*record);
   for (follow::Anchor& anchor : known->anchors)
     if (anchor.size >= size && anchor.size <= kClose * size) {
       anchor.used = space.follower.steps();
-      if (space.anchor == nullptr && anchor.schedule) space.anchor = &anchor;
       return false;
     }
   space.proposed = std::move(record);
@@ -1391,7 +1462,15 @@ int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
         for (int64_t left = *numbers++; left > 0; --left, numbers += 2)
           list->at(numbers[0]).push_back(static_cast<int32_t>(numbers[1]));
       }
+      schedule->offsets.resize(known->uses.size());
+      for (int64_t left = *numbers++; left > 0; --left, numbers += 3)
+        if (numbers[2] % kPage == 0)
+          schedule->offsets.at(numbers[1]).emplace_back(static_cast<int32_t>(numbers[0]), numbers[2]);
+      schedule->scratch.assign(known->ops.size(), -1);
+      for (int64_t left = *numbers++; left > 0; --left, numbers += 2)
+        if (numbers[1] % kPage == 0) schedule->scratch.at(numbers[0]) = numbers[1];
       anchor.schedule = std::move(schedule);
+      if (space.anchor == nullptr && space.follower.known() == known.get()) space.anchor = &anchor;
       return 1;
     }
   return 0;
@@ -1502,7 +1581,8 @@ EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity)
 // The names of the operators of that step, in the order of their numbers, by lines.
 EXPORT const char* follow_names(Space* space) noexcept { return space->names.c_str(); }
 // The plan for an anchor: three lists of pairs of op and storage, each after its length: what leaves, what is fetched,
-// what is written.
+// what is written; one of triples: from which op on a storage lies at which offset, in the order of ops; and one of
+// pairs of op and the offset of its scratch memory.
 EXPORT int64_t follow_schedule(Space* space, int64_t anchor, const int64_t* numbers) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
@@ -1557,7 +1637,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
     if (c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(stock);
     space->open = false;
     while (space->extents.idle() > 0) {
-      const auto [offset, bytes] = space->extents.forget_most();
+      const auto [offset, bytes] = space->extents.forget_some(space->budget);
       madvise(space->base + offset, bytes, MADV_DONTNEED);
     }
     if (space->pieces == 0) forget_space(space);

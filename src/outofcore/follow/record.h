@@ -103,6 +103,9 @@ class Recorder {
     std::optional<Record> done;
     if (!overflown_ && !now_.ops.empty()) done = std::move(now_);
     before_.clear();
+    // Numbers of a step of another kind mean other storages.
+    if (done && done->signature != signature_before_) done->leftovers.clear();
+    signature_before_ = done ? done->signature : 0;
     if (done)
       for (size_t i = 0; i < done->storages.size(); ++i)
         if (done->storages[i].created && done->storages[i].freed < 0)
@@ -126,6 +129,7 @@ class Recorder {
   std::unordered_map<int64_t, int32_t> number_, before_;
   int64_t waiting_ = 0;
   bool overflown_ = false;
+  uint64_t signature_before_ = 0;
 };
 
 // What a plan says, by op of the record.
@@ -133,6 +137,16 @@ struct Schedule {
   std::vector<std::vector<int32_t>> leave;   // storages whose room others may take from here on
   std::vector<std::vector<int32_t>> fetch;   // that begin to come back here
   std::vector<std::vector<int32_t>> write;   // that begin to be written to their home once the op is done
+  // By storage: from which op that uses it on it lies at which offset of the arena.
+  std::vector<std::vector<std::pair<int32_t, int64_t>>> offsets;
+  std::vector<int64_t> scratch;  // by op, where its scratch memory lies; -1: anywhere
+
+  // Where a storage is to lie that an op uses; -1: anywhere.
+  int64_t offset(int32_t storage, int32_t op) const {
+    const auto& all = offsets[storage];
+    const auto behind = std::upper_bound(all.begin(), all.end(), std::pair{op, INT64_MAX});
+    return behind == all.begin() ? -1 : std::prev(behind)->second;
+  }
 };
 
 // The record at certain sizes.
@@ -155,6 +169,7 @@ struct Known {
   std::vector<void*> playing;                       // by storage: the block that is it now
   std::list<Anchor> anchors;
   int64_t used = 0;
+  int64_t then = -1;  // the number of the kind that came after it last
 };
 
 // Follows a loop through the records that there are.
@@ -165,7 +180,7 @@ class Follower {
   // An op begins, or, for one that has no large operands, has made its results. True: it is where the record has it.
   bool advance(const void* op, const std::vector<Touched>& touched) {
     if (known_ != nullptr) {
-      if (const int32_t next = following(position_); fits(*known_, next, op, touched)) {
+      if (const int32_t next = this->next(); fits(*known_, next, op, touched)) {
         remember(op);
         return arrive(next);
       }
@@ -183,6 +198,14 @@ class Follower {
     remember(op);
     return found;
   }
+  // Whether an op without large operands is, if it makes something large, the next one.
+  bool may_make(const void* op) const {
+    if (!on_course()) return false;
+    const StepOp& there = known_->ops[next()];
+    return there.op == op && std::all_of(there.touched.begin(), there.touched.end(),
+                                         [](const auto& touch) { return touch.place < 0; });
+  }
+  int32_t next() const { return (position_ + 1) % static_cast<int32_t>(known_->ops.size()); }
   bool on_course() const { return known_ != nullptr && strange_ == 0; }
   bool active() const { return known_ != nullptr; }
   Known* known() const { return known_; }
@@ -206,13 +229,20 @@ class Follower {
     return static_cast<int64_t>(known_->ops.size()) - position_ + uses.front();
   }
 
+  // The op, this one or a later one, that uses a storage of the record next; -1: none.
+  int32_t next_from_here(int32_t storage) const {
+    const std::vector<int32_t>& uses = known_->uses[storage];
+    const auto next = std::lower_bound(uses.begin(), uses.end(), position_);
+    if (next != uses.end()) return *next;
+    return known_->persistent[storage] < 0 ? -1 : uses.front();
+  }
+
   // A step has ended: what is known of such steps, if anything; and whether another like it is to be planned for.
   Known* end_of_step(Record& record) {
     ++steps_;
     for (auto& each : known_ones_)
       if (each->signature == record.signature && each->ops.size() == record.ops.size()) {
-        each->used = steps_;
-        return each.get();
+        return ended(*each);
       }
     const auto before = std::find_if(seen_once_.begin(), seen_once_.end(),
                                      [&](const Record& each) { return each.signature == record.signature; });
@@ -238,15 +268,16 @@ class Follower {
         made->persistent[i] = record.storages[i].id;
         made->of_block.emplace(record.storages[i].id, static_cast<int32_t>(i));
       }
-    made->used = steps_;
     seen_once_.erase(before);
     known_ones_.push_back(std::move(made));
-    return known_ones_.back().get();
+    return ended(*known_ones_.back());
   }
-  // The loop is about to do such a step again, as far as known.
-  void stand_before(Known& known) {
+  // After such a step: the loop is about to do what it did after the last one of the kind.
+  void stand_after(Known& known) {
     known_ = &known;
-    position_ = static_cast<int32_t>(known.ops.size()) - 1;
+    for (auto& each : known_ones_)
+      if (each->number == known.then) known_ = each.get();
+    position_ = static_cast<int32_t>(known_->ops.size()) - 1;
     strange_ = passed_ = 0;
   }
   // A block is gone.
@@ -263,10 +294,16 @@ class Follower {
   int64_t steps() const { return steps_; }
 
  private:
+  Known* ended(Known& known) {
+    for (auto& each : known_ones_)
+      if (each->number == last_ended_) each->then = known.number;
+    last_ended_ = known.number;
+    known.used = steps_;
+    return &known;
+  }
+
   static constexpr int32_t kAhead = 24, kStrange = 12, kContext = 16, kShortest = 2;
   static constexpr size_t kSeenOnce = 4, kKnown = 8;
-
-  int32_t following(int32_t position) const { return (position + 1) % static_cast<int32_t>(known_->ops.size()); }
 
   bool arrive(int32_t position) {
     const auto n = static_cast<int32_t>(known_->ops.size());
@@ -351,7 +388,7 @@ class Follower {
   std::deque<const void*> last_;
   Known* known_ = nullptr;  // where the loop is now; null: not known
   int32_t position_ = 0, strange_ = 0, passed_ = 0;
-  int64_t steps_ = 0, numbers_ = 0;
+  int64_t steps_ = 0, numbers_ = 0, last_ended_ = -1;
 };
 
 }  // namespace follow

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Plan, Residency
+from outofcore.program import Program, Run
 from outofcore.units import MIB
 
 # Of the ops that stand for the end of a storage.
@@ -55,21 +57,24 @@ class Schedule:
         leave: when an op begins, the room of a storage may be taken by others.
         fetch: when an op begins, a storage begins to come back.
         write: when an op is done, a storage begins to be copied to its home.
+        offsets: from which op that uses it on a storage lies at which offset of the arena, in bytes.
+        scratch: of ops that have scratch memory, its offset.
     """
 
     leave: tuple[tuple[int, int], ...]
     fetch: tuple[tuple[int, int], ...]
     write: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, int, int], ...] = ()
+    scratch: tuple[tuple[int, int], ...] = ()
 
     def numbers(self) -> list[int]:
-        """The three lists, each after its length.
+        """The lists, each after its length.
 
-        >>> Schedule(((2, 0),), (), ((1, 0),)).numbers()
-        [1, 2, 0, 0, 1, 1, 0]
+        >>> Schedule(((2, 0),), (), ((1, 0),), ((0, 0, 4096),)).numbers()
+        [1, 2, 0, 0, 1, 1, 0, 1, 0, 0, 4096, 0]
         """
-        return [
-            n for pairs in (self.leave, self.fetch, self.write) for n in (len(pairs), *(n for p in pairs for n in p))
-        ]
+        lists = (self.leave, self.fetch, self.write, self.offsets, self.scratch)
+        return [number for entries in lists for number in (len(entries), *chain.from_iterable(entries))]
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
@@ -156,12 +161,13 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     return StepRecord(anchor, graph, Costs(tuple(costs), (home,)), tuple(places), count)
 
 
-def schedule_of(record: StepRecord, plan: Plan) -> Schedule:
+def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
     """What the native code does to follow a plan.
 
     Args:
         record: that was planned.
         plan: whose gaps are kept or offloaded.
+        program: placed, that carries it out.
     """
     count, ops = len(record.graph.ops), record.ops
     leave: list[tuple[int, int]] = []
@@ -177,7 +183,26 @@ def schedule_of(record: StepRecord, plan: Plan) -> Schedule:
             leave.append((record.places[decision.release_by % count] % ops, gap.storage))
         if record.graph.ops[gap.end % count].name != FREED and gap.start >= 0:
             fetch.append((record.places[decision.fetch_at % count] % ops, gap.storage))
-    return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)))
+    return Schedule(*(tuple(sorted(pairs)) for pairs in (leave, fetch, write)), *_offsets(record, program))
+
+
+def _offsets(
+    record: StepRecord, program: Program
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    last: dict[int, int] = {}
+    found: list[tuple[int, int, int]] = []
+    scratch: list[tuple[int, int]] = []
+    for run in program.instructions:
+        if not isinstance(run, Run) or record.graph.ops[run.op].name == FREED:
+            continue
+        for index in run.blocks:
+            block = program.blocks[index]
+            if block.storage is not None and last.get(block.storage) != block.offset:
+                last[block.storage] = block.offset
+                found.append((record.places[run.op], block.storage, block.offset))
+        if run.workspace is not None:
+            scratch.append((record.places[run.op], program.blocks[run.workspace].offset))
+    return tuple(found), tuple(scratch)
 
 
 def _rate(count: int, nanos: int) -> float:

@@ -1,0 +1,217 @@
+"""Loops that are followed by a plan, or by nonsense in place of one: the numbers are those of eager in any case."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import LENGTH, adamw, loss_of, sentences
+from loops import Language as Model
+from test_follow_fuzz import loop as random_loop
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.follow import loop as module
+from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
+from outofcore.follow.native import load_paging
+from outofcore.follow.records import Schedule, StepRecord
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Seen = tuple[list[float], list[Tensor]]
+
+
+class AtOnce(BackgroundPlanner):
+    """Plans in the foreground, so that tests know in which step a plan is there."""
+
+    done: tuple[StepRecord, Answer] | None = None
+
+    def start(self, record: StepRecord) -> None:
+        self.done = record, plan_record(record, self._budget, self._policy)
+
+    def poll(self) -> tuple[StepRecord, Answer] | None:
+        done, self.done = self.done, None
+        return done
+
+
+@pytest.fixture(autouse=True)
+def _planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BackgroundPlanner", AtOnce)
+
+
+def train(
+    steps: int,
+    budget: int | None = None,
+    *,
+    vary: bool = False,
+    between: Callable[[int, nn.Module], object] = lambda i, m: None,
+    **options: Any,
+) -> tuple[Seen, list[outofcore.LoopStats]]:
+    """What a loop read and left, and the stats after each step."""
+    torch.manual_seed(0)
+    model = Model()
+    seen, stats = [], []
+
+    def run(told: Callable[[], None]) -> None:
+        optimizer = adamw(model)
+        for i, (ids, wanted) in enumerate(sentences(steps, vary=vary)):
+            optimizer.zero_grad()
+            loss = loss_of(model, ids, wanted)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+            between(i, model)
+            told()
+
+    if budget is None:
+        run(lambda: None)
+    else:
+        with outofcore.budget(budget, model, **options) as followed:
+            run(lambda: stats.append(followed.stats))
+    return (seen, [t.clone() for t in model.state_dict().values()]), stats
+
+
+def assert_same(ours: Seen, theirs: Seen) -> None:
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+
+
+@functools.cache
+def peak() -> int:
+    return train(2, 1 << 30)[1][-1].peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.5, 0.5, 0.3])
+def test_steps_are_followed_by_a_plan(share: float) -> None:
+    theirs, _ = train(9)
+    ours, stats = train(9, int(share * peak()))
+    assert_same(ours, theirs)
+    # Recorded twice, planned then: the first step differs, since it makes the state of the optimizer.
+    assert [s.plans for s in stats] == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    last, before = stats[-1], stats[-2]
+    assert last.planned_ops - before.planned_ops > 300
+    assert last.departures == 0
+    assert last.peak_bytes <= int(share * peak())
+    # By then nearly everything is where the plan has it.
+    moved = last.fetches - before.fetches
+    assert (moved > 0) == (share < 1)
+    assert last.unplanned_evictions - before.unplanned_evictions <= 0.1 * moved
+    assert last.fetches_ahead - before.fetches_ahead >= 0.9 * moved
+
+
+def test_no_plan_is_made_unless_asked_for() -> None:
+    theirs, _ = train(6)
+    ours, stats = train(6, int(0.5 * peak()), policy=None)
+    assert_same(ours, theirs)
+    assert stats[-1].plans == stats[-1].planned_ops == 0
+
+
+def test_lengths_follow_the_plan_of_the_next_larger_one() -> None:
+    theirs, _ = train(24, vary=True)
+    ours, stats = train(24, int(0.5 * peak()), vary=True)
+    assert_same(ours, theirs)
+    last = stats[-1]
+    assert 1 <= last.plans <= 4
+    assert last.departures == 0
+    assert last.planned_ops - stats[-5].planned_ops > 4 * 300
+
+
+def test_the_place_is_found_again_after_something_else() -> None:
+    ids = torch.randint(0, 1024, (4, LENGTH))
+
+    def evaluate(i: int, model: nn.Module) -> None:
+        if i in (5, 9):
+            model.eval()
+            with torch.no_grad():
+                model(ids)
+            model.train()
+
+    theirs, _ = train(14, between=evaluate)
+    ours, stats = train(14, int(0.4 * peak()), between=evaluate)
+    assert_same(ours, theirs)
+    each = [b.planned_ops - a.planned_ops for a, b in zip(stats, stats[1:], strict=False)]
+    assert each[4] > 0.9 * each[3]
+    assert each[-1] == each[3] > 0
+
+
+def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
+    draw = random.Random(seed)
+
+    def schedule(record: StepRecord, plan: object, program: object) -> Schedule:
+        storages = len(record.graph.storages)
+
+        def pairs() -> tuple[tuple[int, int], ...]:
+            return tuple(
+                sorted(
+                    (draw.randrange(record.ops), draw.randrange(storages)) for _ in range(draw.randrange(3 * storages))
+                )
+            )
+
+        offsets = sorted((*pair, 4096 * draw.randrange(4096)) for pair in pairs())
+        return Schedule(pairs(), pairs(), pairs(), tuple(offsets), tuple((op, 4096 * s) for op, s in pairs()))
+
+    return schedule
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "schedule_of", nonsense(seed))
+    theirs, _ = train(8, vary=seed % 2 == 1)
+    budget = int((0.3, 0.5, 1.2)[seed % 3] * peak())
+    ours, stats = train(8, budget, vary=seed % 2 == 1, home=("disk", "host")[seed % 2])
+    assert_same(ours, theirs)
+    assert stats[-1].plans > 0
+    assert stats[-1].peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_random_loops_with_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 2:
+        monkeypatch.setattr(module, "schedule_of", nonsense(seed))
+    theirs_seen, theirs = random_loop(seed, 300, lambda _: None)
+    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3]) as run:
+        seen, ours = random_loop(
+            seed, 300, lambda draw: load_paging().follow_stress(run._space, int(draw.random() > 0.97))
+        )
+    assert seen == theirs_seen
+    assert all(left.equal(right) for left, right in zip(ours, theirs, strict=True))
+
+
+def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
+
+    def wait(i: int, model: nn.Module) -> None:
+        planner = run._planner
+        assert planner is not None
+        if i > 1 and planner._process is not None:
+            planner._process.wait(120)
+
+    torch.manual_seed(0)
+    model = Model()
+    run = outofcore.budget(int(0.5 * peak()), model).start()
+    optimizer = adamw(model)
+    for i, (ids, wanted) in enumerate(sentences(6)):
+        loss_of(model, ids, wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait(i, model)
+    run.stop()
+    assert run.stats.plans == 1
+    assert run.stats.planned_ops > 0
+
+
+def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
+    monkeypatch.setattr("outofcore.follow.background._PROGRAM", "raise SystemExit(3)")
+    theirs, _ = train(6)
+
+    def wait(i: int, model: nn.Module) -> None:
+        pass
+
+    ours, stats = train(6, int(0.5 * peak()), between=wait)
+    assert_same(ours, theirs)
+    assert stats[-1].plans == 0
