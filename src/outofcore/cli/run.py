@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from outofcore.errors import InputError, OutOfCoreError
 
 if TYPE_CHECKING:
-    from outofcore.api import Loop
+    from outofcore.api import CheckName, Loop
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,13 @@ class _Follower:
         from outofcore.api import budget  # noqa: PLC0415 - it imports torch
 
         launch = self._launch
+        check: CheckName = "sampled" if launch.checked else "off"
         try:
             self._loop = budget(
                 launch.budget,
                 home=launch.home,
                 host_budget=launch.host_budget,
-                check="sampled" if launch.checked else "off",
+                check=check,
             ).start()
         except OutOfCoreError as error:  # before any line of the script that could depend on it
             print(f"error: {error}", file=sys.stderr)
