@@ -23,7 +23,8 @@ class Lifetime:
         host_budget: int | str | None = None,
         check: CheckName = "sampled",
     ) -> None:
-        self._limit, self._home, self._host_budget, self._check = limit, home, host_budget, check
+        self._limit, self._home, self._host_budget = limit, home, host_budget
+        self._check: CheckName = check
         self._loop(None)  # refuses now what cannot be used
         self.run: Loop | None = None
 
