@@ -251,6 +251,20 @@ def test_the_plain_loop_of_accelerate(tmp_path: Path) -> None:
     assert_exact(train, tmp_path)
 
 
+def test_smaller_batches_where_one_does_not_fit(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=32, auto_find_batch_size=True, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    row = {"input_ids": list(range(64)), "labels": list(range(64))}
+    trainer = transformers.Trainer(small_gpt(transformers), arguments, train_dataset=[row] * 64)
+    with outofcore.budget("12MiB", trainer.model) as run:
+        trainer.train()
+    assert 0 < trainer.state.train_batch_size < 32
+    assert run.stats.steps == 2
+
+
 # ---- the callbacks --------------------------------------------------------------------------------------------------
 
 
