@@ -54,11 +54,13 @@ class CaptureError(OutOfCoreError):
 
     Attributes:
         location: the user's ``file:line``, or an empty string where there is none.
+        is_loop: on the CPU, the step runs as it is within ``outofcore.budget``.
     """
 
-    def __init__(self, message: str, location: str = "") -> None:
+    def __init__(self, message: str, location: str = "", *, is_loop: bool = True) -> None:
         super().__init__(message)
         self.location = location
+        self.is_loop = is_loop
 
 
 class ValidationError(OutOfCoreError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -38,8 +39,10 @@ def test_there_are_blocks_to_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "transformers" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("transformers")
+    text = page.read_text(encoding="utf-8")
+    for name in ("transformers", "accelerate", "lightning"):
+        if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE):
+            pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ran = TOOL.run_blocks(page)  # type: ignore[attr-defined]

@@ -182,6 +182,7 @@ class Recorder(TorchDispatchMode):
                 f"{func} makes a tensor of {count} bytes on {tensor.device}",
                 f"the step runs on {self._device}",
                 f"make it with device={str(self._device)!r}, or before the step",
+                is_loop=False,
             )
         return storage
 

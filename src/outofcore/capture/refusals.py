@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from outofcore._torch_internals import (
@@ -45,11 +47,26 @@ _READS = {
 }
 
 
-def refusal(what: str, why: str, advice: str, location: str | None = None) -> CaptureError:
+# How the message of a refusal ends where the step can run in another way.
+_AS_A_LOOP = "As it is, the loop runs within outofcore.budget(limit, model)."
+
+
+def refusal(what: str, why: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
     """The error for a step that cannot be captured, with the user's line found on the stack unless given."""
     where = user_line() if location is None else location
     prefix = f"{where}: " if where else ""
-    return CaptureError(f"{prefix}{what}: {why}; {advice}.", where)
+    return CaptureError(f"{prefix}{what}: {why}; {advice}.", where, is_loop=is_loop)
+
+
+def pointed_to_loops(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
+    """The error, its message with the other way to run the step, where that would do.
+
+    Args:
+        devices: where the step runs, and where its tensors are.
+    """
+    if error.is_loop and all(device.type == "cpu" for device in devices):
+        error.args = (f"{str(error).rstrip('.')}. {_AS_A_LOOP}",)
+    return error
 
 
 def value_read(function: str) -> CaptureError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from outofcore.capture.optimizer_steps import StepRecorder
 from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance, users_part
 from outofcore.capture.recorder import Recorder, recorded_generators
-from outofcore.capture.refusals import translated
+from outofcore.capture.refusals import pointed_to_loops, translated
 from outofcore.capture.substitute import Substitute, average_counts, uncompiled
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
@@ -64,8 +64,10 @@ def capture_step(
         try:
             return _captured(step, models, optimizers, args, kwargs, device, gradients or {}, lazy)
         except CaptureError as error:
+            tensors = _tensors_of(models, optimizers, args, kwargs)
+            devices = {device or CPU, *(tensor.device for tensor in tensors)}
             # What led to it inside of the capture tells the user nothing.
-            raise error.with_traceback(users_part(error.__traceback__)) from None
+            raise pointed_to_loops(error, devices).with_traceback(users_part(error.__traceback__)) from None
         finally:
             lazy.undo()
 
@@ -97,7 +99,7 @@ def _captured(
     guard = Guard(step, models, optimizers)
     counts = average_counts(models)
     if device is None:
-        device = _device_of(models, optimizers, args, kwargs)
+        device = next((tensor.device for tensor in _tensors_of(models, optimizers, args, kwargs)), CPU)
     tables = Tables(device)
     mode = FakeTensorMode()
     with guard:
@@ -152,16 +154,15 @@ def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode
     return result
 
 
-def _device_of(
+def _tensors_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device:
-    """Where the first parameter, buffer or argument is."""
-    tensors = chain(
+) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, and then arguments."""
+    return chain(
         (tensor for model in models for tensor in chain(model.parameters(), model.buffers())),
         (parameter for o in optimizers for group in o.param_groups for parameter in group["params"]),
         (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)),
     )
-    return next((tensor.device for tensor in tensors), CPU)
 
 
 def _check_learning(
@@ -172,5 +173,6 @@ def _check_learning(
     if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(
             "optimizers were given, but the step neither updates a parameter nor leaves a gradient: there would be "
-            "nothing to learn; call loss.backward() and optimizer.step() inside the step, or give no optimizer"
+            "nothing to learn; call loss.backward() and optimizer.step() inside the step, or give no optimizer",
+            is_loop=False,
         )

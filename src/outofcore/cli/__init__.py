@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``plan``, ``validate``, ``pack`` and ``doctor``. It is imported without PyTorch."""
+"""The command line, which is imported without PyTorch: a command imports what it needs."""
 
 from outofcore.cli.app import main
 

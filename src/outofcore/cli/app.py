@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 import outofcore
 from outofcore.cli import answer
+from outofcore.cli import run as scripts
 from outofcore.errors import InputError, OutOfCoreError, ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.policies import POLICIES, policy_of
@@ -64,10 +66,10 @@ ZOO_FLAGS = (
 DEBUG_FLAG = _flag("debug", bool, False, "Log what the library does, and show the traceback of an error.", "Help")
 
 
-def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = ()) -> Callable[[Command], Command]:
+def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = (), **settings: Any) -> Callable[[Command], Command]:
     """Register a function as a command with further flags, which it takes as keyword arguments, and with ``--debug``.
 
-    An error of outofcore's own ends the command with its message and exit status 2.
+    An error of outofcore's own ends the command with its message and exit status 2. ``settings`` are those of typer.
     """
 
     def register(function: Command) -> Command:
@@ -99,7 +101,7 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = ()) -> Callab
         # typer reads a command's flags from these.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command()(run)
+        app.command(**settings)(run)
         return run
 
     return register
@@ -392,6 +394,35 @@ def report(
     answer.report_plan(subject, budget=limit, policy=policy, output=output, trace=trace, curve=curve)
 
 
+# What follows the script is its own, whatever it looks like.
+@command(app, context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script, or with -m a module.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Those of the script.", show_default=False)
+    ] = None,
+    *,
+    budget: Annotated[str, typer.Option(help="Bytes for all tensors of the script, such as 6GiB.", show_default=False)],
+    is_module: Annotated[
+        bool, typer.Option("-m", help="The script is a module by its name, as for python -m.")
+    ] = False,
+    home: Home = "disk",
+    host_budget: HostBudget = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Compare by checksum what leaves memory without having been written."),
+    ] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing at the end.")] = False,
+) -> None:
+    """Run a Python script that nobody edits within a byte budget, as python runs it.
+
+    Options come before the script; what comes after it is the script's. The exit status is that of the script.
+    """
+    limit = parse_bytes(budget)
+    launch = scripts.Launch(target, tuple(arguments or ()), is_module, limit, home, _bytes(host_budget), check, quiet)
+    raise scripts.Launching(scripts.checked(launch))
+
+
 @command(app)
 def validate(
     *,
@@ -459,4 +490,11 @@ def doctor(
 
 def main() -> None:
     """The program ``outofcore``."""
-    app()
+    hook, launch = sys.excepthook, None
+    try:
+        app()
+    except scripts.Launching as launching:
+        launch = launching.launch
+    if launch is not None:
+        sys.excepthook = hook  # typer has one of its own
+        scripts.run(launch)

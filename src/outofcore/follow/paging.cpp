@@ -568,7 +568,8 @@ std::string name_of_running() {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-// Python knows this message, and makes a BudgetError of it (loop.py).
+// Python knows this message, and makes a BudgetError of it (loop.py). Programs that then try smaller batches, such as
+// accelerate's, look for its last words.
 [[noreturn]] void refuse(const Space& space, int64_t bytes) {
   bytes = whole_pages(bytes);
   int64_t pinned = 0, kept = 0;
@@ -578,7 +579,8 @@ std::string name_of_running() {
   }
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
                    name_of_running(), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
-                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept, " bytes are needed");
+                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept,
+                   " bytes are needed. The loop is out of memory.");
 }
 
 // Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan

@@ -1,0 +1,302 @@
+"""``outofcore run``: a script or module as it is, as ``python`` runs it, all of it within a budget.
+
+PyTorch is imported when the script imports it and not before, since it reads variables of the environment then that the
+script may set. The loop is followed from that moment on.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from outofcore.errors import InputError, OutOfCoreError
+
+if TYPE_CHECKING:
+    from outofcore.api import CheckName, Loop
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be run, and how.
+
+    Attributes:
+        target: path of a script, or of a folder or zip file with a ``__main__.py``; or the name of a module.
+        arguments: of the script.
+        is_module: the target is the name of a module.
+        budget: in bytes.
+        home: as for ``outofcore.budget``.
+        host_budget: as for ``outofcore.budget``, in bytes.
+        checked: whether what leaves unwritten is compared by checksum.
+        quiet: say nothing at the end.
+    """
+
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    budget: int
+    home: str | None = None
+    host_budget: int | None = None
+    checked: bool = True
+    quiet: bool = False
+
+
+class Launching(BaseException):
+    """Carries a launch out of the parser of the command line, whose frames and handlers are no part of the script."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__()
+        self.launch = launch
+
+
+def checked(launch: Launch) -> Launch:
+    """The launch, if there is such a script.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not launch.is_module and not Path(launch.target).exists():
+        raise InputError(
+            f"there is no file {launch.target}; give the path of a script, or the name of a module after -m"
+        )
+    return launch
+
+
+def run(launch: Launch) -> NoReturn:
+    """Run the script and leave as it leaves: with its exit status, or by its exception.
+
+    Raises:
+        SystemExit: always, but for an interrupt.
+        KeyboardInterrupt: the script was interrupted; it has been told, and Python dies of it as it would have.
+    """
+    process, follower = os.getpid(), _Follower(launch)
+    raised: BaseException | None = None
+    ours: OutOfCoreError | None = None
+    try:
+        with follower:
+            try:
+                code, module = _prepared(launch)
+                exec(code, vars(module))
+            except BaseException as error:
+                raised = error
+                raise
+    except BaseException as error:
+        if error is not raised and isinstance(error, OutOfCoreError):
+            ours = error  # in place of what PyTorch raised, or from the end of the loop
+        elif raised is None:
+            raise
+    _tell(raised)
+    if process == os.getpid():  # and not a child that came back here
+        if ours is not None:
+            _say(str(ours))
+        if not launch.quiet and (follower.began or raised is None):
+            _say(follower.summary())
+    _leave(raised, failed=ours is not None)
+
+
+def _tell(raised: BaseException | None) -> None:
+    """Show the traceback as Python would, from the script's first frame on."""
+    if raised is None or isinstance(raised, SystemExit):
+        return
+    _flush()
+    raised.__traceback__ = _without_ours(raised.__traceback__)
+    sys.excepthook(type(raised), raised, raised.__traceback__)
+
+
+def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
+    if isinstance(raised, SystemExit):
+        told = raised.code
+        raise SystemExit(1 if failed and told in (None, 0) else told)
+    if isinstance(raised, KeyboardInterrupt):
+        # Python dies of the signal after it has cleaned up, if this reaches it; what there is to tell has been told.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+    raise SystemExit(1 if raised is not None or failed else 0)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """What is left without our frames at its beginning, and without those of a loader that found no valid code."""
+    ours = (__file__, "<frozen importlib")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
+
+
+def _say(text: str) -> None:
+    _flush()
+    print(f"outofcore: {text}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+# ---- as Python runs a script ----------------------------------------------------------------------------------------
+
+
+def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
+    """The code of the script and the module ``__main__`` that it is to run in; arguments and search path are set."""
+    contained = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
+    if launch.is_module:
+        found = _module(launch)
+    elif contained:
+        found = _inside(launch.target)
+    else:
+        found = _file(launch.target)
+    loader = found.loader
+    code = None
+    if isinstance(loader, importlib.machinery.SourceFileLoader) and not (launch.is_module or contained):
+        path = loader.get_filename(found.name)
+        code = loader.source_to_code(loader.get_data(path), path)  # and no file of bytecode beside it
+    elif loader is not None and hasattr(loader, "get_code"):  # as those of zip files have it, too
+        code = loader.get_code(found.name)  # type: ignore[attr-defined]
+    if code is None:
+        raise ImportError(f"{launch.target} cannot be run: it has no code in Python", name=launch.target)
+    spec = found if launch.is_module or contained else None
+    main = ModuleType("__main__")
+    vars(main).update(
+        __builtins__=sys.modules["builtins"],
+        __file__=found.origin,
+        __cached__=None if spec is None else spec.cached,
+        __loader__=loader,
+        __package__=None if spec is None else spec.parent,
+        __spec__=spec,
+    )
+    sys.modules["__main__"] = main  # where pickle and multiprocessing look for it
+    sys.argv = [found.origin or launch.target if launch.is_module else launch.target, *launch.arguments]
+    return code, main
+
+
+def _file(target: str) -> importlib.machinery.ModuleSpec:
+    _put_first(str(Path(target).resolve().parent))
+    name = str(Path(target).absolute())
+    kind = importlib.machinery.SourcelessFileLoader if name.endswith(".pyc") else importlib.machinery.SourceFileLoader
+    return importlib.machinery.ModuleSpec("__main__", kind("__main__", name), origin=name)
+
+
+def _inside(target: str) -> importlib.machinery.ModuleSpec:
+    """A folder or a zip file."""
+    name = str(Path(target).absolute())
+    _put_first(name)
+    found = importlib.machinery.PathFinder.find_spec("__main__", [name])
+    if found is None:
+        raise ImportError(f"can't find '__main__' module in {target!r}", path=target)
+    return found
+
+
+def _module(launch: Launch) -> importlib.machinery.ModuleSpec:
+    _put_first(str(Path.cwd()))
+    sys.argv = ["-m", *launch.arguments]  # as it is while a package is imported
+    name = launch.target
+    found = importlib.util.find_spec(name)
+    if found is not None and found.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        found = importlib.util.find_spec(name)
+    if found is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return found
+
+
+def _put_first(folder: str) -> None:
+    """In place of where this program was found."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+# ---- within the budget ----------------------------------------------------------------------------------------------
+
+
+class _Follower:
+    """Starts the loop once PyTorch has been imported, and stops it at the end."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._loop: Loop | None = None
+        self._finder: _AfterTorch | None = None
+
+    def __enter__(self) -> None:
+        if "torch" in sys.modules:
+            self._start()
+        else:
+            self._finder = _AfterTorch(self._start)
+            sys.meta_path.insert(0, self._finder)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._finder is not None:
+            self._finder.forget()
+        if self._loop is not None:
+            self._loop.__exit__(kind, error, trace)
+
+    @property
+    def began(self) -> bool:
+        return self._loop is not None
+
+    def summary(self) -> str:
+        if self._loop is None:
+            return "nothing ran within the budget: the script did not import torch in its main thread"
+        return repr(self._loop.stats).strip("<>")
+
+    def _start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        from outofcore.api import budget  # noqa: PLC0415 - it imports torch
+
+        launch = self._launch
+        check: CheckName = "sampled" if launch.checked else "off"
+        try:
+            self._loop = budget(
+                launch.budget,
+                home=launch.home,
+                host_budget=launch.host_budget,
+                check=check,
+            ).start()
+        except OutOfCoreError as error:  # before any line of the script that could depend on it
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds PyTorch as others do, and calls a function once it has been imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._loader: importlib.abc.Loader | None = None
+
+    def forget(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        self.forget()
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.loader is not None:
+            self._loader, found.loader = found.loader, self
+        return found
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        assert self._loader is not None
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._loader is not None
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then()

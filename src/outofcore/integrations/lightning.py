@@ -1,0 +1,83 @@
+"""``outofcore.budget`` for Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from outofcore.api import CheckName, Loop, LoopStats
+from outofcore.integrations._lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    try:  # the one package goes by two names
+        from lightning.pytorch.callbacks import Callback
+    except ModuleNotFoundError as error:
+        if error.name != "lightning":
+            raise
+        try:
+            from pytorch_lightning.callbacks import Callback
+        except ModuleNotFoundError as other:
+            if other.name != "pytorch_lightning":
+                raise
+            raise ImportError(
+                "outofcore.integrations.lightning needs Lightning, which is not installed; install it with: "
+                "pip install lightning"
+            ) from error
+
+__all__ = ["OutOfCore"]
+
+
+class OutOfCore(Callback):
+    """Runs all that a trainer does within a budget: ``Trainer(..., callbacks=[OutOfCore("6GiB")])``.
+
+    ``fit``, ``validate``, ``test`` and ``predict`` are followed from their setup to their end, also where they fail: an
+    op that does not fit is noted on the ``torch.OutOfMemoryError`` with its place and the budget that it needs.
+
+    Args:
+        budget: bytes for all tensors and workspaces, as a number or as text such as "6GiB".
+        home: as for ``outofcore.budget``.
+        host_budget: as for ``outofcore.budget``.
+        check: as for ``outofcore.budget``.
+
+    Raises:
+        InputError: an argument cannot be used.
+
+    >>> from outofcore.integrations.lightning import OutOfCore
+    >>> callback = OutOfCore("6GiB")
+    >>> callback.stats.steps  # none yet
+    0
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        home: str | os.PathLike[str] | None = None,
+        host_budget: int | str | None = None,
+        check: CheckName = "sampled",
+    ) -> None:
+        self._lifetime = Lifetime(budget, home=home, host_budget=host_budget, check=check)
+
+    @property
+    def run(self) -> Loop | None:
+        """The last loop; None before the first."""
+        return self._lifetime.run
+
+    @property
+    def stats(self) -> LoopStats:
+        """What has happened in the last loop so far."""
+        return self._lifetime.stats
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin to follow."""
+        self._lifetime.begin(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop following."""
+        self._lifetime.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop following."""
+        self._lifetime.end(exception)

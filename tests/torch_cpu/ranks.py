@@ -1,0 +1,73 @@
+"""One of two processes that train together over gloo: eager, then within budgets; fails where anything differs.
+
+python ranks.py RANK STORE VIEW, where STORE is a file that does not exist yet, and VIEW is 1 for gradients that are
+views of DDP's buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loops import Language, loss_of, sentences, tensors_in
+from torch.nn.parallel import DistributedDataParallel
+
+import outofcore
+from outofcore.follow.native import load_paging
+
+
+def train(rank: int, view: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Language(), gradient_as_bucket_view=view, bucket_cap_mb=1)
+    optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for number, (ids, wanted) in enumerate(sentences(3)):
+        half = slice(4 * rank, 4 * rank + 4)
+        if number == 1:  # gradients are added up, and not exchanged
+            with model.no_sync():
+                loss_of(model, ids[half], wanted[half]).backward()
+            continue
+        loss = loss_of(model, ids[half], wanted[half])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        seen.append(mean.item())
+    return [*seen, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))]
+
+
+def within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple[list[Any], outofcore.LoopStats]:
+    with outofcore.budget(budget) as run:
+        load_paging().follow_stress(run._space, int(stress))
+        return train(rank, view), run.stats
+
+
+def main() -> None:
+    rank, store, view = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    theirs = train(rank, view)
+    roomy, stats = within(1 << 30, rank, view)
+    peak = stats.peak_bytes
+    runs = [(roomy, 1 << 30)]
+    for share, stress in ((0.5, False), (0.3, False), (0.5, True)):
+        ours, stats = within(int(share * peak), rank, view, stress=stress)
+        assert stats.evictions > 0
+        assert stats.peak_bytes <= share * peak
+        runs.append((ours, int(share * peak)))
+    for ours, budget in runs:
+        for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            same = left.equal(right) if isinstance(right, torch.Tensor) else left == right
+            assert same, f"rank {rank}, {budget} bytes: value {number} differs"
+    dist.destroy_process_group()
+    print("same")
+
+
+if __name__ == "__main__":
+    main()
