@@ -65,7 +65,7 @@ _OTHER_LINK = 1.25
 _MANY_KINDS = 4
 
 
-class _NotFollowed(Exception):
+class _NotFollowedError(Exception):
     """This system cannot follow a loop; the cause says why."""
 
 
@@ -199,7 +199,7 @@ class Session:
             self.why_followed = self._signer.describe_change(self._signature or signature, signature, args, kwargs)
             try:
                 return self._call_followed(args, kwargs)
-            except _NotFollowed as error:
+            except _NotFollowedError as error:
                 _log.warning("each shape is captured and planned: %s", error.__cause__)
                 self.why_followed, self._loop = "", None
         # What is shown outlives the mode in which the step is called.
@@ -268,7 +268,7 @@ class Session:
             except StateError as error:
                 if self._dynamic:
                     raise
-                raise _NotFollowed from error
+                raise _NotFollowedError from error
             _log.info("followed from now on: %s", self.why_followed)
         if self._known:
             with Deferred("the move of the model to the loop"):
@@ -416,7 +416,7 @@ class Session:
         if len(self._planning_seconds) == _MANY_KINDS:
             _log.warning(
                 "inputs of %d kinds have been captured and planned, each anew, in %.1f s altogether and %.1f s for the "
-                "last; where only lengths differ, pad inputs to a few lengths, and each is planned once",
+                "last; where only sizes differ, compile the step with dynamic=True, or pad inputs to a few lengths",
                 _MANY_KINDS,
                 sum(self._planning_seconds),
                 seconds,

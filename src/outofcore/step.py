@@ -125,7 +125,9 @@ class Step(Generic[P, R]):
         elif session.torn:
             state = ", failed half way"
         elif session.followed is not None and session.followed.last is not None:
-            state = f", {session.followed.count} calls followed, last step {format_seconds(session.followed.last.seconds)}"
+            state = (
+                f", {session.followed.count} calls followed, last step {format_seconds(session.followed.last.seconds)}"
+            )
         elif session.timeline is not None:
             state = f", last step {format_seconds(session.timeline.step_seconds)}"
         plans = f"{session.kinds} {'plan' if session.kinds == 1 else 'plans'}"
@@ -149,10 +151,10 @@ class Step(Generic[P, R]):
             ValidationError: no plan keeps its promises: a fault of this library.
 
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
-        long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch leaves it
-        at an op that raises, where the call was followed; or else part old and part new, and then the step refuses to
-        go on. Ctrl-C and SIGTERM take effect when the step has ended, or
-        before it while it is profiled and planned; a second one at once.
+        long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch
+        leaves it at an op that raises, where the call was followed; or else part old and part new, and then the step
+        refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or before it while it is profiled and
+        planned; a second one at once.
         """
         self._check_usable()
         if is_followed():
@@ -305,7 +307,7 @@ class Step(Generic[P, R]):
         return file
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
-        """Write the last call that had a plan, measured and predicted, as a trace that Perfetto and chrome://tracing open.
+        """Write the last call that had a plan, measured and predicted, as a trace for Perfetto and chrome://tracing.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
@@ -323,7 +325,9 @@ class Step(Generic[P, R]):
 
     def _followed_since(self) -> list[tuple[str, str]]:
         followed = self._session.followed
-        return [] if followed is None else [("calls followed since", f"{followed.count}, as {self._session.why_followed}")]
+        return (
+            [] if followed is None else [("calls followed since", f"{followed.count}, as {self._session.why_followed}")]
+        )
 
     # What lasts
 

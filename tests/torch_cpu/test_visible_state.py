@@ -43,7 +43,7 @@ def pair(request: pytest.FixtureRequest) -> Any:
     model, optimizer, step = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
     budget = {"smallest": smallest, "halfway": 2 * smallest, "all": 1 << 30}[request.param]
-    with outofcore.compile(step, model, optimizer, budget=budget) as compiled:
+    with outofcore.compile(step, model, optimizer, budget=budget, dynamic=False) as compiled:
         yield make(), (model, optimizer, compiled)
 
 

@@ -112,8 +112,8 @@ class FollowedCalls:
         self._stop()
 
     def _followed(self, run: Callable[[], Any]) -> Any:
-        self._loop.resume()
         try:
+            self._loop.resume()
             return run()
         except BaseException as error:
             told = explained(error)

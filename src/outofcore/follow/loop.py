@@ -153,9 +153,9 @@ class Loop:
             StateError: another loop is followed.
         """
         if self._space is not None and self._paused:
+            self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
             call(load_paging(), "follow_open", self._space, int(self._beside))
             load_paging().follow_thread(1)
-            self._paused, self._thread = False, threading.get_ident()
 
     def vacate(self) -> None:
         """Bring everything home, and give the arena's memory to the system until it is used again."""
