@@ -245,9 +245,9 @@ def compile(
     opened = _opened(home, host_budget, check, kept=False)
     loop = None
     if chosen == policy_of("auto") and algorithms == "eager":
-        followed: Sequence[nn.Module] = models if dynamic else ()  # else what was planned hands the model over
+        # The calls bring the model to it, of which they know what other steps have.
         limit = host_limit(host_budget)
-        loop = partial(Loop, count, followed, home=home, host_limit=limit, verified=check != "off", beside=True)
+        loop = partial(Loop, count, (), home=home, host_limit=limit, verified=check != "off", beside=True)
     return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms, dynamic, loop)
 
 

@@ -62,7 +62,7 @@ class FollowedCalls:
         self.count = 0
         loop.start()
         loop.pause()
-        # PyTorch's optimizers refer to the loop as long as it is not stopped, and nobody to this.
+        # A step that nobody closes gives its arena back once it is garbage.
         self._stop = weakref.finalize(self, loop.stop)
         self._stop.atexit = False
 

@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
     register_optimizer_step_post_hook,
@@ -73,6 +74,7 @@ class Loop:
         self._verified = verified
         self._beside = beside  # of compiled steps, none of which runs while this does
         self._paused = False
+        self._hooks: list[RemovableHandle] = []
         self._space: int | None = None
         self._thread: int | None = None
         self._undo = contextlib.ExitStack()
@@ -115,8 +117,8 @@ class Loop:
             self._space, self._thread = space, threading.get_ident()
             undo.callback(self._forget)
             undo.enter_context(addresses_seen(_fix))
-            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            undo.callback(self._forget_optimizers)
+            self._watch_optimizers()
             for model in self._models:
                 self.adopt(tensors_of(model))
             trim_heap()
@@ -142,6 +144,7 @@ class Loop:
     def pause(self) -> None:
         """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
         if self._space is not None and not self._paused:
+            self._forget_optimizers()
             load_paging().follow_thread(0)
             call(load_paging(), "follow_pause", self._space)
             self._paused = True
@@ -155,6 +158,7 @@ class Loop:
         if self._space is not None and self._paused:
             self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
             call(load_paging(), "follow_open", self._space, int(self._beside))
+            self._watch_optimizers()
             load_paging().follow_thread(1)
 
     def vacate(self) -> None:
@@ -213,6 +217,16 @@ class Loop:
             raise
         return space
 
+    def _watch_optimizers(self) -> None:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def _forget_optimizers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def _leave_thread(self) -> None:
         if not self._paused:  # else another loop may be followed here
             load_paging().follow_thread(0)
@@ -242,7 +256,7 @@ class Loop:
                 call(library, "follow_adopt", storage_address(storage))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._paused or id(optimizer) in self._seen:
+        if id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
         held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
@@ -250,8 +264,7 @@ class Loop:
         self.adopt(p for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, *_: object) -> None:
-        if not self._paused:
-            self._steps += 1
+        self._steps += 1
 
 
 def _fix(storage: torch.UntypedStorage) -> None:
