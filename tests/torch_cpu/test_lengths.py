@@ -326,7 +326,7 @@ def test_an_op_that_does_not_fit_leaves_all_right() -> None:
         assert caught.value.smallest_budget is not None
         assert caught.value.smallest_budget > 8 << 20
         assert any("as it would in plain PyTorch" in note for note in caught.value.__notes__)
-        with pytest.raises(RuntimeError, match="shape|size"):
+        with pytest.raises(RuntimeError, match=r"shape|size"):
             step(torch.randn(8, 3))
         for side, run in ((ours, step), (theirs, theirs.train)):
             side.optimizer.zero_grad()
@@ -357,18 +357,18 @@ def test_an_interrupt_waits_for_the_end_of_a_followed_call() -> None:
 
 def test_a_followed_step_in_other_threads_and_as_garbage() -> None:
     ours, theirs = Side(), Side()
-    step = outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB")
+    steps = [outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB")]
     seen: list[Any] = []
     for rows in LENGTHS[1:4]:
-        thread = threading.Thread(target=lambda rows=rows: seen.append(ours.run(step, (rows,))))
+        thread = threading.Thread(target=lambda rows=rows: seen.append(ours.run(steps[0], (rows,))))
         thread.start()
         thread.join()
     assert alike(seen, [theirs.run(theirs.train, (rows,)) for rows in LENGTHS[1:4]])
-    assert step.stats.followed_calls == 2
+    assert steps[0].stats.followed_calls == 2
     within = outofcore.budget("8MiB")
     with within, pytest.raises(outofcore.StateError, match=r"outofcore\.budget"):
-        step(ours.batch(0, 8))
-    del step
+        steps[0](ours.batch(0, 8))
+    steps.clear()
     gc.collect()
     assert torch.Tensor.numpy is torch._C.TensorBase.numpy
     assert alike(ours.everything(), theirs.everything())
