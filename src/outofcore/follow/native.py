@@ -47,6 +47,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_evict": (_COUNT, (_POINTER,)),
     "follow_evict_all": (_COUNT, (_POINTER,)),
     "follow_stress": (None, (_POINTER, ctypes.c_int)),
+    "follow_smallest": (None, (_COUNT,)),
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
     "follow_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
 }

@@ -55,7 +55,8 @@ using follow::kPage;
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
 constexpr DispatchKey kKey = DispatchKey::Fake;
 // Smaller storages stay with PyTorch's allocator.
-constexpr int64_t kLarge = 64 * 1024;
+std::atomic<int64_t> smallest{64 * 1024};
+bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_relaxed); }
 
 // In the order of the fields of ``LoopStats`` in stats.py.
 enum Counter {
@@ -678,7 +679,7 @@ struct PagedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
     void* pointer = nullptr;
-    if (bytes >= kLarge && current.load(std::memory_order_relaxed) != nullptr) {
+    if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr) {
       const Guard guard(mutex);
       if (Space* space = current) {
         if (tracked() || ops_running > 0) {
@@ -779,7 +780,7 @@ Block* adopt(Space& space, StorageImpl& storage, bool away) {
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
 Block* block_of(Space& space, StorageImpl& storage, bool given = false) {
-  if (static_cast<int64_t>(storage.nbytes()) < kLarge || storage.device_type() != c10::kCPU) return nullptr;
+  if (!is_large(storage.nbytes()) || storage.device_type() != c10::kCPU) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
@@ -1043,7 +1044,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     for (size_t i = stack->size() - results; i < stack->size(); ++i)
       each_storage((*stack)[i], [&](StorageImpl& storage) {
         --place;
-        if (static_cast<int64_t>(storage.nbytes()) < kLarge || known(storage) != nullptr) return;
+        if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
         Block* block = enroll(storage);
         if (block == nullptr || block->space != &space) return;
         block->last_use = space.history.now();
@@ -1303,7 +1304,7 @@ EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
 EXPORT int64_t follow_strangers(const Space* space, StorageImpl* const* storages, int64_t count) noexcept {
   const Guard guard(mutex);
   for (int64_t i = 0; i < count; ++i) {
-    if (static_cast<int64_t>(storages[i]->nbytes()) < kLarge) continue;
+    if (!is_large(storages[i]->nbytes())) continue;
     const Block* block = known(*storages[i]);
     if (block == nullptr || block->space != space) return i;
   }
@@ -1373,6 +1374,8 @@ EXPORT int64_t follow_evict_all(Space* space) noexcept {
 }
 // After each op everything leaves, and what is left in the arena is overwritten.
 EXPORT void follow_stress(Space* space, int on) noexcept { space->stress = on != 0; }
+// Of how many bytes storages are moved; 64 KiB unless a test wants to see smaller ones move.
+EXPORT void follow_smallest(int64_t bytes) noexcept { smallest = bytes; }
 // Whether to copy beside ops; it is done unless switched off.
 EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0; }
 
