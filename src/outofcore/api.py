@@ -35,9 +35,10 @@ from outofcore.execution.opening import (
 )
 from outofcore.execution.stats import StepStats
 from outofcore.follow.loop import Loop
+from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
-from outofcore.policies import PolicyLike, SuperNeurons, policy_of
+from outofcore.policies import Policy, PolicyLike, SuperNeurons, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
@@ -156,6 +157,7 @@ def compile(
     cache: bool | str | os.PathLike[str] = True,
     check: CheckName = "sampled",
     algorithms: Algorithms = "eager",
+    dynamic: bool | None = None,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -187,12 +189,23 @@ def compile(
             "fastest", each by the fastest of some algorithms whose workspace fits the budget beside the op's tensors.
             What is chosen at the first call stays, but other algorithms round otherwise: results are then not those
             of eager PyTorch to the last bit, nor sure to be those of another process.
+        dynamic: what to do where inputs come in many sizes. False: each is captured and planned when it first comes,
+            which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
+            op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
+            with the first call of another size the step passes to being followed, once and for good; but it does not
+            on a GPU, where the native code cannot be built, with a ``policy`` or ``algorithms`` of your choice, or
+            with a home that is open or shared by other steps: these then find the model there.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
 
+    Limits: a followed call has no refusal beforehand. An op that does not fit ends it with a ``BudgetError`` that says
+    how much it needs: a plan may hold within less, since it places every byte and updates a parameter in pieces.
+    What came before that op is done, as in plain PyTorch, and the step can be called again.
+
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+        StateError: ``dynamic`` is True, and loops cannot be followed here.
 
     >>> import torch
     >>> import outofcore
@@ -218,6 +231,8 @@ def compile(
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     backend = open_backend(device)
     _check_devices(models, backend.device)
+    if dynamic:
+        _check_followable(backend.device, home, chosen, algorithms)
     kept = open_cache(cache)
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
@@ -226,8 +241,37 @@ def compile(
         raise InputError(
             "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
         )
-    opened = home if isinstance(home, OpenHome) else _opened(home, host_budget, check, kept=False)
-    return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
+    if isinstance(home, OpenHome):
+        return Step(step, models, optimizers, count, home, chosen, kept, backend, algorithms)
+    opened = _opened(home, host_budget, check, kept=False)
+    loop = None
+    if chosen == policy_of("auto") and algorithms == "eager":
+        # The calls bring the model to it, of which they know what other steps have.
+        limit = host_limit(host_budget)
+        loop = partial(Loop, count, (), home=home, host_limit=limit, verified=check != "off", beside=True)
+    return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms, dynamic, loop)
+
+
+def _check_followable(device: torch.device, home: object, policy: Policy, algorithms: str) -> None:
+    """Refuse ``dynamic=True`` where calls cannot be followed.
+
+    Raises:
+        InputError: the device, the home, the policy or the algorithms are those of planned steps alone.
+        StateError: the system cannot.
+    """
+    if device.type != "cpu":
+        raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
+    if isinstance(home, OpenHome):
+        raise InputError(
+            "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
+            "'home'; or leave 'dynamic' out"
+        )
+    if policy != policy_of("auto") or algorithms != "eager":
+        raise InputError(
+            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
+            "'algorithms' out"
+        )
+    load_paging()
 
 
 def budget(

@@ -24,9 +24,9 @@ from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.passes import fastest, leanest
-from outofcore.capture.signature import Signature, Signer
+from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, TransferError
+from outofcore.errors import BudgetError, StateError, TransferError
 from outofcore.execution.aliases import State
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
@@ -35,6 +35,8 @@ from outofcore.execution.memory import trim_heap
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner
+from outofcore.follow.calls import FollowedCalls
+from outofcore.follow.loop import Loop
 from outofcore.planned_step import (
     Cause,
     PlannedStep,
@@ -63,6 +65,10 @@ _OTHER_LINK = 1.25
 _MANY_KINDS = 4
 
 
+class _NotFollowedError(Exception):
+    """This system cannot follow a loop; the cause says why."""
+
+
 class Outcome(Enum):
     """What a call that raises has made of the model: the note that the exception gets."""
 
@@ -72,6 +78,11 @@ class Outcome(Enum):
     UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
     # The step had ended, as where Ctrl-C waits for its end.
     MADE = "The step has been made: the model and its optimizers are as they are after it; what it returned is lost."
+    # It raised in a call that is run as it is, op by op.
+    STOPPED = (
+        "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
+        "The model is whole, and the step can be called again."
+    )
     # It raised after something that lasts had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
@@ -107,8 +118,12 @@ class Session:
         backend: where the step runs.
         algorithms: "eager" or "fastest".
         vacate: called when another step over the home is to have the model; by it ``vacate`` here.
+        dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
+        loop: makes the loop that they are followed in; None: they cannot be.
 
     Attributes:
+        followed: the calls that are followed; None: there were none yet.
+        why_followed: why that is so; empty: it is not.
         torn: why the model is part old and part new; empty: it is not.
         outcome: of the call that runs, if it raised now.
         shown: what the last call ran; None: there was none.
@@ -130,6 +145,8 @@ class Session:
         backend: Backend,
         algorithms: str,
         vacate: Callable[[], None],
+        dynamic: bool | None = False,
+        loop: Callable[[], Loop] | None = None,
     ) -> None:
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
         self.budget, self.home, self.policy = budget, home, policy
@@ -147,6 +164,9 @@ class Session:
         self.began_ns = 0
         self.arena: Memory | None = None
         self.links: tuple[Home, ...] = ()
+        self._dynamic, self._loop = dynamic, loop
+        self.followed: FollowedCalls | None = None
+        self.why_followed = "it was asked for" if dynamic else ""
         self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
@@ -172,7 +192,16 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
         self.outcome = Outcome.UNCHANGED
+        if self.why_followed:
+            return self._call_followed(args, kwargs)
         signature = self._signer(args, kwargs)
+        if signature not in self._known and self._passes_over(signature):
+            self.why_followed = self._signer.describe_change(self._signature or signature, signature, args, kwargs)
+            try:
+                return self._call_followed(args, kwargs)
+            except _NotFollowedError as error:
+                _log.warning("each shape is captured and planned: %s", error.__cause__)
+                self.why_followed, self._loop = "", None
         # What is shown outlives the mode in which the step is called.
         with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
             self._catch_up(signature)
@@ -208,6 +237,48 @@ class Session:
             result = self._run(known, leaves)
         self._judge(known)
         return result
+
+    # Calls that are followed
+
+    def _passes_over(self, signature: Signature) -> bool:
+        """Whether a call that is not known is the first of another shape, from which on calls are to be followed."""
+        return (
+            self._dynamic is None
+            and self._loop is not None
+            and not self.home.shared  # others find the model there
+            and has_other_sizes(signature, self._known)
+        )
+
+    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        followed = self._pass_over()
+        self.home.occupy(self, self._on_vacate)
+        self.outcome = Outcome.STOPPED
+        with Deferred("the step that runs"):
+            result = followed(self._step, args, kwargs)
+            self.outcome = Outcome.MADE
+        return result
+
+    def _pass_over(self) -> FollowedCalls:
+        """Leave what was planned for the loop, one tensor after the other, so that memory stays within the budget."""
+        if self.followed is None:
+            if self._loop is None:
+                raise RuntimeError("a step that cannot be followed was to be; please report it")
+            try:
+                self.followed = FollowedCalls(self._loop(), self._models, self._optimizers)
+            except StateError as error:
+                if self._dynamic:
+                    raise
+                raise _NotFollowedError from error
+            _log.info("followed from now on: %s", self.why_followed)
+        if self._known:
+            with Deferred("the move of the model to the loop"):
+                self.engine.synchronize()
+                self.refresh()
+                self._leave_arena()
+                self.followed.take(self.keeper.give_to_allocator)
+                self._known.clear()
+                self._signature = None
+        return self.followed
 
     # Between steps
 
@@ -246,6 +317,8 @@ class Session:
     def vacate(self) -> None:
         """Bring everything home, because another step that shares the home is to run."""
         with Deferred("the move of the model out of the arena"):
+            if self.followed is not None:
+                self.followed.vacate()
             self.engine.synchronize()
             self.refresh()
             self._leave_arena()
@@ -256,6 +329,8 @@ class Session:
         self.engine.close()
         try:
             with Deferred("the move of the model to where it stays"):
+                if self.followed is not None:
+                    self.followed.close(stays=self.home.shared)
                 self.keeper.let_go()
                 if not self.home.shared:
                     self._active = None
@@ -341,7 +416,7 @@ class Session:
         if len(self._planning_seconds) == _MANY_KINDS:
             _log.warning(
                 "inputs of %d kinds have been captured and planned, each anew, in %.1f s altogether and %.1f s for the "
-                "last; where only lengths differ, pad inputs to a few lengths, and each is planned once",
+                "last; where only sizes differ, compile the step with dynamic=True, or pad inputs to a few lengths",
                 _MANY_KINDS,
                 sum(self._planning_seconds),
                 seconds,

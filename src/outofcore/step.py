@@ -24,6 +24,7 @@ from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step
+from outofcore.follow.loop import Loop
 from outofcore.follow.native import is_followed
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned, Policy
@@ -87,6 +88,8 @@ class Step(Generic[P, R]):
         cache: Cache | None = None,
         backend: Backend | None = None,
         algorithms: str = "eager",
+        dynamic: bool | None = False,
+        loop: Callable[[], Loop] | None = None,
     ) -> None:
         self.__wrapped__ = step
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
@@ -98,7 +101,18 @@ class Step(Generic[P, R]):
         self.home = home
         self.on_progress: Tell | None = None
         self._session = Session(
-            step, models, optimizers, budget, home, policy, cache, backend or CpuBackend(), algorithms, self._vacate
+            step,
+            models,
+            optimizers,
+            budget,
+            home,
+            policy,
+            cache,
+            backend or CpuBackend(),
+            algorithms,
+            self._vacate,
+            dynamic,
+            loop,
         )
         self._closed = False
         self._running = threading.Lock()
@@ -110,6 +124,10 @@ class Step(Generic[P, R]):
             state = ", closed"
         elif session.torn:
             state = ", failed half way"
+        elif session.followed is not None and session.followed.last is not None:
+            state = (
+                f", {session.followed.count} calls followed, last step {format_seconds(session.followed.last.seconds)}"
+            )
         elif session.timeline is not None:
             state = f", last step {format_seconds(session.timeline.step_seconds)}"
         plans = f"{session.kinds} {'plan' if session.kinds == 1 else 'plans'}"
@@ -119,11 +137,12 @@ class Step(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one training step and return what the user's step returns, in memory of its own.
 
-        The first call with inputs of given shapes captures, profiles and plans the step.
+        The first call captures, profiles and plans the step. So do later ones with inputs of other shapes, or from the
+        first of these on the step is run as it is, op by op: see ``dynamic`` of ``outofcore.compile``.
 
         Raises:
             CaptureError: the step cannot become one graph.
-            BudgetError: the budget cannot hold it.
+            BudgetError: the budget cannot hold it; or, where calls are followed, an op of it.
             SpillError: the home cannot hold what must leave.
             StateError: the step is closed, an earlier call failed half way, this is a fork of the process that
                 compiled the step, a loop is followed (``outofcore.budget``), or something else moved the model while
@@ -132,9 +151,10 @@ class Step(Generic[P, R]):
             ValidationError: no plan keeps its promises: a fault of this library.
 
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
-        long as nothing that lasts had been updated; as it is after the step, if that had ended; or else part old and
-        part new, and then the step refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or
-        before it while it is profiled and planned; a second one at once.
+        long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch
+        leaves it at an op that raises, where the call was followed; or else part old and part new, and then the step
+        refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or before it while it is profiled and
+        planned; a second one at once.
         """
         self._check_usable()
         if is_followed():
@@ -178,45 +198,45 @@ class Step(Generic[P, R]):
 
     @property
     def planned(self) -> Planned:
-        """The plan of the last call, with its program and the simulated timeline.
+        """The plan of the last call that had one, with its program and the simulated timeline.
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: there was none.
         """
         return self._shown("planned").planned
 
     @property
     def captured(self) -> Captured:
-        """The capture that the last call ran.
+        """The capture that the last call ran; that had one.
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: there was none.
         """
         return self._shown("captured").captured
 
     @property
     def costs(self) -> Costs:
-        """The costs that the last call was planned with.
+        """The costs that the last call was planned with; that had a plan.
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: there was none.
         """
         return self._shown("profiled").costs
 
     def _shown(self, what: str) -> PlannedStep:
         if self._session.shown is None:
-            raise StateError(f"the step was not called yet: it is {what} at its first call")
+            raise StateError(self._nothing_to_show(f"it is {what} at its first call"))
         return self._session.shown
 
     @property
     def timeline(self) -> Timeline:
-        """When each instruction of the last call ran.
+        """When each instruction of the last call that had a plan ran.
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: there was none.
         """
         if self._session.timeline is None:
-            raise StateError("the step was not called yet")
+            raise StateError(self._nothing_to_show("its timeline is measured at its first call"))
         return self._session.timeline
 
     @property
@@ -226,12 +246,34 @@ class Step(Generic[P, R]):
         Raises:
             StateError: the step was not called yet.
         """
+        session = self._session
+        if session.followed is not None and session.followed.last is not None:
+            last = session.followed.last
+            return StepStats(
+                last.seconds,
+                last.seconds - last.waited_seconds,
+                last.bytes_out,
+                last.bytes_in,
+                session.off_plan,
+                0.0,
+                session.followed.count,
+                session.why_followed,
+            )
         return measure_step(self.captured, self.planned, self.timeline, self._session.off_plan)
+
+    def _nothing_to_show(self, otherwise: str) -> str:
+        followed = self._session.followed
+        if followed is None or followed.last is None:
+            return f"the step was not called yet: {otherwise}"
+        return (
+            "all calls of this step were followed, which have no plan: step.stats tells what they did; compile it with "
+            "dynamic=False to have each shape captured and planned"
+        )
 
     def report(
         self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "", budgets: int | None = None
     ) -> Path:
-        """Write what the last call did as one HTML page that needs nothing else.
+        """Write what the last call did that had a plan, as one HTML page that needs nothing else.
 
         It shows memory over time and the queues, measured and predicted, why ops waited, what was decided about each
         storage, step time against budget, and what would help most.
@@ -246,7 +288,7 @@ class Step(Generic[P, R]):
             the file.
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: no call had a plan.
             InputError: the file cannot be written.
         """
         file = Path(path)
@@ -260,12 +302,12 @@ class Step(Generic[P, R]):
             title=title or self.__name__,
             count=budgets,
             policy=self.policy,
-            notes=[("versions", versions())],
+            notes=[("versions", versions()), *self._followed_since()],
         )
         return file
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
-        """Write the last call, measured and predicted, as a trace that Perfetto and chrome://tracing open.
+        """Write the last call that had a plan, measured and predicted, as a trace for Perfetto and chrome://tracing.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
@@ -273,12 +315,18 @@ class Step(Generic[P, R]):
                 of time (to about a millisecond).
 
         Raises:
-            StateError: the step was not called yet.
+            StateError: no call had a plan.
             InputError: a file cannot be read or written.
         """
         other = None if beside is None else Path(beside)
         trace_step(
             Path(path), self.captured.graph, self.planned, self.timeline, began_ns=self._session.began_ns, beside=other
+        )
+
+    def _followed_since(self) -> list[tuple[str, str]]:
+        followed = self._session.followed
+        return (
+            [] if followed is None else [("calls followed since", f"{followed.count}, as {self._session.why_followed}")]
         )
 
     # What lasts

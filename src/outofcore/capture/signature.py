@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -49,6 +49,20 @@ class Signature(NamedTuple):
     settings: tuple[Any, ...]
     surroundings: tuple[Any, ...]
     variables: tuple[Any, ...]
+
+
+def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
+    """Whether a call is like a known one but for the sizes of tensors among its arguments, and its sizes are new."""
+
+    def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
+        # A number beside a tensor of another size, such as its length, may be another one as well.
+        rest = tuple([type(leaf) if leaf not in tensors else leaf[2:] for leaf in signature.leaves])
+        return tuple([leaf[0] for leaf in tensors]), rest
+
+    sizes, rest = parts(new)
+    found = [parts(one) for one in known if one.spec == new.spec]
+    return any(other == rest for _, other in found) and all(other != sizes for other, _ in found)
 
 
 class Signer:

@@ -112,6 +112,11 @@ class CheckedHome:
         if count == len(target) and checksum(target, offset, self.check_mode) != known:
             raise self._damaged(offset, count)
 
+    def discard(self, offset: int, count: int) -> None:
+        """See ``HomeStore.discard``."""
+        self._sums.pop(offset, None)
+        self.inner.discard(offset, count)
+
     def start(self) -> None:
         """See ``HomeStore.start``: nothing is known any more of what was written before."""
         self.inner.start()

@@ -107,6 +107,10 @@ class HomeStore(Protocol):
         """Give back physical memory that a face occupies for caching alone; its contents stay."""
         ...
 
+    def discard(self, offset: int, count: int) -> None:
+        """Give back memory that a slot occupies; its contents count no longer."""
+        ...
+
     def start(self) -> None:
         """Called when a step starts: between steps the user may have changed what lies here.
 
@@ -262,6 +266,10 @@ class HostHome:
 
     def drop_cache(self, face: torch.Tensor) -> None:
         """See ``HomeStore.drop_cache``: there is nothing to drop, the slot being the face."""
+
+    def discard(self, offset: int, count: int) -> None:
+        """See ``HomeStore.discard``: the pages come back, empty, when they are next used."""
+        advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
     def start(self) -> None:
         """See ``HomeStore.start``: memory does not go away."""
@@ -501,6 +509,10 @@ class DiskHome:
         advise_pages(storage.data_ptr(), round_up(storage.nbytes(), PAGE_BYTES), mmap.MADV_DONTNEED)
         if not self._closed:
             self._opened().forget(offset, storage.nbytes())
+
+    def discard(self, offset: int, count: int) -> None:
+        """See ``HomeStore.discard``: of the page cache; the pages of the file are for the next slot."""
+        self._opened().forget(offset, count)
 
     def start(self) -> None:
         """See ``HomeStore.start``: the file is as long as it was made."""

@@ -417,6 +417,18 @@ class StateKeeper:
             if state.place in (Place.HOME, Place.ARENA):
                 self._to_own(state)
 
+    def give_to_allocator(self) -> None:
+        """Give every state memory that PyTorch's allocator has, whoever that is now; then know none any more."""
+        for state in self._states.values():
+            if state.is_idle():
+                self._discard(state)
+            elif state.place in (Place.HOME, Place.ARENA):
+                home, slot = state.home, state.slot
+                self._to_own(state)
+                if slot is not None:
+                    self.slots[home].home.discard(slot, placed_bytes(state.bytes))
+        self.forget_all()
+
     def _to_own(self, state: State) -> None:
         now = state.bytes_now()
         state.show(now.clone() if now.device.type == "cpu" else now.cpu(), Place.OWN)

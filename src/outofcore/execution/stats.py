@@ -20,7 +20,9 @@ class StepStats:
         bytes_out: moved from the arena to the home.
         bytes_in: moved from the home to the arena.
         off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
-        predicted_seconds: what the simulator foretold.
+        predicted_seconds: what the simulator foretold; 0 for a call that was followed, of which there is no plan.
+        followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
+        why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
 
     >>> import torch
     >>> import outofcore
@@ -41,8 +43,16 @@ class StepStats:
     bytes_in: int
     off_plan: int
     predicted_seconds: float
+    followed_calls: int = 0
+    why_followed: str = ""
 
     def __repr__(self) -> str:
+        if self.followed_calls:
+            return (
+                f"<step of {format_seconds(self.seconds)}, the {self.followed_calls}. followed: ops "
+                f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
+                f"{format_bytes(self.bytes_in)} in>"
+            )
         return (
             f"<step of {format_seconds(self.seconds)}, {format_seconds(self.predicted_seconds)} predicted: ops "
             f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "

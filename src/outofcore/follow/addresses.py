@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,17 +38,49 @@ _AT_ONCE = frozenset(
 )
 
 
+# This library's own, between the steps of a compiled step.
+_OURS = "outofcore."
+
+
+class _Watch:
+    """How many contexts are open, and what undoes the wrapping that they share: they may end in any order."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.undo = contextlib.ExitStack()
+        self.lock = threading.Lock()
+
+
+_watch = _Watch()
+
+
 @contextlib.contextmanager
 def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """While in this context, ``fix`` is called with a storage before its address is handed out.
 
-    Args:
-        fix: is told of storages in CPU memory only.
-    """
+    Contexts may overlap, as those of several steps that are followed do.
 
+    Args:
+        fix: is told of storages in CPU memory only; the same function in all contexts that overlap.
+    """
+    with _watch.lock:
+        if _watch.open == 0:
+            _watch.undo = _wrapped(fix)
+        _watch.open += 1
+    try:
+        yield
+    finally:
+        with _watch.lock:
+            _watch.open -= 1
+            if _watch.open == 0:
+                _watch.undo.close()
+
+
+def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitStack:
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__") in _AT_ONCE:
+            asks = sys._getframe(1).f_globals.get("__name__") or ""
+            if asks in _AT_ONCE or asks.startswith(_OURS):
                 pass
             elif isinstance(self, torch.UntypedStorage):
                 fix(self)
@@ -59,13 +92,13 @@ def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[No
         told.__doc__ = method.__doc__
         return told
 
-    with contextlib.ExitStack() as undo:
-        for kind, names in _METHODS:
-            for name in names:
-                own = vars(kind).get(name)
-                setattr(kind, name, wrapped(getattr(kind, name)))
-                if own is None:  # what the class inherits, it inherits again
-                    undo.callback(delattr, kind, name)
-                else:
-                    undo.callback(setattr, kind, name, own)
-        yield
+    undo = contextlib.ExitStack()
+    for kind, names in _METHODS:
+        for name in names:
+            own = vars(kind).get(name)
+            setattr(kind, name, wrapped(getattr(kind, name)))
+            if own is None:  # what the class inherits, it inherits again
+                undo.callback(delattr, kind, name)
+            else:
+                undo.callback(setattr, kind, name, own)
+    return undo

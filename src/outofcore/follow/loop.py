@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
     register_optimizer_step_post_hook,
@@ -71,12 +72,16 @@ class Loop:
         host_limit: int | None = None,
         policy: PolicyLike | None = "auto",
         verified: bool = True,
+        beside: bool = False,
     ) -> None:
         self._limit = limit
         self._models = tuple(models)
         self._home = home
         self._host_limit = host_limit
         self._verified = verified
+        self._beside = beside  # of compiled steps, none of which runs while this does
+        self._paused = False
+        self._hooks: list[RemovableHandle] = []
         self._space: int | None = None
         self._thread: int | None = None
         self._undo = contextlib.ExitStack()
@@ -97,7 +102,7 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        told = None if error is None else _explained(error)
+        told = None if error is None else explained(error)
         if told is not None:
             raise told from error
 
@@ -113,23 +118,24 @@ class Loop:
         if self._space is not None:
             raise StateError("this loop is followed already; stop() it first")
         library = load_paging()
+        self._paused = False
         with contextlib.ExitStack() as undo:
             space = self._opened(library)
             undo.callback(library.follow_close, space)
             try:
-                call(library, "follow_open", space)
+                call(library, "follow_open", space, int(self._beside))
             except StateError:  # perhaps because of a compiled step that nobody refers to any more
                 gc.collect()
-                call(library, "follow_open", space)
+                call(library, "follow_open", space, int(self._beside))
             self._space, self._thread = space, threading.get_ident()
             undo.callback(self._forget)
-            undo.enter_context(addresses_seen(self._fix))
-            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            undo.enter_context(addresses_seen(_fix))
+            undo.callback(self._forget_optimizers)
+            self._watch_optimizers()
             for model in self._models:
-                self._adopt(_tensors_of(model))
+                self.adopt(tensors_of(model))
             trim_heap()
-            undo.callback(library.follow_thread, 0)
+            undo.callback(self._leave_thread)
             library.follow_thread(1)
             if self._policy is not None:
                 self._planner = BackgroundPlanner(self._limit, self._policy)
@@ -147,9 +153,53 @@ class Loop:
         """
         if self._space is None:
             return
-        if threading.get_ident() != self._thread:
+        if not self._paused and threading.get_ident() != self._thread:
             raise StateError("a loop is stopped by the thread that started it; call stop() there")
         self._undo.close()
+
+    def pause(self) -> None:
+        """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
+        if self._space is not None and not self._paused:
+            self._forget_optimizers()
+            load_paging().follow_thread(0)
+            call(load_paging(), "follow_pause", self._space)
+            self._paused = True
+
+    def resume(self) -> None:
+        """Follow the calling thread again.
+
+        Raises:
+            StateError: another loop is followed.
+        """
+        if self._space is not None and self._paused:
+            self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
+            call(load_paging(), "follow_open", self._space, int(self._beside))
+            self._watch_optimizers()
+            load_paging().follow_thread(1)
+
+    def vacate(self) -> None:
+        """Bring everything home, and give the arena's memory to the system until it is used again."""
+        if self._space is not None:
+            call(load_paging(), "follow_vacate", self._space)
+
+    def release(self) -> None:
+        """Give all tensors memory of their own, as plain PyTorch has it."""
+        if self._space is not None:
+            call(load_paging(), "follow_release_all", self._space)
+
+    def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of some tensors, those of 64 KiB and more that are not in this loop's arena or homes."""
+        addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
+        found: list[torch.Tensor] = []
+        begin, count = 0, len(addresses)
+        pointers = (ctypes.c_void_p * count)(*addresses)
+        while begin < count:
+            rest = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
+            begin += call(load_paging(), "follow_strangers", self._space, rest, count - begin)
+            if begin < count:
+                found.append(tensors[begin])
+            begin += 1
+        return found
 
     @property
     def stats(self) -> LoopStats:
@@ -183,6 +233,20 @@ class Loop:
             raise
         return space
 
+    def _watch_optimizers(self) -> None:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def _forget_optimizers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave_thread(self) -> None:
+        if not self._paused:  # else another loop may be followed here
+            load_paging().follow_thread(0)
+
     def _forget(self) -> None:
         self._last = self._read_stats()
         self._space = None
@@ -195,7 +259,8 @@ class Loop:
             raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=self._steps, plans=self._plans)
 
-    def _adopt(self, tensors: Iterator[torch.Tensor]) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move tensors to the home, whosever memory they lie in."""
         library = load_paging()
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device.type != "cpu":
@@ -206,17 +271,13 @@ class Loop:
             if not storage.is_shared():
                 call(library, "follow_adopt", storage_address(storage))
 
-    def _fix(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "cpu":
-            call(load_paging(), "follow_fix", storage_address(storage))
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
         held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
-        self._adopt(held)
-        self._adopt(p for group in optimizer.param_groups for p in group["params"])
+        self.adopt(held)
+        self.adopt(p for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
@@ -264,7 +325,13 @@ class Loop:
         planner.start(read_record(numbers[:], names))
 
 
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+def _fix(storage: torch.UntypedStorage) -> None:
+    if storage.device.type == "cpu":
+        call(load_paging(), "follow_fix", storage_address(storage))
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and gradients that have memory."""
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
             yield parameter
@@ -275,7 +342,7 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
             yield buffer
 
 
-def _explained(error: BaseException) -> Exception | None:
+def explained(error: BaseException) -> Exception | None:
     """What the native code said, as one of the library's errors; None: it comes from somewhere else."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _OURS not in text:

@@ -57,7 +57,8 @@ using follow::kPage;
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
 constexpr DispatchKey kKey = DispatchKey::Fake;
 // Smaller storages stay with PyTorch's allocator.
-constexpr int64_t kLarge = 64 * 1024;
+std::atomic<int64_t> smallest{64 * 1024};
+bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_relaxed); }
 
 // In the order of the fields of ``LoopStats`` in stats.py.
 enum Counter {
@@ -175,6 +176,7 @@ std::atomic<Space*> current{nullptr};
 std::unordered_map<void*, int64_t>& outside = *new std::unordered_map<void*, int64_t>;  // bytes by address
 std::atomic<int64_t> outside_count{0};
 c10::Allocator* stock = nullptr;
+c10::Allocator* beneath = nullptr;  // what was installed before ours: the stock allocator, or that of compiled steps
 // Decides whether the kernel of an operator is written in Python.
 int (*is_python)(const char* name, const char* overload) = nullptr;
 
@@ -787,7 +789,7 @@ struct PagedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
     void* pointer = nullptr;
-    if (bytes >= kLarge && current.load(std::memory_order_relaxed) != nullptr) {
+    if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr) {
       const Guard guard(mutex);
       if (Space* space = current) {
         if (tracked() || ops_running > 0) {
@@ -842,7 +844,8 @@ bool adoptable(const StorageImpl& storage, bool given) {
   if (data.device().type() != c10::kCPU || data.get() == nullptr) return false;
   if (given) return true;
   return data.get() == data.get_context() &&
-         (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw);
+         (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw ||
+          (beneath != nullptr && data.get_deleter() == beneath->raw_deleter()));
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home.
@@ -887,7 +890,7 @@ Block* adopt(Space& space, StorageImpl& storage, bool away) {
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
 Block* block_of(Space& space, StorageImpl& storage, bool given = false) {
-  if (static_cast<int64_t>(storage.nbytes()) < kLarge || storage.device_type() != c10::kCPU) return nullptr;
+  if (!is_large(storage.nbytes()) || storage.device_type() != c10::kCPU) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
@@ -1200,6 +1203,13 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
   if (space.ahead) follow_plan(space);
 }
 
+void forget_idle(Space& space) {
+  while (space.extents.idle() > 0) {
+    const auto [offset, bytes] = space.extents.forget_some(space.budget);
+    madvise(space.base + offset, bytes, MADV_DONTNEED);
+  }
+}
+
 void evict_everything(Space& space) {
   wait_for_copies(space);
   for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
@@ -1269,7 +1279,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     for (size_t i = stack->size() - results; i < stack->size(); ++i)
       each_storage((*stack)[i], [&](StorageImpl& storage) {
         --place;
-        if (static_cast<int64_t>(storage.nbytes()) < kLarge || known(storage) != nullptr) return;
+        if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
         Block* block = enroll(storage);
         if (block == nullptr || block->space != &space) return;
         block->last_use = space.history.now();
@@ -1502,6 +1512,16 @@ void after_fork_in_child() {
   mutex.unlock();
 }
 
+// Moves the bytes of a storage to memory of PyTorch's own allocator, and forgets its block.
+bool release_from(const Block& block, StorageImpl& storage) {
+  if (block.fixed || block.pins > 0) return false;
+  wait_for_copies(*block.space);
+  at::DataPtr own = stock->allocate(storage.nbytes());
+  std::memcpy(own.get(), storage._mutable_data_ptr_no_checks().get(), storage.nbytes());
+  const at::DataPtr old = storage.set_data_ptr(std::move(own));
+  return true;
+}
+
 std::string& failure = *new std::string;  // of the last call that failed, for Python
 
 template <class Action>
@@ -1592,16 +1612,19 @@ EXPORT int64_t follow_schedule(Space* space, int64_t anchor, const int64_t* numb
   });
 }
 
-// Begins to follow the calling thread, and whatever threads its ops start.
-EXPORT int64_t follow_open(Space* space) noexcept {
+// Begins to follow the calling thread, and whatever threads its ops start. `beside`: also where compiled steps are open,
+// none of which runs before ``follow_pause``.
+EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     TORCH_CHECK(current == nullptr, "a loop is followed already");
     c10::Allocator* installed = c10::GetCPUAllocator();
     if (installed != &allocator) {
-      TORCH_CHECK(installed == c10::GetDefaultCPUAllocator(),
+      TORCH_CHECK(beside != 0 || installed == c10::GetDefaultCPUAllocator(),
                   "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
-      stock = installed;
+      TORCH_CHECK(installed->raw_deleter() != nullptr, "the allocator under PyTorch cannot be wrapped");
+      stock = c10::GetDefaultCPUAllocator();
+      beneath = installed;
       c10::SetCPUAllocator(&allocator);
       TORCH_CHECK(c10::GetCPUAllocator() == &allocator, "PyTorch's allocator was installed with a higher priority");
     }
@@ -1610,7 +1633,32 @@ EXPORT int64_t follow_open(Space* space) noexcept {
     highest = std::max(highest.load(), base + Space::kAddresses * space->budget);
     spaces.insert(space);
     start_copiers();
+    space->since = std::chrono::steady_clock::now();
     current = space;
+    return 0;
+  });
+}
+// Follows nothing until it is opened again. Storages stay where they are.
+EXPORT int64_t follow_pause(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    if (current != space) return 0;
+    wait_for_copies(*space);
+    // What is done to them meanwhile is not seen.
+    if (!space->verified)
+      for (Block* block : space->known)
+        if (block->here) block->dirty = true;
+    current = nullptr;
+    if (c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(beneath);
+    return 0;
+  });
+}
+// Brings everything home, and gives the arena's memory to the kernel.
+EXPORT int64_t follow_vacate(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    evict_everything(*space);
+    forget_idle(*space);
     return 0;
   });
 }
@@ -1636,12 +1684,9 @@ EXPORT int64_t follow_close(Space* space) noexcept {
       }
       current = nullptr;
     }
-    if (c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(stock);
+    if (current == nullptr && c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(beneath);
     space->open = false;
-    while (space->extents.idle() > 0) {
-      const auto [offset, bytes] = space->extents.forget_some(space->budget);
-      madvise(space->base + offset, bytes, MADV_DONTNEED);
-    }
+    forget_idle(*space);
     if (space->pieces == 0) forget_space(space);
     return 0;
   });
@@ -1655,14 +1700,48 @@ EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
     return space != nullptr && block_of(*space, *storage, true) != nullptr;
   });
 }
+// The first of some storages that is large and not in this space; their number, if all are.
+EXPORT int64_t follow_strangers(const Space* space, StorageImpl* const* storages, int64_t count) noexcept {
+  const Guard guard(mutex);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_large(storages[i]->nbytes())) continue;
+    const Block* block = known(*storages[i]);
+    if (block == nullptr || block->space != space) return i;
+  }
+  return count;
+}
+// Whether a storage lies in memory that PyTorch has allocated for it, and nobody else looks at.
+EXPORT int follow_plain(const StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  return adoptable(*storage, false);
+}
+// Gives a storage memory of its own, of PyTorch's allocator. 1: done; 0: it is not followed, or keeps its address.
+EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    const Block* block = known(*storage);
+    if (block == nullptr) block = enroll(*storage);
+    return block != nullptr && release_from(*block, *storage);
+  });
+}
+// The same for all that a space has.
+EXPORT int64_t follow_release_all(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    for (const Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
+      if (const auto storage = owner_of(*block)) release_from(*block, *storage);
+    return 0;
+  });
+}
 // Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
+    // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
     Space* space = current;
-    if (space == nullptr) return 0;
-    Block* block = block_of(*space, *storage);
-    if (block == nullptr || block->fixed) return block != nullptr;
+    Block* block = space != nullptr ? block_of(*space, *storage) : known(*storage);
+    if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
+    space = block->space;
     wait_for_copies(*space);
     fetch(*space, *block);
     block->fixed = true;
@@ -1695,6 +1774,8 @@ EXPORT int64_t follow_evict_all(Space* space) noexcept {
 }
 // After each op everything leaves, and what is left in the arena is overwritten.
 EXPORT void follow_stress(Space* space, int on) noexcept { space->stress = on != 0; }
+// Of how many bytes storages are moved; 64 KiB unless a test wants to see smaller ones move.
+EXPORT void follow_smallest(int64_t bytes) noexcept { smallest = bytes; }
 // Whether to copy beside ops; it is done unless switched off.
 EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0; }
 

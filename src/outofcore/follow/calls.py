@@ -1,0 +1,171 @@
+"""A training function whose calls are followed, one by one: what a compiled step is for inputs of many shapes.
+
+Between two calls nothing is followed, and other steps may run. What the model is made of stays in the arena and the
+homes of the loop, so that a call with inputs of another shape moves nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
+from outofcore.execution.aliases import set_data
+from outofcore.follow.loop import Loop, explained, tensors_of
+from outofcore.follow.native import call, load_paging
+from outofcore.follow.stats import LoopStats
+
+_log = logging.getLogger("outofcore")
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """What one call did.
+
+    Attributes:
+        seconds: that it took.
+        waited_seconds: of them, for copies.
+        bytes_out: that left the arena for a home.
+        bytes_in: that came from there.
+    """
+
+    seconds: float
+    waited_seconds: float
+    bytes_out: int
+    bytes_in: int
+
+
+class FollowedCalls:
+    """Calls a training function as it is, in eager PyTorch, within the budget of a loop.
+
+    Args:
+        loop: not started yet.
+        models: that the function trains or uses.
+        optimizers: that it calls.
+
+    Attributes:
+        last: what the last call did; None: there was none.
+        count: of calls so far.
+    """
+
+    def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._loop, self._models, self._optimizers = loop, list(models), list(optimizers)
+        self.last: CallStats | None = None
+        self.count = 0
+        loop.start()
+        loop.pause()
+        # A step that nobody closes gives its arena back once it is garbage.
+        self._stop = weakref.finalize(self, loop.stop)
+        self._stop.atexit = False
+
+    @property
+    def stats(self) -> LoopStats:
+        """What has happened in all calls."""
+        return self._loop.stats
+
+    def take(self, move: Callable[[], object]) -> None:
+        """Run what gives tensors new memory: that is the loop's then.
+
+        Raises: what ``move`` raises; else ``BudgetError`` and ``SpillError`` as in a loop.
+        """
+        self._followed(move)
+
+    def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function; what it returns is detached, and in memory of its own.
+
+        Raises: what the function raises; else ``BudgetError``, ``SpillError`` and ``TransferError`` as in a loop.
+        """
+        begin, before = time.perf_counter(), self.stats
+
+        def run() -> Any:
+            self._take_strangers()
+            return step(*args, **kwargs)
+
+        result = self._followed(run)
+        after = self.stats
+        self.count += 1
+        self.last = CallStats(
+            time.perf_counter() - begin,
+            (after.transfer_microseconds - before.transfer_microseconds) / 1e6,
+            after.written_bytes - before.written_bytes,
+            after.fetched_bytes - before.fetched_bytes,
+        )
+        return self._given(result)
+
+    def vacate(self) -> None:
+        """Bring everything home, because another step is to have the model."""
+        self._loop.vacate()
+
+    def close(self, *, stays: bool) -> None:
+        """End it. The model gets memory of its own; or ``stays``, and then it is where it is until it is freed."""
+        self._loop.vacate()
+        if not stays:
+            self._loop.release()
+        self._stop()
+
+    def _followed(self, run: Callable[[], Any]) -> Any:
+        try:
+            self._loop.resume()
+            return run()
+        except BaseException as error:
+            told = explained(error)
+            if told is None:
+                raise
+            raise told from error
+        finally:
+            self._loop.pause()
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        for model in self._models:
+            yield from tensors_of(model)
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _take_strangers(self) -> None:
+        """Take over what the user, a checkpoint or another step has put in place of what was here."""
+        plain = [t for t in self._states() if t.layout is torch.strided and t.device.type == "cpu"]
+        strangers = self._loop.strangers(plain)
+        if not strangers:
+            return
+        library = load_paging()
+        of_others: dict[int, list[torch.Tensor]] = {}
+        for tensor in strangers:
+            storage = tensor.untyped_storage()
+            if storage.is_shared():
+                continue
+            if library.follow_plain(storage_address(storage)):
+                self._loop.adopt([tensor])
+            else:
+                of_others.setdefault(storage_key(tensor), []).append(tensor)
+        # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
+        for tensors in of_others.values():
+            own = storage_bytes(tensors[0]).clone().untyped_storage()
+            for tensor in tensors:
+                data = torch.empty(0, dtype=tensor.dtype)
+                set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+        _log.info("taken over %d tensors that lay elsewhere", len(strangers))
+
+    def _given(self, result: Any) -> Any:
+        """What a call returns, as a compiled step returns it."""
+        library, lasting = load_paging(), {storage_key(tensor) for tensor in self._states()}
+
+        def give(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.grad_fn is not None:
+                value = value.detach()
+            if value.layout is torch.strided and value.device.type == "cpu" and storage_key(value) not in lasting:
+                call(library, "follow_release", storage_address(value.untyped_storage()))
+            return value
+
+        leaves, spec = tree_flatten(result)
+        return tree_unflatten([give(leaf) for leaf in leaves], spec)
