@@ -50,6 +50,9 @@ from outofcore.units import parse_bytes
 CheckName = Literal["sampled", "full", "off"]
 Algorithms = Literal["eager", "fastest"]
 
+# Where in the cache the plans of loops are.
+_PLANS = "loops"
+
 
 def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
     """The models and optimizers of a step as lists.
@@ -248,7 +251,8 @@ def compile(
     if chosen == policy_of("auto") and algorithms == "eager":
         # The calls bring the model to it, of which they know what other steps have.
         limit = host_limit(host_budget)
-        loop = partial(Loop, count, (), home=home, host_limit=limit, verified=check != "off", beside=True)
+        plans = None if kept is None else kept.folder / _PLANS
+        loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, verified=check != "off", beside=True)
     return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms, dynamic, loop)
 
 
@@ -282,6 +286,7 @@ def budget(
     home: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
     policy: PolicyLike | None = "auto",
+    cache: bool | str | os.PathLike[str] = True,
     check: CheckName = "sampled",
 ) -> Loop:
     """Run a loop as it is, in eager PyTorch, within a byte budget and with the very same numbers.
@@ -302,6 +307,7 @@ def budget(
         home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host".
         host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".
         policy: how steps are planned, as for ``compile``; None: they are not.
+        cache: where plans are kept for later processes: a folder, True for the user's cache folder, or False.
         check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
             before it leaves without being written, so that what other threads or compiled code wrote is not lost.
 
@@ -338,6 +344,7 @@ def budget(
         raise InputError("loops are followed on the CPU only; for a step on a GPU there is outofcore.compile()")
     if check not in {mode.value for mode in Check}:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    kept = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)
         try:
@@ -346,7 +353,10 @@ def budget(
             raise InputError(
                 f"the policy cannot be sent to the process that plans: {error}; define it at the top level of a module"
             ) from error
-    return Loop(count, models, home=home, host_limit=host_limit(host_budget), policy=policy, verified=check != "off")
+    # A policy of the user's own that is known by its address alone may be another one the next time.
+    plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
+    limit, verified = host_limit(host_budget), check != "off"
+    return Loop(count, models, home=home, host_limit=limit, policy=policy, plans=plans, verified=verified)
 
 
 def smallest_budget(

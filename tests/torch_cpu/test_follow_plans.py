@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +72,7 @@ def train(
     if budget is None:
         run(lambda: None)
     else:
-        with outofcore.budget(budget, model, **options) as followed:
+        with outofcore.budget(budget, model, **{"cache": False, **options}) as followed:
             run(lambda: stats.append(followed.stats))
     return (seen, [t.clone() for t in model.state_dict().values()]), stats
 
@@ -133,9 +135,31 @@ def test_the_place_is_found_again_after_something_else() -> None:
     theirs, _ = train(14, between=evaluate)
     ours, stats = train(14, int(0.4 * peak()), between=evaluate)
     assert_same(ours, theirs)
-    each = [b.planned_ops - a.planned_ops for a, b in zip(stats, stats[1:], strict=False)]
+    each = [b.planned_ops - a.planned_ops for a, b in pairwise(stats)]
     assert each[4] > 0.9 * each[3]
     assert each[-1] == each[3] > 0
+
+
+def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
+    budget = int(0.5 * peak())
+    theirs, _ = train(6)
+    first = train(6, budget, cache=tmp_path)[1]
+    ours, second = train(6, budget, cache=tmp_path)
+    assert_same(ours, theirs)
+    # Planned at once where the same sizes were planned before: one step sooner than by the planner.
+    assert [s.plans for s in first] == [0, 0, 0, 1, 1, 1]
+    assert [s.plans for s in second] == [0, 0, 1, 1, 1, 1]
+    (kept,) = tmp_path.glob("loops/*.json")
+    assert train(6, budget + (1 << 20), cache=tmp_path)[1][2].plans == 0
+    for damage in (
+        "{",
+        kept.read_text().replace("followed/1", "followed/9"),
+        kept.read_text().replace("[0,", "[99999,"),
+    ):
+        kept.write_text(damage)
+        ours, stats = train(6, budget, cache=tmp_path)
+        assert_same(ours, theirs)
+        assert [s.plans for s in stats] == [0, 0, 0, 1, 1, 1]
 
 
 def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
@@ -173,7 +197,7 @@ def test_random_loops_with_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     if seed % 2:
         monkeypatch.setattr(module, "schedule_of", nonsense(seed))
     theirs_seen, theirs = random_loop(seed, 300, lambda _: None)
-    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3]) as run:
+    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3], cache=False) as run:
         seen, ours = random_loop(
             seed, 300, lambda draw: load_paging().follow_stress(run._space, int(draw.random() > 0.97))
         )
@@ -192,7 +216,7 @@ def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
 
     torch.manual_seed(0)
     model = Model()
-    run = outofcore.budget(int(0.5 * peak()), model).start()
+    run = outofcore.budget(int(0.5 * peak()), model, cache=False).start()
     optimizer = adamw(model)
     for i, (ids, wanted) in enumerate(sentences(6)):
         loss_of(model, ids, wanted).backward()
@@ -209,9 +233,6 @@ def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.Monke
     monkeypatch.setattr("outofcore.follow.background._PROGRAM", "raise SystemExit(3)")
     theirs, _ = train(6)
 
-    def wait(i: int, model: nn.Module) -> None:
-        pass
-
-    ours, stats = train(6, int(0.5 * peak()), between=wait)
+    ours, stats = train(6, int(0.5 * peak()))
     assert_same(ours, theirs)
     assert stats[-1].plans == 0

@@ -27,7 +27,9 @@ from outofcore.proving import proved
 
 _log = logging.getLogger("outofcore")
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from outofcore.follow.background import main; main()"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from outofcore.follow.background import main; main()"
+)
 # How much less than the loop such a process has to say to the scheduler of the system.
 _NICENESS = 10
 # What the plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.

@@ -87,7 +87,9 @@ class FollowedCalls:
 
         def run() -> Any:
             self._take_strangers()
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+            self._loop.end_of_step()
+            return result
 
         result = self._followed(run)
         after = self.stats

@@ -32,7 +32,8 @@ from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import call, load_paging
-from outofcore.follow.records import read_record, schedule_of
+from outofcore.follow.plan_store import FollowedPlan, PlanStore
+from outofcore.follow.records import StepRecord, read_record, schedule_of
 from outofcore.follow.stats import LoopStats
 from outofcore.planning import PolicyLike
 from outofcore.units import format_bytes
@@ -71,6 +72,7 @@ class Loop:
         home: str | os.PathLike[str] | None = None,
         host_limit: int | None = None,
         policy: PolicyLike | None = "auto",
+        plans: Path | None = None,
         verified: bool = True,
         beside: bool = False,
     ) -> None:
@@ -91,6 +93,7 @@ class Loop:
         self._policy = policy
         self._planner: BackgroundPlanner | None = None
         self._plans = 0
+        self._store = PlanStore(plans)
         # The optimizer whose steps are those of the loop, and which others have stepped since.
         self._leader: int | None = None
         self._others: set[int] = set()
@@ -281,27 +284,26 @@ class Loop:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
-        if threading.get_ident() != self._thread or not self._ends_step(id(optimizer)):
-            return
+        # A step of a compiled one's is a call.
+        if not self._beside and threading.get_ident() == self._thread and self._ends_step(id(optimizer)):
+            self.end_of_step()
+
+    def end_of_step(self) -> None:
+        """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
         library, planner = load_paging(), self._planner
         wanted = call(library, "follow_end_of_step", self._space)
         if planner is None:
             return
         if (done := planner.poll()) is not None:
             record, answer = done
-            if answer.planned is None:
+            planned = answer.planned
+            if planned is None:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
             else:
-                numbers = schedule_of(record, answer.planned.plan, answer.planned.program).numbers()
-                call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
-                self._plans += 1
-                _log.info(
-                    "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
-                    record.ops,
-                    answer.planned.plan.policy,
-                    answer.planned.timeline.step_seconds,
-                    answer.seconds,
-                )
+                schedule = schedule_of(record, planned.plan, planned.program)
+                plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
+                self._follow_plan(library, record, plan)
+                self._store.keep(record, self._limit, repr(self._policy), plan)
         if wanted and not planner.is_busy:
             self._plan_step(library, planner)
 
@@ -322,7 +324,18 @@ class Loop:
         numbers = (ctypes.c_int64 * count)()
         call(library, "follow_proposal", self._space, numbers, count)
         names = library.follow_names(self._space).decode().splitlines()
-        planner.start(read_record(numbers[:], names))
+        record = read_record(numbers[:], names)
+        kept = self._store.find(record, self._limit, repr(self._policy))
+        if kept is None:
+            planner.start(record)
+        else:
+            self._follow_plan(library, record, kept)
+
+    def _follow_plan(self, library: ctypes.CDLL, record: StepRecord, plan: FollowedPlan) -> None:
+        numbers = plan.schedule.numbers()
+        call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
+        self._plans += 1
+        _log.info("a step of %d ops is followed by %s: %.3f s a step predicted", record.ops, plan.policy, plan.seconds)
 
 
 def _fix(storage: torch.UntypedStorage) -> None:

@@ -183,7 +183,8 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
             leave.append((record.places[decision.release_by % count] % ops, gap.storage))
         if record.graph.ops[gap.end % count].name != FREED and gap.start >= 0:
             fetch.append((record.places[decision.fetch_at % count] % ops, gap.storage))
-    return Schedule(*(tuple(sorted(pairs)) for pairs in (leave, fetch, write)), *_offsets(record, program))
+    offsets, scratch = _offsets(record, program)
+    return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
 
 
 def _offsets(

@@ -1,0 +1,115 @@
+"""Plans of recorded steps on disk, so that the next process follows them from the first step that it records.
+
+One file for each step, budget and policy; a plan depends on the costs of ops and copies too, but it stays right where
+they change, and is as good as they are alike. A folder that cannot be used costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from outofcore.compiling import private_folder
+from outofcore.errors import OutOfCoreError
+from outofcore.follow.records import FREED, Schedule, StepRecord
+from outofcore.jsonfile import decode_json, write_json
+
+_log = logging.getLogger("outofcore")
+
+FORMAT = "outofcore-followed/1"
+# What was used longest ago goes first.
+_MOST_FILES = 200
+
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _File(Struct):
+    format: str
+    policy: str
+    seconds: Annotated[float, Meta(ge=0)]
+    leave: list[tuple[_Count, _Count]]
+    fetch: list[tuple[_Count, _Count]]
+    write: list[tuple[_Count, _Count]]
+    offsets: list[tuple[_Count, _Count, _Count]]
+    scratch: list[tuple[_Count, _Count]]
+
+
+@dataclass(frozen=True)
+class FollowedPlan:
+    """What is followed.
+
+    Attributes:
+        schedule: by ops of the record.
+        policy: that made it.
+        seconds: of a step, as predicted.
+    """
+
+    schedule: Schedule
+    policy: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanStore:
+    """Plans in a folder; None: none are kept."""
+
+    folder: Path | None
+
+    def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
+        """The plan of such a step, if one is kept."""
+        if self.folder is None:
+            return None
+        path = self.folder / _name(record, budget, policy)
+        if not path.exists():
+            return None
+        try:
+            found = decode_json(path, FORMAT, _File)
+            os.utime(path)
+        except (OutOfCoreError, OSError) as error:
+            _log.warning("a plan that was kept is made anew: %s", error)
+            return None
+        schedule = Schedule(*map(tuple, (found.leave, found.fetch, found.write, found.offsets, found.scratch)))
+        ops, storages = record.ops, len(record.graph.storages)
+        pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
+        if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
+            _log.warning("a plan that was kept is made anew: %s is of another step", path)
+            return None
+        return FollowedPlan(schedule, found.policy, found.seconds)
+
+    def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
+        """Keep a plan for later processes."""
+        if self.folder is None:
+            return
+        schedule = plan.schedule
+        file = _File(
+            FORMAT,
+            plan.policy,
+            plan.seconds,
+            *map(list, (schedule.leave, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)),
+        )
+        try:
+            folder = private_folder(self.folder)
+            with tempfile.TemporaryDirectory(dir=folder) as beside:
+                whole = Path(beside, "plan.json")
+                write_json(whole, file)
+                whole.replace(folder / _name(record, budget, policy))
+            kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MOST_FILES]:
+                path.unlink(missing_ok=True)
+        except (OutOfCoreError, OSError) as error:
+            _log.info("a plan is not kept for later processes: %s", error)
+
+
+def _name(record: StepRecord, budget: int, policy: str) -> str:
+    # When storages are freed may differ a little from process to process, and costs do: neither makes it another step.
+    ops = [(op.name, sorted(op.touched)) for op in record.graph.ops if op.name != FREED]
+    storages = [storage.bytes for storage in record.graph.storages]
+    text = repr((FORMAT, budget, policy, ops, storages))
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
