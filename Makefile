@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-pack bench-peers \
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-pack bench-peers \
 	bench-plan bench-ablate bench-small bench-state gpu-check gpu-site clean
 
 help:  ## list the commands
@@ -52,6 +52,9 @@ bench-fit: setup  ## step time where everything fits
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py
+
+bench-lengths: setup  ## batches of many lengths within a budget, beside padding and checkpointing; 20 minutes
+	$(BIN)/python benchmarks/lengths.py
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py
