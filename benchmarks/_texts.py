@@ -131,7 +131,7 @@ def _span(model: nn.Module, tokens: Tensor, mask: Tensor, answers: Tensor) -> Te
 
 
 def _translation(model: nn.Module, tokens: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-    return model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+    return model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
 
 
 _LOSSES = {"class": _class, "choice": _choice, "span": _span, "translation": _translation}

@@ -116,6 +116,7 @@ class Home {
   void part() const {
     mmap(window_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
   }
+  int64_t used() const { return used_; }
   int64_t most_used() const { return most_used_; }
 
  private:
@@ -201,17 +202,6 @@ class Homes {
   void after_fork_in_child() const {
     for (const auto& home : homes_) home->part();
   }
-  int64_t most_used() const {
-    int64_t most = 0;
-    for (const auto& home : homes_) most += home->most_used();
-    return most;
-  }
-
- private:
-  struct Fork {
-    int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
-  };
-
   // Gives back the slots that were kept for children, once all of those are gone.
   void thaw() {
     if (forks_.empty()) return;
@@ -225,6 +215,24 @@ class Homes {
     for (const Slot& slot : frozen_) homes_[slot.home]->give(slot.offset, slot.bytes);
     frozen_.clear();
   }
+
+  int64_t used() const {
+    int64_t used = 0;
+    for (const auto& home : homes_) used += home->used();
+    return used;
+  }
+  int64_t frozen_slots() const { return static_cast<int64_t>(frozen_.size()); }
+  int64_t forks() const { return static_cast<int64_t>(forks_.size()); }
+  int64_t most_used() const {
+    int64_t most = 0;
+    for (const auto& home : homes_) most += home->most_used();
+    return most;
+  }
+
+ private:
+  struct Fork {
+    int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
+  };
 
   std::vector<std::unique_ptr<Home>> homes_;
   std::vector<Fork> forks_;

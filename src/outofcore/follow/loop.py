@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -80,7 +81,7 @@ class Loop:
         self._undo = contextlib.ExitStack()
         self._steps = 0
         self._last = LoopStats()
-        self._seen: set[int] = set()
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -256,9 +257,9 @@ class Loop:
                 call(library, "follow_adopt", storage_address(storage))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if id(optimizer) in self._seen:
+        if optimizer in self._seen:
             return
-        self._seen.add(id(optimizer))
+        self._seen.add(optimizer)
         held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         self.adopt(held)
         self.adopt(p for group in optimizer.param_groups for p in group["params"])
