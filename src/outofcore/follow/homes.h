@@ -183,9 +183,9 @@ class Homes {
   }
   // Whether a process that lives sees the slot, which must then keep its bytes.
   bool frozen(const Slot& slot) {
-    if (slot.forks == forked_ || forks_.empty()) return false;
+    if (!seen_by_forks(slot)) return false;
     thaw();
-    return !forks_.empty();
+    return seen_by_forks(slot);
   }
 
   Home& of(const Slot& slot) const { return *homes_[slot.home]; }
@@ -197,12 +197,12 @@ class Homes {
   void after_fork_in_parent() {
     ++forked_;
     if (pipe_[1] >= 0) close(pipe_[1]);
-    forks_.push_back({pipe_[0]});
+    forks_.push_back({pipe_[0], forked_});
   }
   void after_fork_in_child() const {
     for (const auto& home : homes_) home->part();
   }
-  // Gives back the slots that were kept for children, once all of those are gone.
+  // Gives back the slots that were kept for children, once those are gone that can see them.
   void thaw() {
     if (forks_.empty()) return;
     std::erase_if(forks_, [](const Fork& fork) {
@@ -211,9 +211,11 @@ class Homes {
       close(fork.alive);
       return true;
     });
-    if (!forks_.empty()) return;
-    for (const Slot& slot : frozen_) homes_[slot.home]->give(slot.offset, slot.bytes);
-    frozen_.clear();
+    std::erase_if(frozen_, [&](const Slot& slot) {
+      if (seen_by_forks(slot)) return false;
+      homes_[slot.home]->give(slot.offset, slot.bytes);
+      return true;
+    });
   }
 
   int64_t used() const {
@@ -232,7 +234,13 @@ class Homes {
  private:
   struct Fork {
     int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
+    int64_t number;  // how many there had been, with it
   };
+
+  // Whether a child was made after the slot was taken that is not known to be gone. One made before does not matter.
+  bool seen_by_forks(const Slot& slot) const {
+    return std::any_of(forks_.begin(), forks_.end(), [&](const Fork& fork) { return fork.number > slot.forks; });
+  }
 
   std::vector<std::unique_ptr<Home>> homes_;
   std::vector<Fork> forks_;
