@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-pack bench-peers \
-	bench-plan bench-ablate bench-small bench-state gpu-check gpu-site clean
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-pack bench-peers \
+	bench-plan bench-ablate bench-small bench-state databases gpu-check gpu-site growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -52,6 +52,15 @@ bench-fit: setup  ## step time where everything fits
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py
+
+bench-lengths: setup  ## batches of many lengths within a budget, beside padding and checkpointing; 20 minutes
+	$(BIN)/python benchmarks/lengths.py
+
+databases: setup  ## PyTorch's databases of modules and operators, trained within tiny budgets; half an hour
+	$(BIN)/python tests/torch_cpu/databases.py modules operators
+
+growth: setup  ## followed loops for 10,000 steps each: resident memory against the budget; hours
+	$(BIN)/python tools/growth.py
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from _texts import TASKS, texts
 from torch import Tensor, nn
 
 from outofcore.cli.subjects import find_workload
@@ -15,7 +16,9 @@ _LABELS = 2
 
 
 def workload(model: str, options: Mapping[str, Any]) -> Workload:
-    """A workload of the zoo, or ``bert``, which the library has not: it does not need transformers."""
+    """A workload of the zoo, or ``bert`` or one of ``_texts.py``, which the library has not."""
+    if model in TASKS:
+        return texts(model, options)
     return _bert(ZooOptions(**{"batch": 8, **options})) if model == "bert" else find_workload(model, options)
 
 

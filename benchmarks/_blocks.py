@@ -13,7 +13,7 @@ from torch.utils import checkpoint as checkpointing
 from outofcore.errors import InputError
 
 # The blocks of the models of the benchmarks: by their class, or by the list that they stand in.
-_BLOCKS = frozenset({"BasicBlock", "BertLayer", "Block", "Bottleneck"})
+_BLOCKS = frozenset({"BasicBlock", "BertLayer", "Block", "Bottleneck", "T5Block"})
 _LISTS_OF_BLOCKS = frozenset({"down", "merge"})
 # What selective checkpointing keeps: the results of products, which cost most to compute again.
 _PRODUCTS = tuple(

@@ -72,6 +72,7 @@ class _Training:
         seconds = time.perf_counter() - start
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         answer: Answer = {"loss": loss.item().hex(), "seconds": seconds, "faults": faults}
+        answer["length"] = batch[0].shape[-1]
         if self._loop is not None:
             answer |= asdict(self._loop.stats)
         if self._step is not None:

@@ -355,8 +355,15 @@ def budget(
             ) from error
     # A policy of the user's own that is known by its address alone may be another one the next time.
     plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
-    limit, verified = host_limit(host_budget), check != "off"
-    return Loop(count, models, home=home, host_limit=limit, policy=policy, plans=plans, verified=verified)
+    return Loop(
+        count,
+        models,
+        home=home,
+        host_limit=host_limit(host_budget),
+        policy=policy,
+        plans=plans,
+        verified=check != "off",
+    )
 
 
 def smallest_budget(

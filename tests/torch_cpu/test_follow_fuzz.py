@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -112,9 +114,121 @@ def _resize(pool: Pool, draw: random.Random) -> None:
     pool.append(x)
 
 
+class _StopError(Exception):
+    """What a step of the user's raises, at a moment of its own."""
+
+
+class _Raises(torch.autograd.Function):
+    """Passes on what it is given; raises in one of the two passes, when it was used so often."""
+
+    left: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Raises.left["forward"] -= 1
+        if _Raises.left["forward"] == 0:
+            raise _StopError
+        ctx.save_for_backward(x * 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Raises.left["backward"] -= 1
+        if _Raises.left["backward"] == 0:
+            raise _StopError
+        (kept,) = ctx.saved_tensors
+        return gradients[0] + kept * 1e-3
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(200, 200) for _ in range(4)]
+
+
+def _stopped(pool: Pool, draw: random.Random) -> list[int]:
+    """A training step that raises half way, then one that goes on from what was left."""
+    layers, x, seen = _layers(), _pick(pool, draw), []
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, foreach=draw.random() < 0.5)
+    hooked = parameters[draw.randrange(len(parameters))]
+    for which in (draw.choice(("forward", "backward", "hook", "update")), "nothing"):
+        _Raises.left = {name: draw.randrange(1, 5) if name == which else 0 for name in ("forward", "backward")}
+        handles = []
+        if which == "hook":
+            handles.append(hooked.register_hook(_raise))
+        if which == "update":
+            handles.append(optimizer.register_step_post_hook(_raise))
+        try:
+            y = x
+            for layer in layers:
+                y = _Raises.apply(torch.tanh(layer(y)))
+            (y - x).square().mean().backward()
+            optimizer.step()
+            seen.append(1)
+        except _StopError:
+            seen.append(0)
+        for handle in handles:
+            handle.remove()
+    pool += [p.detach() for p in parameters if p.dim() == 2 and draw.random() < 0.5]
+    pool += [p.grad for p in parameters if p.dim() == 2 and p.grad is not None and draw.random() < 0.3]
+    return seen
+
+
+def _raise(*_: Any) -> None:
+    raise _StopError
+
+
+def _interrupted(pool: Pool, draw: random.Random) -> None:
+    """A signal comes at any moment of a step, whose outcome is thrown away: nothing else may have changed."""
+    copies, after, generator = [x.clone() for x in pool[:8]], draw.random() * 0.02, torch.get_rng_state()
+    order, armed = random.Random(draw.random()), [True]
+
+    def stop(*_: Any) -> None:
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        for _ in range(6):
+            with torch.set_grad_enabled(True):
+                _train(copies, order)
+            _in_place(copies, order)
+            _binary(copies, order)
+            _resize(copies, order)
+        armed.clear()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        torch.set_rng_state(generator)
+
+
+def _branch(pool: Pool, draw: random.Random) -> bool:
+    """What is computed, and how large it is, depends on values."""
+    x = _pick(pool, draw)
+    positive = bool(x.mean() > 0)
+    rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20
+    pool.append(x.sigmoid() if positive else x.tanh().repeat(2, 1)[:rows])
+    if x.abs().max() > 2:
+        pool.append(x.clamp(-2, 2))
+    return positive
+
+
+def _sizes(pool: Pool, draw: random.Random) -> float:
+    """From a few bytes to much of the budget."""
+    total = 0.0
+    for _ in range(4):
+        x = torch.rand(draw.choice((1, 7, 81, 82, 83, 300, 600)), 200)
+        total += (x * x.mean()).sum().item()
+    return total
+
+
 ACTIONS: tuple[tuple[Action, int], ...] = (
     *((_new, 6), (_binary, 8), (_matmul, 3), (_in_place, 8), (_out, 3), (_free, 8), (_read, 6), (_train, 2)),
     *((_fail, 1), (_array, 1), (_thread, 2), (_data, 2), (_resize, 2)),
+    *((_stopped, 2), (_interrupted, 1), (_branch, 3), (_sizes, 2)),
 )
 
 
@@ -128,7 +242,7 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
     for step in range(steps):
         again = draw.random() < 0.8
         action = period[step % 40] if again else draw.choices(*zip(*ACTIONS, strict=True))[0]
-        with torch.set_grad_enabled(action is _train):
+        with torch.set_grad_enabled(action in (_train, _stopped)):
             seen.append(action(pool, draw))
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
@@ -138,7 +252,12 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loops(seed: int) -> None:
-    theirs_seen, theirs = loop(seed, 400, lambda _: None)
+    """By hand: ``python tests/torch_cpu/test_follow_fuzz.py FIRST LAST [STEPS]`` runs other seeds, for longer."""
+    compare(seed, 200)
+
+
+def compare(seed: int, steps: int) -> None:
+    theirs_seen, theirs = loop(seed, steps, lambda _: None)
     library = load_paging()
     with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
 
@@ -148,7 +267,7 @@ def test_random_loops(seed: int) -> None:
                 library.follow_evict_all(run._space)
             library.follow_stress(run._space, int(chance > 0.97))
 
-        seen, ours = loop(seed, 400, between)
+        seen, ours = loop(seed, steps, between)
         stats = run.stats
     assert seen == theirs_seen
     assert len(ours) == len(theirs)
@@ -156,3 +275,11 @@ def test_random_loops(seed: int) -> None:
         assert left.equal(right), f"tensor {number} differs"
     assert stats.evictions > 50
     assert stats.peak_bytes <= 5 << 20
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    first, last, *more = map(int, sys.argv[1:])
+    for one in range(first, last):
+        compare(one, *(more or [1000]))
+        print(f"seed {one}: the same", flush=True)

@@ -65,6 +65,14 @@ class History {
   // Where the loop was in the history when it was where it is now.
   int64_t position() const { return position_; }
   const std::vector<Touch>& touched(int64_t position) const { return at(position).touched; }
+  // How much it keeps: ops, storages, uses of storages.
+  int64_t size() const { return static_cast<int64_t>(ops_.size()); }
+  int64_t storages() const { return static_cast<int64_t>(uses_.size()); }
+  int64_t uses() const {
+    int64_t count = 0;
+    for (const auto& [storage, uses] : uses_) count += static_cast<int64_t>(uses.size());
+    return count;
+  }
   int64_t now() const { return oldest_ + static_cast<int64_t>(ops_.size()) - 1; }
 
  private:

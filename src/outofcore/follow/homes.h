@@ -116,6 +116,7 @@ class Home {
   void part() const {
     mmap(window_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
   }
+  int64_t used() const { return used_; }
   int64_t most_used() const { return most_used_; }
 
  private:
@@ -182,9 +183,9 @@ class Homes {
   }
   // Whether a process that lives sees the slot, which must then keep its bytes.
   bool frozen(const Slot& slot) {
-    if (slot.forks == forked_ || forks_.empty()) return false;
+    if (!seen_by_forks(slot)) return false;
     thaw();
-    return !forks_.empty();
+    return seen_by_forks(slot);
   }
 
   Home& of(const Slot& slot) const { return *homes_[slot.home]; }
@@ -196,11 +197,34 @@ class Homes {
   void after_fork_in_parent() {
     ++forked_;
     if (pipe_[1] >= 0) close(pipe_[1]);
-    forks_.push_back({pipe_[0]});
+    forks_.push_back({pipe_[0], forked_});
   }
   void after_fork_in_child() const {
     for (const auto& home : homes_) home->part();
   }
+  // Gives back the slots that were kept for children, once those are gone that can see them.
+  void thaw() {
+    if (forks_.empty()) return;
+    std::erase_if(forks_, [](const Fork& fork) {
+      pollfd asked{fork.alive, POLLIN, 0};
+      if (fork.alive < 0 || poll(&asked, 1, 0) <= 0) return false;
+      close(fork.alive);
+      return true;
+    });
+    std::erase_if(frozen_, [&](const Slot& slot) {
+      if (seen_by_forks(slot)) return false;
+      homes_[slot.home]->give(slot.offset, slot.bytes);
+      return true;
+    });
+  }
+
+  int64_t used() const {
+    int64_t used = 0;
+    for (const auto& home : homes_) used += home->used();
+    return used;
+  }
+  int64_t frozen_slots() const { return static_cast<int64_t>(frozen_.size()); }
+  int64_t forks() const { return static_cast<int64_t>(forks_.size()); }
   int64_t most_used() const {
     int64_t most = 0;
     for (const auto& home : homes_) most += home->most_used();
@@ -210,20 +234,12 @@ class Homes {
  private:
   struct Fork {
     int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
+    int64_t number;  // how many there had been, with it
   };
 
-  // Gives back the slots that were kept for children, once all of those are gone.
-  void thaw() {
-    if (forks_.empty()) return;
-    std::erase_if(forks_, [](const Fork& fork) {
-      pollfd asked{fork.alive, POLLIN, 0};
-      if (fork.alive < 0 || poll(&asked, 1, 0) <= 0) return false;
-      close(fork.alive);
-      return true;
-    });
-    if (!forks_.empty()) return;
-    for (const Slot& slot : frozen_) homes_[slot.home]->give(slot.offset, slot.bytes);
-    frozen_.clear();
+  // Whether a child was made after the slot was taken that is not known to be gone. One made before does not matter.
+  bool seen_by_forks(const Slot& slot) const {
+    return std::any_of(forks_.begin(), forks_.end(), [&](const Fork& fork) { return fork.number > slot.forks; });
   }
 
   std::vector<std::unique_ptr<Home>> homes_;

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -89,14 +90,14 @@ class Loop:
         self._undo = contextlib.ExitStack()
         self._steps = 0
         self._last = LoopStats()
-        self._seen: set[int] = set()
         self._policy = policy
         self._planner: BackgroundPlanner | None = None
         self._plans = 0
         self._store = PlanStore(plans)
         # The optimizer whose steps are those of the loop, and which others have stepped since.
-        self._leader: int | None = None
-        self._others: set[int] = set()
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -275,9 +276,9 @@ class Loop:
                 call(library, "follow_adopt", storage_address(storage))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if id(optimizer) in self._seen:
+        if optimizer in self._seen:
             return
-        self._seen.add(id(optimizer))
+        self._seen.add(optimizer)
         held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         self.adopt(held)
         self.adopt(p for group in optimizer.param_groups for p in group["params"])
@@ -285,7 +286,7 @@ class Loop:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
         # A step of a compiled one's is a call.
-        if not self._beside and threading.get_ident() == self._thread and self._ends_step(id(optimizer)):
+        if not self._beside and threading.get_ident() == self._thread and self._ends_step(optimizer):
             self.end_of_step()
 
     def end_of_step(self) -> None:
@@ -307,11 +308,12 @@ class Loop:
         if wanted and not planner.is_busy:
             self._plan_step(library, planner)
 
-    def _ends_step(self, optimizer: int) -> bool:
+    def _ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of this optimizer ends one of the loop: where there are several, the same one each time."""
-        if self._leader is None or optimizer in self._others:
-            self._leader = optimizer
-        if optimizer != self._leader:
+        leader = None if self._leader is None else self._leader()
+        if leader is None or optimizer in self._others:
+            self._leader = weakref.ref(optimizer)
+        elif optimizer is not leader:
             self._others.add(optimizer)
             return False
         self._others.clear()

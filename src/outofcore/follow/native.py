@@ -53,6 +53,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_stress": (None, (_POINTER, ctypes.c_int)),
     "follow_smallest": (None, (_COUNT,)),
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
+    "follow_sizes": (None, (_POINTER, _POINTER)),
     "follow_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
 }
 

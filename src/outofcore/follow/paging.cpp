@@ -1779,6 +1779,17 @@ EXPORT void follow_smallest(int64_t bytes) noexcept { smallest = bytes; }
 // Whether to copy beside ops; it is done unless switched off.
 EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0; }
 
+// For tests: how much is kept about a loop, each as in ``Sizes`` of test_follow_growth.py.
+EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
+  const Guard guard(mutex);
+  space->homes.thaw();
+  const auto count = [](const auto& kept) { return static_cast<int64_t>(kept.size()); };
+  const int64_t all[] = {space->pieces,         count(space->known),         count(space->at),
+                         count(space->parts),   count(space->finished),      count(outside),
+                         space->history.size(), space->history.storages(),   space->history.uses(),
+                         space->homes.used(),   space->homes.frozen_slots(), space->homes.forks()};
+  std::copy(std::begin(all), std::end(all), sizes);
+}
 // Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {
   const Guard guard(mutex);

@@ -75,7 +75,9 @@ class PlanStore:
         except (OutOfCoreError, OSError) as error:
             _log.warning("a plan that was kept is made anew: %s", error)
             return None
-        schedule = Schedule(*map(tuple, (found.leave, found.fetch, found.write, found.offsets, found.scratch)))
+        schedule = Schedule(
+            tuple(found.leave), tuple(found.fetch), tuple(found.write), tuple(found.offsets), tuple(found.scratch)
+        )
         ops, storages = record.ops, len(record.graph.storages)
         pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
         if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
@@ -92,7 +94,11 @@ class PlanStore:
             FORMAT,
             plan.policy,
             plan.seconds,
-            *map(list, (schedule.leave, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)),
+            list(schedule.leave),
+            list(schedule.fetch),
+            list(schedule.write),
+            list(schedule.offsets),
+            list(schedule.scratch),
         )
         try:
             folder = private_folder(self.folder)

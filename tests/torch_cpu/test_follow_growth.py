@@ -1,0 +1,105 @@
+"""What is kept about a loop does not grow with its steps, whatever lengths they have."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from loops import LOOPS, adamw
+
+import outofcore
+from outofcore.follow.native import load_paging
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# As in history.h.
+KEPT_OPS = 1 << 16
+
+
+class Sizes(NamedTuple):
+    """In the order of ``follow_sizes``."""
+
+    pieces: int
+    blocks: int
+    placed: int
+    parts: int
+    finished: int
+    outside: int
+    ops: int
+    storages: int
+    uses: int
+    home_bytes: int
+    frozen_slots: int
+    forks: int
+
+
+def sizes(run: outofcore.Loop) -> Sizes:
+    gc.collect()
+    load_paging().follow_evict_all(run._space)
+    found = (ctypes.c_int64 * len(Sizes._fields))()
+    load_paging().follow_sizes(run._space, found)
+    return Sizes(*found)
+
+
+@pytest.mark.parametrize(("name", "budget", "rounds"), [("lengths_vary", "7MiB", 12), ("loaded_by_workers", "6MiB", 4)])
+def test_nothing_that_is_kept_grows(name: str, budget: str, rounds: int) -> None:
+    loop, model_of = LOOPS[name]
+    torch.manual_seed(0)
+    model = model_of()
+    with outofcore.budget(budget, model) as run:
+        seen: list[Sizes] = []
+        for number in range(rounds):
+            loop(model, adamw)  # with an optimizer of its own each time
+            model.zero_grad()
+            if number in (rounds // 3, rounds - 1):
+                seen.append(sizes(run))
+        assert run.stats.evictions > 100
+    early, late = seen
+    changing = {"ops": 0, "storages": 0, "uses": 0}
+    assert late._replace(**changing) == early._replace(**changing)
+    assert late.finished == late.frozen_slots == late.forks == 0
+    assert late.ops <= KEPT_OPS
+    assert late.storages <= late.uses <= 24 * KEPT_OPS
+
+
+def test_a_child_that_lives_on_does_not_make_the_home_grow() -> None:
+    """Others come and go meanwhile, as the workers of a second loader do."""
+    x = torch.ones(200, 200)
+    with outofcore.budget("2MiB", home="host") as run:
+        lasting = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(lasting[0], 1)
+            os._exit(0)
+        seen: list[Sizes] = []
+        for _ in range(6):
+            x.add_(1)
+            load_paging().follow_evict_all(run._space)
+            brief = os.fork()
+            if brief == 0:
+                os._exit(0)
+            os.waitpid(brief, 0)
+            seen.append(sizes(run))
+        os.write(lasting[1], b"!")
+        os.waitpid(child, 0)
+    for end in lasting:
+        os.close(end)
+    assert seen[-1].home_bytes == seen[1].home_bytes
+    assert seen[-1].forks == 1
+    assert x.eq(7).all()
+
+
+def test_the_history_forgets_what_is_long_past() -> None:
+    x = torch.ones(200, 200)
+    with outofcore.budget("2MiB", home="host") as run:
+        for _ in range(KEPT_OPS // 2):
+            x = x.mul(1.0).neg_()
+        assert sizes(run).ops == KEPT_OPS
+        before = sizes(run)
+        for _ in range(2000):
+            x = x.mul(1.0).neg_()
+        assert sizes(run) == before

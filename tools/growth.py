@@ -1,0 +1,141 @@
+"""Whether followed loops keep to their budget over thousands of steps, as the kernel counts.
+
+Each loop of ``tests/torch_cpu/loops.py`` runs again and again in a process of its own, within half of what it takes
+where everything fits, until it has made so many steps. Its resident memory at the most, above that of the same process
+before (with the library loaded and a tiny loop run), may be at most the budget and 80 MB; and the second half of the
+steps may not need more than the first but for a few MB.
+
+    python tools/growth.py                          # all loops, 10,000 steps each: hours
+    python tools/growth.py --steps 500 --loop plain
+
+Prints a line of JSON for each loop; exits with 1 if one took more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "torch_cpu"))
+
+from loops import LOOPS, adamw  # noqa: E402 - it lies beside the tests
+
+import outofcore  # noqa: E402
+from outofcore.units import KIB  # noqa: E402
+
+# Above the budget: pieces below 64 KiB, what libraries keep for the shapes that they have met, the windows of homes.
+ALLOWED = 80 * 10**6
+# What the second half of the steps may add.
+DRIFT = 8 * 10**6
+
+
+def of_status(field: str) -> int:
+    """A field of ``/proc/self/status`` in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * KIB
+    raise ValueError(f"the kernel does not tell {field}")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def budget_of(name: str) -> int:
+    """Half of the arena that a loop takes where everything fits; or what its largest op needs."""
+    loop, model_of = LOOPS[name]
+
+    def peak(limit: int) -> int:
+        torch.manual_seed(0)
+        model = model_of()
+        with outofcore.budget(limit, model) as run:
+            loop(model, adamw)
+            return run.stats.peak_bytes
+
+    half = peak(1 << 30) // 2
+    for _ in range(8):
+        try:
+            peak(half)
+            break
+        except outofcore.BudgetError as error:
+            half = max(half, error.smallest_budget or 0) * 9 // 8
+    return half
+
+
+def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
+    """Run one loop in this process."""
+    loop, model_of = LOOPS[name]
+    with outofcore.budget("2MiB"):
+        # A first step of an optimizer loads PyTorch's compiler, which takes 60 MB.
+        tiny = nn.Linear(8, 8)
+        optimizer = adamw(tiny)
+        tiny(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    del tiny, optimizer
+    gc.collect()
+    forget_peak()
+    idle = of_status("VmRSS")
+    of_files = of_status("RssFile")
+    torch.manual_seed(0)
+    model = model_of()
+    done = 0
+    peaks: list[int] = []
+    anonymous: list[int] = []
+    with outofcore.budget(budget, model) as run:
+        while done < steps:
+            before = run.stats.steps
+            loop(model, adamw)
+            done += max(run.stats.steps - before, 1)
+            peaks.append(of_status("VmHWM") - idle)
+            anonymous.append(of_status("RssAnon"))
+            forget_peak()
+        stats = run.stats
+    middle = len(peaks) // 2
+    drift = max(peaks[middle:]) - max(peaks[:middle] or peaks)
+    return {
+        "loop": name,
+        "steps": done,
+        "budget": budget,
+        "idle": idle,
+        "of_files": of_status("RssFile") - of_files,
+        "above_idle": max(peaks),
+        "over_budget": max(peaks) - budget,
+        "drift": drift,
+        "anonymous_at_end": anonymous[-1],
+        "anonymous_in_the_middle": anonymous[middle],
+        "arena_peak": stats.peak_bytes,
+        "outside_peak": stats.peak_outside_bytes,
+        "home_peak": stats.peak_home_bytes,
+        "within": max(peaks) <= budget + ALLOWED and drift <= DRIFT,
+    }
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--loop", choices=[*LOOPS], action="append", help="by default all")
+    arguments.add_argument("--steps", type=int, default=10_000)
+    arguments.add_argument("--budget", type=int, help="of one loop, which then runs in this process")
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    if given.budget is not None:
+        told = measured(given.loop[0], given.budget, given.steps)
+        print(json.dumps(told), flush=True)
+        return 0 if told["within"] else 1
+    failed = 0
+    for name in given.loop or LOOPS:
+        command = [sys.executable, __file__, "--loop", name, "--steps", str(given.steps)]
+        failed |= subprocess.run([*command, "--budget", str(budget_of(name))], check=False).returncode
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
