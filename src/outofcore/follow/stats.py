@@ -32,6 +32,10 @@ class LoopStats:
         foreign: times an op used memory that is not PyTorch's own, such as that of a NumPy array: it stays where it is.
         transfer_microseconds: the loop waited so long for fetches and evictions.
         peak_home_bytes: bytes that the homes held at the most.
+        recipes: storages that autograd does not keep, since they can be made again.
+        reruns: times that one of them was made again.
+        unkept_bytes: of storages that were freed because of that.
+        rerun_microseconds: the loop spent so long on making them again.
         steps: times an optimizer was stepped.
 
     >>> import torch
@@ -65,6 +69,10 @@ class LoopStats:
     foreign: int = 0
     transfer_microseconds: int = 0
     peak_home_bytes: int = 0
+    recipes: int = 0
+    reruns: int = 0
+    unkept_bytes: int = 0
+    rerun_microseconds: int = 0
     steps: int = 0
 
     def __repr__(self) -> str:
