@@ -284,7 +284,8 @@ def tensor_impl(tensor: torch.Tensor) -> int:
 def tensor_at(address: int) -> torch.Tensor:
     """The tensor of an ``at::Tensor`` that native code made with ``new``, and that is deleted here."""
     # The function of this name for one tensor alone does not delete it.
-    (tensor,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_new_capsule(address, None, None)])
+    native: Any = torch._C
+    (tensor,) = native._aoti.alloc_tensors_by_stealing_from_void_ptrs([_new_capsule(address, None, None)])
     return tensor
 
 

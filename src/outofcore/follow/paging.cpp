@@ -1083,6 +1083,12 @@ class Lineage {
     }
     if (recipes.mode == follow::Recompute::kOff) return;
     offers_ |= recipes.mode == follow::Recompute::kNoting;
+    // Autograd gives results a node if an operand asks for that; in a function of the user's own, whatever they are.
+    differentiated_ = !c10::GradMode::is_enabled();
+    for (size_t i = stack.size() - about_.writes.size(); i < stack.size() && !differentiated_; ++i)
+      follow::each_tensor(stack[i], [&](const at::Tensor& tensor, int64_t) {
+        differentiated_ |= tensor.defined() && tensor.requires_grad();
+      });
     bool asked = changed_ != nullptr;
     if (!changes && about_.again != follow::Again::kNo) {
       asked = recipes.asks_for(-1);
@@ -1113,7 +1119,7 @@ class Lineage {
     if (step_ && changed_ != nullptr)
       if (const auto owner = owner_of(*changed_); owner && static_cast<int64_t>(owner->nbytes()) == changed_->used)
         space_.recipes->changed_by(step_, about_.again, std::move(steps_), complete_, *owner, *changed_->origin);
-    if (!offers_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
+    if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
     // Where somebody has hooks of their own for saved tensors, or does without any, it is left at that.
     if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
     for (size_t i = stack.size() - op_.schema().returns().size(); i < stack.size(); ++i) remember_results(stack[i]);
@@ -1129,7 +1135,7 @@ class Lineage {
   std::shared_ptr<follow::Step> step_;
   Block* changed_ = nullptr;  // what it changes in place, and how that came about before
   std::vector<std::shared_ptr<const follow::Step>> steps_;
-  bool complete_ = false, offers_ = false;
+  bool complete_ = false, offers_ = false, differentiated_ = false;
   int64_t waited_ = 0;
   std::chrono::steady_clock::time_point start_;
 };

@@ -1,9 +1,9 @@
 """Tensors that autograd need not keep, since they can be made again: its part that is Python.
 
-``lineage.h`` and ``recipes.h`` know how the bytes of a storage came about. When an op has run whose operands or results
-are to be made again, its autograd node is looked at once, and each saved tensor that has a recipe gives way to it, by the
-hooks that PyTorch has for that. All other saved tensors stay as they are, and where somebody has hooks of their own,
-so do these.
+``lineage.h`` and ``recipes.h`` know how the bytes of a storage came about. When an op has run of which an operand or a
+result is to be made again, its autograd node is looked at once, and each saved tensor that has a recipe gives way to
+it, by the hooks that PyTorch has for that. All other saved tensors stay as they are; those that somebody else has given
+hooks do, too.
 """
 
 from __future__ import annotations
