@@ -47,10 +47,11 @@ enum class Again {
 };
 
 inline Again again_of(const c10::OperatorHandle& op) {
-  // Of these the schema does not tell what they change, or they read what lies outside of their arguments.
+  // Of these the schema does not tell what they change, or they read what lies outside of their arguments, or give other
+  // bits each time.
   static const std::unordered_set<std::string> refused{
       "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats", "aten::from_file",
-      "aten::_cudnn_init_dropout_state", "aten::fake_quantize_per_tensor_affine_cachemask_tensor_qparams"};
+      "aten::_cudnn_init_dropout_state", "aten::linalg_lstsq", "aten::fake_quantize_per_tensor_affine_cachemask_tensor_qparams"};
   static const std::unordered_set<std::string> empty{
       "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
       "aten::new_empty_strided"};
@@ -186,8 +187,12 @@ struct Reference {
   std::weak_ptr<Origin> origin;
   bool itself = false;  // the storage whose lineage it is
   int64_t version = 0;
+  c10::VariableVersion counter;  // PyTorch's own, which also counts what other threads do
+  uint32_t count = 0;
   Geometry geometry;
 };
+
+inline uint32_t count_of(const c10::VariableVersion& counter) { return counter.enabled() ? counter.current_version() : 0; }
 
 struct Step {
   Step(const c10::OperatorHandle& op, c10::DispatchKeySet below) : op(op), below(below) {}
@@ -298,7 +303,9 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
         const bool changes = again == Again::kChanges || again == Again::kFills;
         if (changes && i == 0) self = origin;
         replaced.emplace_back(element, at::Tensor());
-        step->references.push_back({i, element, origin, changes && origin == self, origin->version, std::move(geometry)});
+        const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+        step->references.push_back({i, element, origin, changes && origin == self, origin->version, counter,
+                                    count_of(counter), std::move(geometry)});
       }
     });
     if (!understood) return {};

@@ -1108,6 +1108,7 @@ class Lineage {
                          1000 * (space_.counters[kTransferMicros] - waited_);
   }
   void made(Block& block, int32_t place) {
+    if (!step_) space_.recipes->made_for_good(block.id, block.used);
     if (!step_ || changed_ != nullptr) return;
     StorageImpl& storage = *block.storage->_unsafe_get_target();
     const auto origin = our_pager.origin_of(storage);

@@ -57,6 +57,8 @@ struct Shelf {
 struct Input {
   std::shared_ptr<Origin> origin;
   int64_t version = 0;
+  c10::VariableVersion counter;
+  uint32_t count = 0;
   StoragePointer storage;          // either it,
   std::shared_ptr<Recipe> recipe;  // or how to make it
 };
@@ -160,6 +162,10 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     }
     if (mode == Recompute::kNoting) note(origin, *step, bytes);
   }
+  // An op that cannot be run again has made a storage.
+  void made_for_good(int64_t id, int64_t bytes) {
+    if (mode == Recompute::kNoting) noted(id, bytes).nanoseconds = -1;
+  }
   // It has changed a storage of which this was known before.
   void changed_by(const std::shared_ptr<Step>& step, Again again, std::vector<std::shared_ptr<const Step>> before,
                   bool complete, const c10::StorageImpl& storage, Origin& origin) {
@@ -198,8 +204,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     const std::shared_ptr<Origin> origin = pager_.origin_of(storage);
     if (!origin) return nullptr;
     if (mode == Recompute::kNoting) {
-      if (const auto found = notes_.find(origin->id); found != notes_.end()) found->second.saved = true;
-      else notes_[origin->id] = {static_cast<int64_t>(storage.nbytes()), -1, true, {}};
+      Note& note = noted(origin->id, static_cast<int64_t>(storage.nbytes()));
+      note.saved = true;
+      if (origin->steps.empty() || !origin->complete) note.nanoseconds = -1;
       return nullptr;
     }
     if (!origin->wanted || origin->steps.empty() || !origin->complete) return nullptr;
@@ -279,10 +286,14 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     return false;
   }
 
-  void note(const Origin& origin, const Step& step, int64_t bytes) {
-    if (notes_.size() >= kMostNotes) notes_.erase(notes_.begin());
-    Note& note = notes_[origin.id];
+  Note& noted(int64_t id, int64_t bytes) {
+    while (notes_.size() >= kMostNotes && notes_.count(id) == 0) notes_.erase(notes_.begin());
+    Note& note = notes_[id];
     note.bytes = bytes;
+    return note;
+  }
+  void note(const Origin& origin, const Step& step, int64_t bytes) {
+    Note& note = noted(origin.id, bytes);
     note.nanoseconds += step.nanoseconds;
     for (const Reference& reference : step.references) {
       const auto from = reference.origin.lock();
@@ -322,7 +333,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
         if (!from || from == origin || from->version != reference.version) return {};
         const auto same = [&](const Input& input) { return input.origin == from; };
         if (std::any_of(recipe->inputs.begin(), recipe->inputs.end(), same)) continue;
-        Input input{from, from->version, {}, live(*from, from->version)};
+        if (count_of(reference.counter) != reference.count) return {};
+        Input input{from, from->version, reference.counter, reference.count, {}, live(*from, from->version)};
         if (input.recipe && input.recipe->depth + 1 >= kDeepest) input.recipe.reset();
         if (input.recipe) {
           recipe->depth = std::max(recipe->depth, input.recipe->depth + 1);
@@ -372,9 +384,11 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       if (!input.storage) input.storage = bytes_of(input.recipe, true);
       if (input.recipe) continue;
       const std::lock_guard<std::recursive_mutex> guard(mutex_);
-      const bool same = pager_.known_origin(*input.storage) == input.origin && input.origin->version == input.version;
+      const bool same = pager_.known_origin(*input.storage) == input.origin &&
+                        input.origin->version == input.version && count_of(input.counter) == input.count;
       TORCH_CHECK(same, "outofcore: a tensor that autograd needs cannot be made again: what it is made from was changed "
-                        "by code that nobody sees, such as another thread or a resize of its storage");
+                        "by code that is not followed, such as another thread or a resize of its storage; change it after "
+                        "backward, or in the thread that is followed");
     }
     const auto start = std::chrono::steady_clock::now();
     StoragePointer storage;
