@@ -294,6 +294,20 @@ def test_backward_twice_and_gradients_of_gradients(run: outofcore.Loop) -> None:
     assert ours is theirs is RuntimeError
 
 
+def test_what_was_made_only_on_the_way_is_made_again_too(run: outofcore.Loop) -> None:
+    """As in rotary embeddings: the sum is saved, and what was added is not."""
+
+    def program() -> list[Any]:
+        x, weight, turn = leaf(), leaf(*WEIGHT), torch.randn(128, 256)
+        h = x * 1
+        y = h * turn.cos() + torch.cat([-h[:, 128:], h[:, :128]], 1) * turn.sin()
+        del h
+        (y @ weight).square().sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
 def test_views_lists_and_several_results(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
@@ -490,7 +504,9 @@ def test_another_thread_reads_and_runs_backward(run: outofcore.Loop) -> None:
 )
 def test_what_unseen_code_changed_is_refused(run: outofcore.Loop, change: Callable[[Tensor], object]) -> None:
     x, weight = leaf(), leaf(*WEIGHT)
+    recipes_of(run).off()  # so that it is not known how this one is made
     h = (x * 2).detach()
+    recipes_of(run).everything()
     send_away(h)  # and so it is clean when it is back
     z = (h + 1) @ weight
     loss = z.sum()

@@ -23,6 +23,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -179,6 +180,15 @@ class WithSettings {
 };
 
 struct Origin;
+struct Step;
+
+// How a storage was made that may be gone.
+struct Making {
+  std::vector<std::shared_ptr<const Step>> steps;
+  size_t result = 0;  // which of the storages that the first step made
+  int64_t bytes = 0;
+  int depth = 0;      // of how many storages in a row it is known how they were made, before this one
+};
 
 // An argument of a step that is a followed storage.
 struct Reference {
@@ -189,6 +199,7 @@ struct Reference {
   int64_t version = 0;
   c10::VariableVersion counter;  // PyTorch's own, which also counts what other threads do
   uint32_t count = 0;
+  std::shared_ptr<const Making> making;
   Geometry geometry;
 };
 
@@ -221,6 +232,8 @@ struct Origin {
   std::vector<std::weak_ptr<Recipe>> recipes;  // of it
   std::vector<std::weak_ptr<Recipe>> readers;  // recipes that start from it
 
+  // So many storages in a row are made again, each from the one before.
+  static constexpr int kDeepest = 4;
   // More steps than a storage has that is worth making again; those of an optimizer's state never end.
   static constexpr size_t kMostSteps = 8;
 
@@ -234,6 +247,20 @@ struct Origin {
     forget();
   }
 };
+
+// Null: it is not known, or would begin too far back.
+inline std::shared_ptr<const Making> making_of(const Origin& origin, int64_t bytes) {
+  if (origin.steps.empty() || !origin.complete) return {};
+  auto making = std::make_shared<Making>();
+  for (const auto& step : origin.steps)
+    for (const Reference& reference : step->references)
+      if (reference.making) making->depth = std::max(making->depth, reference.making->depth + 1);
+  if (making->depth >= Origin::kDeepest) return {};
+  making->steps = origin.steps;
+  making->result = origin.result;
+  making->bytes = bytes;
+  return making;
+}
 
 template <class Action>
 void each_tensor(const c10::IValue& value, Action&& action) {
@@ -304,8 +331,10 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
         if (changes && i == 0) self = origin;
         replaced.emplace_back(element, at::Tensor());
         const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-        step->references.push_back({i, element, origin, changes && origin == self, origin->version, counter,
-                                    count_of(counter), std::move(geometry)});
+        const bool itself = changes && origin == self;
+        step->references.push_back({i, element, origin, itself, origin->version, counter, count_of(counter),
+                                    itself ? nullptr : making_of(*origin, static_cast<int64_t>(storage.nbytes())),
+                                    std::move(geometry)});
       }
     });
     if (!understood) return {};

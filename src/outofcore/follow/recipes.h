@@ -55,7 +55,9 @@ struct Shelf {
 };
 
 struct Input {
-  std::shared_ptr<Origin> origin;
+  std::vector<const Reference*> references;  // that mean it
+  std::shared_ptr<const Making> making;
+  std::shared_ptr<Origin> origin;  // null: it is gone, or was changed since
   int64_t version = 0;
   c10::VariableVersion counter;
   uint32_t count = 0;
@@ -115,7 +117,7 @@ struct Note {
 class Recipes : public std::enable_shared_from_this<Recipes> {
  public:
   // A longer chain of recipes is not made: what it would start from is kept.
-  static constexpr int kDeepest = 4;
+  static constexpr int kDeepest = Origin::kDeepest;
   static constexpr size_t kMostNotes = size_t{1} << 16;
 
   Recipes(std::recursive_mutex& mutex, Pager& pager, int64_t large)
@@ -186,7 +188,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       for (const auto& weak : origin->recipes) {
         const auto recipe = weak.lock();
         if (!recipe || recipe->kept) continue;
-        const StoragePointer original = recipe->original->lock();
+        const StoragePointer original = recipe->original ? recipe->original->lock() : StoragePointer();
         if (original.get() == &storage) recipe->keep(original);
       }
       for (const auto& weak : origin->readers)
@@ -242,12 +244,12 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // Nobody will see writes any more: all recipes are carried out.
   void close() {
-    std::vector<std::shared_ptr<Recipe>> all;
+    std::vector<std::shared_ptr<Recipe>> all;  // those that autograd has; others are parts of them
     {
       const std::lock_guard<std::recursive_mutex> guard(mutex_);
       mode = Recompute::kOff;
       for (Recipe* recipe : shelf_->recipes)
-        if (auto held = recipe->weak_from_this().lock(); held && !held->kept) all.push_back(std::move(held));
+        if (auto held = recipe->weak_from_this().lock(); held && held->origin && !held->kept) all.push_back(std::move(held));
     }
     for (const auto& recipe : all) {
       try {
@@ -320,34 +322,60 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   std::shared_ptr<Recipe> recipe_of(const std::shared_ptr<Origin>& origin, c10::StorageImpl& storage) {
     if (auto found = live(*origin, origin->version)) return found;
-    auto recipe = std::make_shared<Recipe>(shelf_);
+    const auto recipe = recipe_of({origin->steps, origin->result, static_cast<int64_t>(storage.nbytes())}, kDeepest);
+    if (!recipe) return {};
     recipe->origin = origin;
     recipe->version = origin->version;
-    recipe->bytes = static_cast<int64_t>(storage.nbytes());
-    recipe->steps = origin->steps;
-    recipe->result = origin->result;
+    recipe->original.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
+    add(origin->recipes, recipe);
+    ++made;
+    return recipe;
+  }
+  // Null: what it starts from is neither there nor can it be made, by so many recipes at most.
+  std::shared_ptr<Recipe> recipe_of(const Making& making, int deepest) {
+    if (deepest <= 0) return {};
+    auto recipe = std::make_shared<Recipe>(shelf_);
+    recipe->bytes = making.bytes;
+    recipe->steps = making.steps;
+    recipe->result = making.result;
     for (const auto& step : recipe->steps)
       for (const Reference& reference : step->references) {
         if (reference.itself) continue;
         const auto from = reference.origin.lock();
-        if (!from || from == origin || from->version != reference.version) return {};
-        const auto same = [&](const Input& input) { return input.origin == from; };
-        if (std::any_of(recipe->inputs.begin(), recipe->inputs.end(), same)) continue;
-        if (count_of(reference.counter) != reference.count) return {};
-        Input input{from, from->version, reference.counter, reference.count, {}, live(*from, from->version)};
-        if (input.recipe && input.recipe->depth + 1 >= kDeepest) input.recipe.reset();
+        const bool as_it_was =
+            from && from->version == reference.version && count_of(reference.counter) == reference.count;
+        const auto same = [&](const Input& input) {
+          return as_it_was ? input.origin == from : reference.making && input.making == reference.making;
+        };
+        const auto found = std::find_if(recipe->inputs.begin(), recipe->inputs.end(), same);
+        if (found != recipe->inputs.end()) {
+          found->references.push_back(&reference);
+          continue;
+        }
+        Input input;
+        input.references = {&reference};
+        input.making = reference.making;
+        if (as_it_was) {
+          input.origin = from;
+          input.version = from->version;
+          input.counter = reference.counter;
+          input.count = reference.count;
+          input.recipe = live(*from, from->version);
+          if (input.recipe && input.recipe->depth + 1 >= deepest) input.recipe.reset();
+        }
+        // Of what was made only on the way, and may be there still, nothing is kept.
+        if (!input.recipe && reference.making && (!as_it_was || from->wanted))
+          input.recipe = recipe_of(*reference.making, deepest - 1);
         if (input.recipe) {
           recipe->depth = std::max(recipe->depth, input.recipe->depth + 1);
         } else {
-          if (from->storage) input.storage = from->storage->lock();
+          if (as_it_was && from->storage) input.storage = from->storage->lock();
           if (!input.storage || pager_.origin_of(*input.storage) != from) return {};
         }
         recipe->inputs.push_back(std::move(input));
       }
-    recipe->original.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
-    for (const Input& input : recipe->inputs) add(input.origin->readers, recipe);
-    add(origin->recipes, recipe);
-    ++made;
+    for (const Input& input : recipe->inputs)
+      if (input.origin) add(input.origin->readers, recipe);
     return recipe;
   }
 
@@ -358,7 +386,11 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
              static_cast<int64_t>(storage.nbytes()) == recipe.bytes;
     };
     if (recipe.kept) return recipe.kept;
+    if (!recipe.original) return again(recipe);
     if (auto storage = recipe.original->lock(); storage && holds(*storage, recipe.origin, recipe.version)) return storage;
+    return again(recipe);
+  }
+  StoragePointer again(Recipe& recipe) {
     if (!recipe.again) return {};
     auto storage = recipe.again->lock();
     if (storage && recipe.again_origin && pager_.known_origin(*storage) == recipe.again_origin &&
@@ -395,9 +427,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     for (const auto& step : steps) {
       const auto storage_of = [&](const Reference& reference) -> StoragePointer {
         if (reference.itself) return storage;
-        const auto from = reference.origin.lock();
         for (const Input& input : inputs)
-          if (input.origin == from) return input.storage;
+          for (const Reference* meant : input.references)
+            if (meant == &reference) return input.storage;
         TORCH_CHECK(false, "outofcore: a recipe lacks one of its inputs");
       };
       const auto run = [&](const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
