@@ -29,13 +29,23 @@ def test_what_is_not_saved_or_cannot_be_run_again_is_not_chosen() -> None:
 
 
 def test_what_it_starts_from_has_to_be_kept_anyway() -> None:
-    gone = cheap(1, 0, saved=False)
-    assert worth_making_again([gone, cheap(2, 1)], 1e9) == ()
+    assert worth_making_again([cheap(1, 0, saved=False, seconds=None), cheap(2, 1)], 1e9) == ()
     # Of a chain of cheap ones, each second one; the cheapest first.
     chain = [cheap(1, 0, seconds=3e-4), cheap(2, 1, seconds=1e-4), cheap(3, 2, seconds=2e-4)]
     assert worth_making_again(chain, 1e9) == (2,)
     chain[1] = cheap(2, 1, seconds=5e-4)
     assert worth_making_again(chain, 1e9) == (3, 1)
+
+
+def test_what_was_made_on_the_way_counts_with_its_time() -> None:
+    hidden = cheap(1, 0, seconds=1.0)
+    way = [hidden, cheap(2, 1, saved=False, seconds=9e-4), cheap(3, 2, 1, saved=False, seconds=4e-4)]
+    assert worth_making_again([*way, cheap(4, 3, seconds=6e-4)], 1e9) == (4, 2, 3)
+    assert worth_making_again([*way, cheap(4, 3, seconds=8e-4)], 1e9) == ()
+    # From four in a row at most, the one that was saved included.
+    row = [hidden, *(cheap(i, i - 1, saved=False, seconds=1e-5) for i in range(2, 6))]
+    assert worth_making_again([*row[:4], cheap(5, 4)], 1e9) == (5, 2, 3, 4)
+    assert worth_making_again([*row, cheap(6, 5)], 1e9) == ()
 
 
 def test_it_stops_when_it_is_enough() -> None:
@@ -73,16 +83,16 @@ def test_no_recipe_needs_what_is_not_kept(made: list[Made], speed: float) -> Non
     by_id = {one.storage: one for one in made}
     for storage in chosen:
         one = by_id[storage]
-        assert one.saved
         assert one.seconds is not None
-        assert one.seconds < 2 * one.bytes / speed
-        for i in one.inputs:
-            assert i not in chosen
-            assert i not in by_id or by_id[i].saved
-    # Whatever else pays is an input of one that was chosen, or starts from what is not kept.
-    needed = {i for storage in chosen for i in by_id[storage].inputs}
-    for one in made:
-        if one.storage in chosen or not one.saved or one.seconds is None or one.seconds >= 2 * one.bytes / speed:
-            continue
-        starts_badly = any(i in chosen or (i in by_id and not by_id[i].saved) for i in one.inputs)
-        assert one.storage in needed or starts_badly or one.seconds / one.bytes >= 2 / speed
+        assert not one.saved or one.seconds < 2 * one.bytes / speed
+        for i in one.inputs:  # there before, saved and to be kept, or made on the way
+            assert i not in by_id or by_id[i].saved != (i in chosen)
+
+
+@given(steps(), st.floats(1e6, 1e10), st.integers(0, 3 * MB))
+def test_enough_is_a_beginning_of_all(made: list[Made], speed: float, enough: int) -> None:
+    every, some = worth_making_again(made, speed), worth_making_again(made, speed, enough=enough)
+    assert every[: len(some)] == some
+    sizes = {one.storage: one.bytes for one in made if one.saved}
+    total = sum(sizes.get(i, 0) for i in some)
+    assert total >= enough or some == every

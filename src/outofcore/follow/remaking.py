@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -32,8 +32,8 @@ def worth_making_again(
 
     One is chosen if its ops take less time than to copy it home and back, and if all that they start from is kept
     anyway: because autograd has saved it and it is not chosen itself, or because it was there before, such as a
-    parameter. The ones that take the least time for a byte come first. No recipe then holds what would be free
-    otherwise, and none needs another one.
+    parameter. What was made on the way and not saved is made again too, from at most three storages in a row. The ones
+    that take the least time for a byte come first. No recipe then holds what would be free otherwise.
 
     Args:
         made: what a step makes and saves.
@@ -42,7 +42,7 @@ def worth_making_again(
         share: of the time of the copies that making again may take.
 
     Returns:
-        ids of storages, in the order of the choice.
+        ids of storages, in the order of the choice, each followed by those that are made on the way.
 
     Raises:
         ValueError: ``bytes_per_second`` or ``share`` is not positive.
@@ -55,27 +55,54 @@ def worth_making_again(
     if not bytes_per_second > 0 or not share > 0:
         raise ValueError(f"bytes_per_second and share must be positive, and are {bytes_per_second} and {share}")
     by_id = {one.storage: one for one in made}
-    candidates: list[tuple[float, Made]] = []
+    candidates: list[tuple[float, Made, _Way]] = []
     for one in made:
-        if one.saved and one.bytes > 0 and one.seconds is not None:
-            cost = one.seconds / one.bytes
-            if cost < share * 2 / bytes_per_second:
-                candidates.append((cost, one))
-    candidates.sort(key=lambda pair: (pair[0], pair[1].storage))
-    chosen: dict[int, Made] = {}
+        way = _way_to(one, by_id, _DEEPEST) if one.saved and one.bytes > 0 else None
+        if way is not None and way.seconds / one.bytes < share * 2 / bytes_per_second:
+            candidates.append((way.seconds / one.bytes, one, way))
+    candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
+    chosen: dict[int, None] = {}  # in order, with what is made on the way
     needed: set[int] = set()  # by what was chosen: has to stay
     total = 0
-    for _, one in candidates:
+    for _, one, way in candidates:
         if enough is not None and total >= enough:
             break
-        if one.storage in needed or any(_goes(by_id.get(i)) or i in chosen for i in one.inputs):
+        if one.storage in needed or not way.start.isdisjoint(chosen):
             continue
-        chosen[one.storage] = one
-        needed.update(one.inputs)
+        chosen.update(dict.fromkeys((one.storage, *sorted(way.between))))
+        needed |= way.start
         total += one.bytes
     return tuple(chosen)
 
 
-def _goes(one: Made | None) -> bool:
-    """Whether a storage may be gone when backward comes; what was there before is kept by its owner."""
-    return one is not None and not one.saved
+# Storages that are made one from the other for one that was saved, itself included; the native code goes this far.
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From what is kept to a storage: how long it takes, what is made on the way, and what it starts from."""
+
+    seconds: float
+    between: frozenset[int]
+    start: frozenset[int]
+
+
+def _way_to(one: Made, by_id: Mapping[int, Made], deepest: int) -> _Way | None:
+    if one.seconds is None or deepest == 0:
+        return None
+    seconds = one.seconds
+    between: set[int] = set()
+    start: set[int] = set()
+    for i in one.inputs:
+        before = by_id.get(i)
+        if before is None or before.saved:
+            start.add(i)
+            continue
+        way = _way_to(before, by_id, deepest - 1)
+        if way is None:
+            return None
+        seconds += way.seconds
+        between |= {i, *way.between}
+        start |= way.start
+    return _Way(seconds, frozenset(between), frozenset(start))
