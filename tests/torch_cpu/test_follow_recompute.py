@@ -81,6 +81,13 @@ def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: st
         assert stats.unkept_bytes > 0
 
 
+def test_less_memory_is_used_where_everything_fits() -> None:
+    stats = trained("plain", ROOMY)[1]
+    assert stats is not None
+    assert stats.peak_bytes < 0.8 * peak_of("plain")
+    assert stats.evictions == 0
+
+
 @pytest.fixture
 def run() -> Iterator[outofcore.Loop]:
     with outofcore.budget(64 * MIB, home="host") as loop:
