@@ -7,9 +7,12 @@ Checked with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +62,7 @@ __all__ = [
     "MetadataMismatchError",
     "OpOverload",
     "OpOverloadPacket",
+    "SavedTensor",
     "TorchDispatchMode",
     "TreeSpec",
     "UninitializedTensorMixin",
@@ -83,12 +87,15 @@ __all__ = [
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "result_leaves",
+    "saved_tensors_of",
     "sdp_backends_enabled",
     "set_activation_memory_budget",
     "shares_storage",
     "storage_address",
     "storage_bytes",
     "storage_key",
+    "tensor_at",
+    "tensor_impl",
     "tensor_leaves",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -267,3 +274,73 @@ def shares_storage(tensor: torch.Tensor) -> bool:
     """Whether another tensor than this one has the same storage."""
     # The tensor, and the object that asks.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
+def tensor_impl(tensor: torch.Tensor) -> int:
+    """Where PyTorch's own object for a tensor lies in memory; native code may be given it."""
+    return tensor._cdata
+
+
+def tensor_at(address: int) -> torch.Tensor:
+    """The tensor of an ``at::Tensor`` that native code made with ``new``, and that is deleted here."""
+    # The function of this name for one tensor alone does not delete it.
+    native: Any = torch._C
+    (tensor,) = native._aoti.alloc_tensors_by_stealing_from_void_ptrs([_new_capsule(address, None, None)])
+    return tensor
+
+
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that an autograd node has saved for backward, without hooks.
+
+    Attributes:
+        tensor: as it was saved; it may have been changed since.
+    """
+
+    tensor: torch.Tensor
+    _raw: Any
+    _node: Any
+    _attribute: str
+
+    def is_unchanged(self) -> bool:
+        """Whether PyTorch would still take it."""
+        try:
+            getattr(self._node, self._attribute)
+        except RuntimeError:
+            return False
+        return True
+
+    def replace(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        """Let the node hold in its place what ``pack`` returns, and get it back by ``unpack``."""
+        self._raw.register_hooks(pack, unpack)
+
+
+def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
+    """What an autograd node has saved, but for what has hooks or was freed."""
+    for saved, unpacked in _names_of_saved(type(node)):
+        held = getattr(node, saved)
+        every = held if isinstance(held, tuple | list) else (held,)
+        # To look at one of a list is to unpack all.
+        if any(raw.unpack_hook is not None for raw in every):
+            continue
+        for raw in every:
+            tensor = raw.data
+            if tensor is not None:
+                yield SavedTensor(tensor, raw, node, unpacked)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_saved(kind: type) -> tuple[tuple[str, str], ...]:
+    """Of a type of nodes, the attributes with what it saved, and the ones with the same unpacked."""
+    names = dir(kind)
+    found: list[tuple[str, str]] = []
+    for name in names:
+        if name.startswith("_raw_saved_"):
+            unpacked = name.removeprefix("_raw")
+            found.append((name, unpacked if unpacked in names else unpacked.removeprefix("_")))
+    return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,15 @@ from outofcore.follow import loop as module
 from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
 from outofcore.follow.native import load_paging
 from outofcore.follow.records import Schedule, StepRecord
+from outofcore.planning.parameters import SearchParams
+from outofcore.policies import Auto
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Seen = tuple[list[float], list[Tensor]]
+
+# Nothing is made again.
+MOVES = Auto(SearchParams(recompute_changes=0))
 
 
 class AtOnce(BackgroundPlanner):
@@ -72,7 +78,7 @@ def train(
     if budget is None:
         run(lambda: None)
     else:
-        with outofcore.budget(budget, model, **{"cache": False, **options}) as followed:
+        with outofcore.budget(budget, model, **{"cache": False, "policy": MOVES, **options}) as followed:
             run(lambda: stats.append(followed.stats))
     return (seen, [t.clone() for t in model.state_dict().values()]), stats
 
@@ -160,6 +166,32 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
         ours, stats = train(6, budget, cache=tmp_path)
         assert_same(ours, theirs)
         assert [s.plans for s in stats] == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.read_record
+
+    def slow(*told: Any) -> StepRecord:
+        record = real(*told)
+        (home,) = record.costs.homes
+        return replace(
+            record, costs=replace(record.costs, homes=(replace(home, bytes_per_s_in=2e7, bytes_per_s_out=2e7),))
+        )
+
+    monkeypatch.setattr(module, "read_record", slow)
+    theirs, _ = train(14)
+    budget = int(0.4 * peak())
+    moved, without = train(14, budget)
+    ours, stats = train(14, budget, policy="auto")
+    assert_same(ours, theirs)
+    assert_same(moved, theirs)
+    assert without[-1].reruns == without[-1].recipes == 0
+    last, before = stats[-1], stats[-2]
+    assert last.plans >= 2
+    assert last.reruns > before.reruns > 0
+    assert last.peak_bytes <= budget
+    copied = [s[-1].written_bytes - s[-2].written_bytes for s in (stats, without)]
+    assert copied[0] < copied[1]
 
 
 def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:

@@ -34,9 +34,12 @@ from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.plan_store import FollowedPlan, PlanStore
+from outofcore.follow.recipes import Recipes
+from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
 from outofcore.follow.stats import LoopStats
 from outofcore.planning import PolicyLike
+from outofcore.planning.policy import Auto
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -94,6 +97,9 @@ class Loop:
         self._planner: BackgroundPlanner | None = None
         self._plans = 0
         self._store = PlanStore(plans)
+        self._trial: RecomputeTrial | None = None
+        self._reruns = 0  # until the last step ended
+        self._remade = False  # whether there were any in the step that is being planned
         # The optimizer whose steps are those of the loop, and which others have stepped since.
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -144,6 +150,8 @@ class Loop:
             if self._policy is not None:
                 self._planner = BackgroundPlanner(self._limit, self._policy)
                 undo.callback(self._planner.close)
+                if isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0:
+                    self._trial = RecomputeTrial(Recipes(space))
             self._undo = undo.pop_all()
         return self
 
@@ -295,6 +303,10 @@ class Loop:
         wanted = call(library, "follow_end_of_step", self._space)
         if planner is None:
             return
+        reruns = self._read_stats().reruns
+        remade, self._reruns = reruns > self._reruns, reruns
+        if self._trial is not None:
+            self._trial.step_ended()
         if (done := planner.poll()) is not None:
             record, answer = done
             planned = answer.planned
@@ -306,6 +318,7 @@ class Loop:
                 self._follow_plan(library, record, plan)
                 self._store.keep(record, self._limit, repr(self._policy), plan)
         if wanted and not planner.is_busy:
+            self._remade = remade
             self._plan_step(library, planner)
 
     def _ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -338,6 +351,9 @@ class Loop:
         call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
         self._plans += 1
         _log.info("a step of %d ops is followed by %s: %.3f s a step predicted", record.ops, plan.policy, plan.seconds)
+        if self._trial is not None:
+            rate = record.costs.homes[0].bytes_per_s_out
+            self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
 
 
 def _fix(storage: torch.UntypedStorage) -> None:

@@ -54,6 +54,13 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_smallest": (None, (_COUNT,)),
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
     "follow_sizes": (None, (_POINTER, _POINTER)),
+    "follow_offer_to": (None, (ctypes.CFUNCTYPE(ctypes.c_int, _POINTER),)),
+    "follow_recompute": (_COUNT, (_POINTER, ctypes.c_int)),
+    "follow_recompute_set": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_notes": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_pack": (_POINTER, (_POINTER,)),
+    "follow_unpack": (_POINTER, (_POINTER,)),
+    "follow_drop": (None, (_POINTER,)),
     "follow_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
 }
 

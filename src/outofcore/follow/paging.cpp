@@ -19,9 +19,11 @@
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
+#include "recipes.h"
 #include "record.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -33,6 +35,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -85,6 +88,10 @@ enum Counter {
   kPlanned,        // ops that came where a plan has them
   kUnplanned,      // evictions that no plan had foreseen, while one was followed
   kLost,           // times the loop left what a plan has
+  kRecipes,        // storages that autograd does not keep, but can make again
+  kReruns,         // times that one was made again
+  kUnkeptBytes,    // of storages that went for that
+  kRerunMicros,    // the loop spent so long on making them again
   kCounters
 };
 
@@ -119,6 +126,7 @@ struct Block {
   bool copied = false;          // that came off
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
+  std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
 };
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
@@ -163,6 +171,7 @@ struct Space {
   bool stress = false;
   bool ahead = true;             // whether to copy beside ops
   int64_t counters[kCounters] = {};
+  std::shared_ptr<follow::Recipes> recipes;
 
   ~Space() { munmap(base, kAddresses * budget); }
   char* address(const Block& block) const { return base + block.offset; }
@@ -406,6 +415,7 @@ bool evict(Space& space, Block& block) {
   if (space.verified || write) sum = sum_of(from, block.bytes);
   if (!write && space.verified && sum != block.sum) {
     ++space.counters[kUnseenWrites];
+    if (block.origin) block.origin->changed();
     write = true;
   }
   if (write) {
@@ -658,10 +668,19 @@ void cast(Space& space, Block& block, int64_t part) {
   space.parts[part] = &block;
 }
 
+// A block is no longer the storage of a record that it was.
+void leave_role(Space& space, const Block& block) {
+  for (const auto& known : space.follower.all())
+    if (known->number == block.role_in && known->playing[block.role] == &block) known->playing[block.role] = nullptr;
+}
 // Which storage of a record a block is now.
-void play(follow::Known& known, Block& block, int32_t storage) {
+void play(Space& space, follow::Known& known, Block& block, int32_t storage) {
+  if (known.persistent[storage] >= 0) {
+    if (known.persistent[storage] == block.id) known.playing[storage] = &block;
+    return;
+  }
+  if (block.role_in != known.number || block.role != storage) leave_role(space, block);
   known.playing[storage] = &block;
-  if (known.persistent[storage] >= 0) return;
   block.role_in = known.number;
   block.role = storage;
 }
@@ -669,9 +688,9 @@ void play(follow::Known& known, Block& block, int32_t storage) {
 void destroy(Block* block) {
   Space& space = *block->space;
   space.recorder.free(block->id);
-  for (const auto& known : space.follower.all())
-    if (known->number == block->role_in && known->playing[block->role] == block) known->playing[block->role] = nullptr;
+  leave_role(space, *block);
   space.follower.forget(block->id);
+  if (block->origin) space.recipes->gone(*block->origin, block->used);
   leave_part(space, *block, block->id);
   leave_part(space, *block, block->twin);
   if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
@@ -814,6 +833,7 @@ PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages k
 
 void own(Block& block, StorageImpl& storage) {
   block.storage.emplace(c10::intrusive_ptr<StorageImpl>::reclaim_copy(&storage));
+  if (block.origin) block.origin->storage = block.storage;
   block.used = static_cast<int64_t>(storage.nbytes());
   block.space->known.insert(&block);
 }
@@ -916,6 +936,7 @@ struct Operator {
   bool sliced;              // works through lists of tensors, each place for itself
   bool communicates;        // goes on after it has returned
   std::vector<bool> writes;  // by argument
+  follow::Again again;      // whether it can be run once more
 };
 
 bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
@@ -949,6 +970,10 @@ Operator describe(const c10::OperatorHandle& op) {
     found.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
   found.sliced = (starts(name, "aten::_fused_") || starts(name, "aten::_amp_foreach_")) && schema.returns().empty();
   found.communicates = starts(name, "c10d::") || starts(name, "_c10d_functional::");
+  found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
+  if (found.again != follow::Again::kNo && is_python != nullptr &&
+      is_python(name.c_str(), schema.overload_name().c_str()) != 0)
+    found.again = follow::Again::kNo;
   return found;
 }
 
@@ -993,6 +1018,7 @@ class Pinned {
       if (written) {
         block->dirty = true;
         ++block->version;
+        if (block->origin) ++block->origin->version;
       }
       if (--block->pins == 0 && block->dead && block->copying == Copying::kNothing) destroy(block);
     }
@@ -1193,7 +1219,7 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
   if (!follower.on_course()) return;
   for (const auto& [place, block] : places)
     if (const int32_t storage = follower.storage_at(place); storage >= 0) {
-      play(*follower.known(), *block, storage);
+      play(space, *follower.known(), *block, storage);
       if (space.anchor != nullptr && known->persistent[storage] < 0 && space.anchor->bytes[storage] != block->bytes)
         choose_anchor(space, storage, block->bytes);
     }
@@ -1220,10 +1246,154 @@ void evict_everything(Space& space) {
     }
 }
 
+// ---- recipes -------------------------------------------------------------------------------------------------------
+
+void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+              torch::jit::Stack* stack);
+
+struct OurPager final : follow::Pager {
+  std::shared_ptr<follow::Origin> origin_of(StorageImpl& storage) override {
+    Block* block = known(storage);
+    if (block == nullptr || block->fixed || block->busy || !block->space->open || block->space != current) return {};
+    if (!block->origin) {
+      block->origin = std::make_shared<follow::Origin>();
+      block->origin->id = block->id;
+      block->origin->storage = block->storage;
+    }
+    return block->origin;
+  }
+  std::shared_ptr<follow::Origin> known_origin(StorageImpl& storage) override {
+    const Block* block = known(storage);
+    return block == nullptr ? nullptr : block->origin;
+  }
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
+    if (Space* space = current) return run_atom(*space, op, operator_of(op), below, stack);
+    op.redispatchBoxed(below, stack);
+  }
+};
+OurPager& our_pager = *new OurPager;
+
+// Python's part: is given a result of an op, of whose node it offers the saved tensors to ``follow_pack``.
+// Not 0: Ctrl-C came there.
+int (*offer_saved)(void* tensor) = nullptr;
+// The results of the op before; only the next op sees them with the node that autograd has made.
+thread_local std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_before;
+
+void offer_results() {
+  for (auto& weak : std::exchange(results_before, {})) {
+    const auto impl = weak.lock();
+    if (!impl) continue;
+    const at::Tensor tensor(impl);
+    if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
+    const c10::impl::ExcludeDispatchKeyGuard quietly(
+        c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
+    if (offer_saved(new at::Tensor(tensor)) != 0) raise(SIGINT);  // Python raises it when it goes on
+    return;  // the others have the same node
+  }
+}
+void remember_results(const c10::IValue& value) {
+  follow::each_tensor(value, [](const at::Tensor& tensor, int64_t) {
+    if (tensor.defined() && follow::is_differentiable(tensor))
+      results_before.emplace_back(tensor.getIntrusivePtr());
+  });
+}
+
+// How an op's results come about, and what autograd may have saved for it.
+class Lineage {
+ public:
+  Lineage(Space& space, const c10::OperatorHandle& op, const Operator& about) : space_(space), op_(op), about_(about) {}
+
+  // Its operands are known; it has not run yet.
+  void before(const std::vector<Operand>& operands, c10::DispatchKeySet below, const torch::jit::Stack& stack) {
+    follow::Recipes& recipes = *space_.recipes;
+    const bool changes = about_.again == follow::Again::kChanges || about_.again == follow::Again::kFills;
+    for (const auto& [block, written] : operands) {
+      if (!block->origin) continue;
+      offers_ |= block->origin->wanted && !block->origin->steps.empty();
+      if (!written) continue;
+      if (changes && !block->origin->steps.empty()) {
+        changed_ = block;
+        steps_ = block->origin->steps;
+        complete_ = block->origin->complete;
+      }
+      block->origin->forget();
+    }
+    if (recipes.mode == follow::Recompute::kOff) return;
+    offers_ |= recipes.mode == follow::Recompute::kNoting;
+    // Autograd gives results a node if an operand asks for that; in a function of the user's own, whatever they are.
+    differentiated_ = !c10::GradMode::is_enabled();
+    for (size_t i = stack.size() - about_.writes.size(); i < stack.size() && !differentiated_; ++i)
+      follow::each_tensor(stack[i], [&](const at::Tensor& tensor, int64_t) {
+        differentiated_ |= tensor.defined() && tensor.requires_grad();
+      });
+    bool asked = changed_ != nullptr;
+    if (!changes && about_.again != follow::Again::kNo) {
+      asked = recipes.asks_for(-1);
+      for (int32_t place = -1; !asked && place >= -kMostResults; --place)
+        asked = recipes.asks_for(space_.history.twin(place));
+    }
+    if (asked)
+      step_ = recipes.step_before(op_, about_.again, below, stack, about_.writes.size(), about_.kind == Kind::kShape);
+    if (!step_) return;
+    waited_ = space_.counters[kTransferMicros];
+    start_ = std::chrono::steady_clock::now();
+  }
+  void ran() {
+    if (!step_) return;
+    const auto took = std::chrono::steady_clock::now() - start_;
+    step_->nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count() -
+                         1000 * (space_.counters[kTransferMicros] - waited_);
+  }
+  void made(Block& block, int32_t place) {
+    if (!step_) space_.recipes->made_for_good(block.id, block.used);
+    if (!step_ || changed_ != nullptr) return;
+    StorageImpl& storage = *block.storage->_unsafe_get_target();
+    const auto origin = our_pager.origin_of(storage);
+    if (!origin) return;
+    space_.recipes->made_by(step_, about_.again, static_cast<size_t>(-place - 1), block.twin, block.used, *origin);
+    offers_ |= origin->wanted;
+  }
+  void after(const torch::jit::Stack& stack) {
+    if (step_ && changed_ != nullptr)
+      if (const auto owner = owner_of(*changed_); owner && static_cast<int64_t>(owner->nbytes()) == changed_->used)
+        space_.recipes->changed_by(step_, about_.again, std::move(steps_), complete_, *owner, *changed_->origin);
+    if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
+    // Where somebody has hooks of their own for saved tensors, or does without any, it is left at that.
+    if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
+    for (size_t i = stack.size() - op_.schema().returns().size(); i < stack.size(); ++i) remember_results(stack[i]);
+  }
+
+ private:
+  // More results with storages of their own than ops have that are worth running again.
+  static constexpr int32_t kMostResults = 6;
+
+  Space& space_;
+  const c10::OperatorHandle& op_;
+  const Operator& about_;
+  std::shared_ptr<follow::Step> step_;
+  Block* changed_ = nullptr;  // what it changes in place, and how that came about before
+  std::vector<std::shared_ptr<const follow::Step>> steps_;
+  bool complete_ = false, offers_ = false, differentiated_ = false;
+  int64_t waited_ = 0;
+  std::chrono::steady_clock::time_point start_;
+};
+
+// Recipes do not see what an op is about to write.
+void spare_recipes(Space& space, const Operator& about, const torch::jit::Stack& stack) {
+  const size_t count = about.writes.size(), first = stack.size() - count;
+  for (size_t i = 0; i < count; ++i)
+    if (about.writes[i] || about.communicates)
+      each_storage(stack[first + i], [&](StorageImpl& storage) { space.recipes->before_write(storage); });
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
+  if (space.recipes->any()) spare_recipes(space, about, *stack);
   Pinned pinned(space);
+  Lineage lineage(space, op, about);
   const Running inside(op);
   std::vector<follow::Touched> touched;
   const auto touch = [&](int32_t place, const Block& block, bool written, bool created) {
@@ -1258,6 +1428,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       take_place(space, &op.schema(), touched, places);
     else if (space.anchor != nullptr && space.follower.may_make(&op.schema()))
       want(space, space.follower.next());
+    lineage.before(pinned.operands, below, *stack);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
     // What a collective touches may change until it is waited for; whoever touches it next has waited.
     for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
@@ -1271,6 +1442,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   {
     const Guard guard(mutex);
     if (!space.open) return;
+    lineage.ran();
     int32_t place = 0;
     int64_t made = 0;
     std::vector<std::pair<int32_t, Block*>> places;
@@ -1288,13 +1460,15 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         touch(place, *block, true, true);
         places.emplace_back(place, block);
         made += block->bytes;
+        lineage.made(*block, place);
       });
+    lineage.after(*stack);
     if (!operands && !touched.empty()) {
       take_place(space, &op.schema(), touched, places);
     } else if (operands && space.follower.on_course()) {
       for (const auto& [at, block] : places)
         if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
-          play(*space.follower.known(), *block, storage);
+          play(space, *space.follower.known(), *block, storage);
           if (space.anchor != nullptr && space.anchor->bytes[storage] != block->bytes)
             choose_anchor(space, storage, block->bytes);
         }
@@ -1358,6 +1532,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     return op.redispatchBoxed(below, stack);
   }
+  if (!results_before.empty()) offer_results();
   const Operator& about = operator_of(op);
   if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
   if (about.kind == Kind::kView) {
@@ -1390,6 +1565,7 @@ bool end_of_step(Space& space) {
   space.since = std::chrono::steady_clock::now();
   if (!record) return false;
   follow::Known* known = space.follower.end_of_step(*record);
+  if (!space.follower.active()) space.anchor = nullptr;  // what it belonged to may be gone
   if (known == nullptr) return false;
   if (known->anchors.empty())
     for (Block* block : space.known)
@@ -1568,6 +1744,7 @@ EXPORT Space* follow_new(int64_t budget, int verified) noexcept {
     madvise(base, bytes, MADV_HUGEPAGE);
     space->base = static_cast<char*>(base);
     space->verified = verified != 0;
+    space->recipes = std::make_shared<follow::Recipes>(mutex, our_pager, smallest);
     made = space.release();
     return 0;
   });
@@ -1670,6 +1847,7 @@ EXPORT void follow_thread(int on) noexcept { c10::impl::tls_set_dispatch_key_inc
 // Ends following. Storages stay where they are, of those that are away as many come back as the budget holds.
 EXPORT int64_t follow_close(Space* space) noexcept {
   return guarded([&]() -> int64_t {
+    if (current == space) space->recipes->close();
     const Guard guard(mutex);
     wait_for_copies(*space);
     if (current == space) {
@@ -1736,9 +1914,11 @@ EXPORT int64_t follow_release_all(Space* space) noexcept {
 // Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
+    Space* space = current;
+    if (space != nullptr && space->recipes->any()) space->recipes->before_write(*storage);
     const Guard guard(mutex);
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
-    Space* space = current;
+    space = current;
     Block* block = space != nullptr ? block_of(*space, *storage) : known(*storage);
     if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
     space = block->space;
@@ -1790,10 +1970,85 @@ EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
                          space->homes.used(),   space->homes.frozen_slots(), space->homes.forks()};
   std::copy(std::begin(all), std::end(all), sizes);
 }
+// Whose saved tensors can be made again is offered to this function, with a tensor that it has to free.
+EXPORT void follow_offer_to(int (*offer)(void* tensor)) noexcept { offer_saved = offer; }
+// What autograd need not keep: 0: nothing; 1: storages of ``follow_recompute_set``; 2: whatever can be made again; 3: it is
+// only noted what could be.
+EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
+  return guarded([&]() -> int64_t {
+    TORCH_CHECK(mode >= 0 && mode <= 3, "there is no mode ", mode);
+    const Guard guard(mutex);
+    space->recipes->mode = static_cast<follow::Recompute>(mode);
+    if (space->recipes->mode == follow::Recompute::kNoting) space->recipes->forget_notes();
+    return 0;
+  });
+}
+// Names the storages to make again, by their ids in the history; from the next step on it is those that play their part.
+EXPORT int64_t follow_recompute_set(Space* space, const int64_t* ids, int64_t count) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    space->recipes->choose(ids, count);
+    return 0;
+  });
+}
+// What was noted, as far as there is room: of each storage its id, bytes, nanoseconds of the ops that made it (-1: they
+// cannot be run again), whether autograd saved it, and the number of storages that they start from, then those. Returns
+// how many numbers there are.
+EXPORT int64_t follow_notes(const Space* space, int64_t* numbers, int64_t capacity) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    int64_t count = 0;
+    const auto tell = [&](int64_t number) {
+      if (count < capacity) numbers[count] = number;
+      ++count;
+    };
+    for (const auto& [id, note] : space->recipes->notes()) {
+      for (const int64_t number : {id, note.bytes, note.nanoseconds, static_cast<int64_t>(note.saved),
+                                   static_cast<int64_t>(note.inputs.size())})
+        tell(number);
+      for (const int64_t input : note.inputs) tell(input);
+    }
+    return count;
+  });
+}
+// What autograd is to keep in place of a tensor that it has saved; null: the tensor.
+EXPORT follow::Packed* follow_pack(c10::TensorImpl* tensor) noexcept {
+  follow::Packed* packed = nullptr;
+  guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    Space* space = current;
+    if (space == nullptr) return 0;
+    const auto held = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor);
+    packed = space->recipes->pack(at::Tensor(held));
+    return 0;
+  });
+  return packed;
+}
+// The tensor, for the caller to free; null: see ``follow_failure``.
+EXPORT at::Tensor* follow_unpack(const follow::Packed* packed) noexcept {
+  at::Tensor* tensor = nullptr;
+  guarded([&]() -> int64_t {
+    tensor = new at::Tensor(packed->recipes->unpack(*packed));
+    return 0;
+  });
+  return tensor;
+}
+EXPORT void follow_drop(follow::Packed* packed) noexcept {
+  const Guard guard(mutex);
+  delete packed;
+}
+
 // Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {
   const Guard guard(mutex);
-  for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i)
-    counters[i] = i == kHomePeak ? space->homes.most_used() : space->counters[i];
+  for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = space->counters[i];
+  const auto tell = [&](Counter counter, int64_t value) {
+    if (counter < capacity) counters[counter] = value;
+  };
+  tell(kHomePeak, space->homes.most_used());
+  tell(kRecipes, space->recipes->made);
+  tell(kReruns, space->recipes->reruns);
+  tell(kUnkeptBytes, space->recipes->unkept_bytes);
+  tell(kRerunMicros, space->recipes->nanoseconds / 1000);
   return kCounters;
 }

@@ -35,6 +35,10 @@ class LoopStats:
         planned_ops: ops that came where a plan has them.
         unplanned_evictions: of the evictions, those that the plan which was followed had not foreseen.
         departures: times the loop left what was planned.
+        recipes: storages that autograd does not keep, since they can be made again.
+        reruns: times that one of them was made again.
+        unkept_bytes: of storages that were freed because of that.
+        rerun_microseconds: the loop spent so long on making them again.
         steps: times an optimizer was stepped.
         plans: that were made of steps of the loop.
 
@@ -72,6 +76,10 @@ class LoopStats:
     planned_ops: int = 0
     unplanned_evictions: int = 0
     departures: int = 0
+    recipes: int = 0
+    reruns: int = 0
+    unkept_bytes: int = 0
+    rerun_microseconds: int = 0
     steps: int = 0
     plans: int = 0
 

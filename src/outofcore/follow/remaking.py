@@ -1,0 +1,108 @@
+"""Which saved tensors are worth making again, where no plan has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A storage of a loop, and how it came about.
+
+    Attributes:
+        storage: its id in the loop's history.
+        bytes: its size.
+        seconds: that the ops took which made it, together; None: they cannot be run again.
+        inputs: the storages that these ops start from.
+        saved: whether autograd saved it for backward.
+    """
+
+    storage: int
+    bytes: int
+    seconds: float | None
+    inputs: tuple[int, ...]
+    saved: bool
+
+
+def worth_making_again(
+    made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None, share: float = 1.0
+) -> tuple[int, ...]:
+    """Choose storages that autograd need not keep.
+
+    One is chosen if its ops take less time than to copy it home and back, and if all that they start from is kept
+    anyway: because autograd has saved it and it is not chosen itself, or because it was there before, such as a
+    parameter. What was made on the way and not saved is made again too, from at most three storages in a row. The ones
+    that take the least time for a byte come first. No recipe then holds what would be free otherwise.
+
+    Args:
+        made: what a step makes and saves.
+        bytes_per_second: of the home, in one direction.
+        enough: stop once so many bytes are chosen; None: choose all that pays.
+        share: of the time of the copies that making again may take.
+
+    Returns:
+        ids of storages, in the order of the choice, each followed by those that are made on the way.
+
+    Raises:
+        ValueError: ``bytes_per_second`` or ``share`` is not positive.
+
+    >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
+    >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
+    >>> worth_making_again([hidden, active], bytes_per_second=1e9)
+    (2,)
+    """
+    if not bytes_per_second > 0 or not share > 0:
+        raise ValueError(f"bytes_per_second and share must be positive, and are {bytes_per_second} and {share}")
+    by_id = {one.storage: one for one in made}
+    candidates: list[tuple[float, Made, _Way]] = []
+    for one in made:
+        way = _way_to(one, by_id, _DEEPEST) if one.saved and one.bytes > 0 else None
+        if way is not None and way.seconds / one.bytes < share * 2 / bytes_per_second:
+            candidates.append((way.seconds / one.bytes, one, way))
+    candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
+    chosen: dict[int, None] = {}  # in order, with what is made on the way
+    needed: set[int] = set()  # by what was chosen: has to stay
+    total = 0
+    for _, one, way in candidates:
+        if enough is not None and total >= enough:
+            break
+        if one.storage in needed or not way.start.isdisjoint(chosen):
+            continue
+        chosen.update(dict.fromkeys((one.storage, *sorted(way.between))))
+        needed |= way.start
+        total += one.bytes
+    return tuple(chosen)
+
+
+# Storages that are made one from the other for one that was saved, itself included; the native code goes this far.
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From what is kept to a storage: how long it takes, what is made on the way, and what it starts from."""
+
+    seconds: float
+    between: frozenset[int]
+    start: frozenset[int]
+
+
+def _way_to(one: Made, by_id: Mapping[int, Made], deepest: int) -> _Way | None:
+    if one.seconds is None or deepest == 0:
+        return None
+    seconds = one.seconds
+    between: set[int] = set()
+    start: set[int] = set()
+    for i in one.inputs:
+        before = by_id.get(i)
+        if before is None or before.saved:
+            start.add(i)
+            continue
+        way = _way_to(before, by_id, deepest - 1)
+        if way is None:
+            return None
+        seconds += way.seconds
+        between |= {i, *way.between}
+        start |= way.start
+    return _Way(seconds, frozenset(between), frozenset(start))

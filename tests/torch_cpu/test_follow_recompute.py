@@ -1,0 +1,606 @@
+"""Followed loops in which autograd holds recipes in place of tensors: nothing that anybody can see differs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import LOOPS, Language, adamw, loss_of, sentences, tensors_in
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import outofcore
+from outofcore.follow.native import load_paging
+from outofcore.follow.recipes import Recipes
+from outofcore.follow.remaking import worth_making_again
+
+MIB = 1 << 20
+ROOMY = 1 << 30
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Trained = tuple[list[Any], list[Tensor], Tensor]
+
+
+def trained(
+    name: str, budget: int | None = None, *, recompute: bool = True, stress: bool = False
+) -> tuple[Trained, outofcore.LoopStats | None]:
+    """What a loop read, what it left, and where it left the generator; with a budget, also what happened."""
+    loop, model_of = LOOPS[name]
+    torch.manual_seed(0)
+    model = model_of()
+    torch.manual_seed(1)
+    stats = None
+    if budget is None:
+        seen = loop(model, adamw)
+    else:
+        with outofcore.budget(budget, model) as run:
+            load_paging().follow_stress(run._space, int(stress))
+            if recompute:
+                recipes_of(run).everything()
+            seen = loop(model, adamw)
+            stats = run.stats
+    left = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    values = [value for value in seen if not isinstance(value, Tensor | Optimizer)]
+    return (values, [t.clone() for t in (*left, *tensors_in(seen))], torch.get_rng_state()), stats
+
+
+def recipes_of(run: outofcore.Loop) -> Recipes:
+    assert run._space is not None
+    return Recipes(run._space)
+
+
+@functools.cache
+def peak_of(name: str) -> int:
+    stats = trained(name, ROOMY, recompute=False)[1]
+    assert stats is not None
+    return stats.peak_bytes
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: str) -> None:
+    theirs, _ = trained(name)
+    for share, stress in ((0.5, False), (0.3, False), (0.5, True)):
+        budget = int(share * peak_of(name))
+        ours, stats = trained(name, budget, stress=stress)
+        assert ours[0] == theirs[0]
+        assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+        assert torch.equal(ours[2], theirs[2])
+        assert stats is not None
+        assert stats.peak_bytes <= budget
+        assert stats.reruns > 0
+        assert stats.unkept_bytes > 0
+
+
+def test_less_memory_is_used_where_everything_fits() -> None:
+    stats = trained("plain", ROOMY)[1]
+    assert stats is not None
+    assert stats.peak_bytes < 0.8 * peak_of("plain")
+    assert stats.evictions == 0
+
+
+@pytest.fixture
+def run() -> Iterator[outofcore.Loop]:
+    with outofcore.budget(64 * MIB, home="host") as loop:
+        recipes_of(loop).everything()
+        yield loop
+
+
+def both(run: outofcore.Loop, program: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a program gives, or how it fails, plain and followed."""
+    results: list[Any] = []
+    for recompute in (False, True):
+        switch = recipes_of(run)
+        switch.everything() if recompute else switch.off()
+        torch.manual_seed(3)
+        try:
+            results.append([t.clone() for t in tensors_in(program())])
+        except RuntimeError as error:
+            results.append(type(error))
+        if isinstance(results[-1], list):
+            results[-1].append(torch.get_rng_state())
+    return results[0], results[1]
+
+
+def assert_alike(run: outofcore.Loop, program: Callable[[], Any], *, reruns: bool = True) -> None:
+    before = run.stats.reruns
+    theirs, ours = both(run, program)
+    if isinstance(theirs, list):
+        assert isinstance(ours, list)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    else:
+        assert ours is theirs
+    assert (run.stats.reruns > before) == reruns
+
+
+def send_away(tensor: Tensor) -> None:
+    assert load_paging().follow_evict(tensor.untyped_storage()._cdata) == 1
+
+
+def in_a_thread(change: Callable[[], object]) -> None:
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (128, 256)), requires_grad=True)
+
+
+WEIGHT = (256, 256)
+
+
+def test_a_storage_goes_and_comes_back(run: outofcore.Loop) -> None:
+    x, weight = leaf(), leaf(*WEIGHT)
+    y = F.gelu(x * 2)
+    address = y.untyped_storage()._cdata
+    weak = torch.UntypedStorage._new_with_weak_ptr
+    reference = y.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+    assert weak(reference) is not None
+    z = y @ weight
+    z.sum()  # the next op, at which autograd has the node of the last
+    before = run.stats.bytes_in_use
+    del y
+    assert address
+    assert weak(reference) is None
+    assert run.stats.bytes_in_use < before
+    saved = z.grad_fn._saved_self  # type: ignore[union-attr]
+    assert torch.equal(saved, F.gelu(x * 2))
+    assert saved.requires_grad
+    assert run.stats.reruns >= 1
+
+
+def test_dropout_is_made_again_with_the_same_draws(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        y = F.dropout(F.silu(x @ weight), 0.3)
+        torch.rand(5)
+        y = torch.bernoulli(torch.full_like(y, 0.5)) * y + torch.rand_like(y) * y
+        y = F.alpha_dropout(F.dropout1d(y, 0.2), 0.1)
+        y.square().mean().backward()
+        return [x.grad, weight.grad, torch.rand(3)]
+
+    assert_alike(run, program)
+
+
+def test_a_generator_of_the_users_own_is_left_alone(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        draw = torch.Generator().manual_seed(5)
+        x, weight = leaf(), leaf(*WEIGHT)
+        mask = torch.empty(128, 256).bernoulli_(0.5, generator=draw).div_(0.5)
+        y = (x @ weight) * mask
+        del mask
+        (y * y).sum().backward()
+        return [x.grad, weight.grad, torch.rand(4, generator=draw)]
+
+    assert_alike(run, program)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norm_counts_each_batch_once(run: outofcore.Loop, train: bool) -> None:
+    def program() -> list[Any]:
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 8, 3))
+        model.train(train)
+        loss = sum(model(torch.randn(8, 3, 24, 24)).square().mean() for _ in range(2))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return [p.grad for p in model.parameters()] + list(model.state_dict().values())
+
+    assert_alike(run, program)
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    # Of what a recipe starts from (h), or of what was saved itself (y).
+    "none": lambda h, y: None,
+    "input": lambda h, y: h.detach().add_(1),
+    "input_behind_autograd": lambda h, y: h.data.mul_(3),
+    "saved": lambda h, y: y.detach().add_(1),
+    "saved_behind_autograd": lambda h, y: y.data.mul_(3),
+    "part_of_input": lambda h, y: h.data[3:5].zero_(),
+    "input_by_address": lambda h, y: h.detach().numpy().fill(2.0),
+    "saved_by_address": lambda h, y: y.detach().numpy().fill(2.0),
+    "input_by_out": lambda h, y: torch.add(h.detach(), 1, out=h.data),
+    "input_twice": lambda h, y: (h.data.add_(1), h.data.sub_(1.5)),
+}
+
+
+# What nobody has any more, nobody can change.
+@pytest.mark.parametrize(("change", "kept"), [(c, k) for c in CHANGES for k in (True, False) if k or "saved" not in c])
+@pytest.mark.parametrize("kind", ["saves_input", "saves_nothing", "saves_result"])
+def test_what_is_changed_before_backward_counts_as_in_eager(
+    run: outofcore.Loop, change: str, kept: bool, kind: str
+) -> None:
+    op: dict[str, Callable[[Tensor], Tensor]] = {
+        "saves_input": F.gelu,
+        "saves_nothing": lambda h: h + 1,
+        "saves_result": torch.sigmoid,
+    }
+
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        h = x * 2
+        y = op[kind](h)
+        z = y @ weight
+        total = z.sum()
+        if not kept:
+            y = h
+        CHANGES[change](h, y)
+        del h, y, z
+        total.backward()
+        return [x.grad, weight.grad]
+
+    theirs, ours = both(run, program)
+    if isinstance(theirs, list):
+        assert isinstance(ours, list)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    else:
+        assert ours is theirs
+
+
+def test_a_parameter_that_is_updated_between_forward_and_backward(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, shift, weight = torch.randn(128, 256), leaf(), leaf(*WEIGHT)
+        z = ((x + shift) @ weight).sum()
+        with torch.no_grad():
+            shift.add_(1)  # which autograd has not saved
+        z.backward()
+        return [shift.grad, weight.grad]
+
+    assert_alike(run, program)
+    small = nn.LayerNorm(256)
+    weight = leaf(*WEIGHT)
+
+    def with_small_ones() -> list[Any]:
+        x = leaf()
+        z = (small(x) @ weight).sum()
+        small.weight.data.add_(1)  # eager does not notice, and neither saw it in the product
+        z.backward()
+        found = [weight.grad]
+        weight.grad = None
+        small.weight.data.sub_(1)
+        return found
+
+    assert_alike(run, with_small_ones)
+
+
+def test_backward_twice_and_gradients_of_gradients(run: outofcore.Loop) -> None:
+    def twice() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        loss = F.softmax(F.gelu(x @ weight), -1).square().sum()
+        loss.backward(retain_graph=True)
+        first = weight.grad
+        loss.backward()
+        return [first, weight.grad, x.grad]
+
+    def higher() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        loss = F.softmax(torch.tanh(x @ weight), -1).square().sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (slope.square().sum() + loss).backward()
+        return [x.grad, weight.grad]
+
+    def too_often() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        loss = F.gelu(x @ weight).square().sum()
+        loss.backward()
+        loss.backward()
+        return []
+
+    assert_alike(run, twice)
+    assert_alike(run, higher)
+    theirs, ours = both(run, too_often)
+    assert ours is theirs is RuntimeError
+
+
+def test_what_was_made_only_on_the_way_is_made_again_too(run: outofcore.Loop) -> None:
+    """As in rotary embeddings: the sum is saved, and what was added is not."""
+
+    def program() -> list[Any]:
+        x, weight, turn = leaf(), leaf(*WEIGHT), torch.randn(128, 256)
+        h = x * 1
+        y = h * turn.cos() + torch.cat([-h[:, 128:], h[:, :128]], 1) * turn.sin()
+        del h
+        (y @ weight).square().sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
+def test_views_lists_and_several_results(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        y = F.relu(x @ weight)
+        parts = y.view(64, 2, 256).transpose(0, 1).unbind(0)
+        joined = torch.cat([parts[0] * parts[1], torch.stack([parts[0], parts[1]], 0).sum(0)], 1)
+        best, where = F.max_pool1d(joined[None], 2, return_indices=True)
+        picked = joined[torch.arange(64).flip(0)] * joined[:, ::2].repeat(1, 2)
+        low, high = torch.aminmax(picked, dim=1)
+        del y, parts, joined
+        (best.square().mean() + picked.tanh().mean() + (high - low).mean()).backward()
+        return [x.grad, weight.grad, where]
+
+    assert_alike(run, program)
+
+
+def test_hooks_of_the_users_own_see_what_they_would_see(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        seen: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen.append(tensor.detach())
+            return tensor * 1
+
+        x, weight = leaf(), leaf(*WEIGHT)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            y = F.gelu(F.silu(x @ weight))
+            z = y @ weight
+        packed = len(seen)
+        z.square().mean().backward()
+        assert len(seen) == packed
+        return [x.grad, weight.grad, torch.tensor(packed), *seen]
+
+    theirs, ours = both(run, program)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_within_and_around(run: outofcore.Loop, reentrant: bool) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+
+        def inner(h: Tensor) -> Tensor:
+            return F.dropout(F.gelu(h @ weight), 0.2)
+
+        def outer(h: Tensor) -> Tensor:
+            return F.silu(checkpoint(inner, h, use_reentrant=reentrant) + h)
+
+        h = F.gelu(x * 2)
+        h = checkpoint(outer, h, use_reentrant=reentrant)
+        (F.gelu(h) @ weight).square().mean().backward()
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
+class Scaled(torch.autograd.Function):
+    """Looks at what it saved, and at who that is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(x, y, weight)
+        ctx.weight = weight
+        return y * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, weight = ctx.saved_tensors
+        assert weight is ctx.weight
+        assert x.requires_grad
+        return gradients[0] * y * weight + x * 0, gradients[0] * y
+
+
+def test_functions_of_the_users_own(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(128, 256)
+        h = torch.tanh(x * 2)
+        y = Scaled.apply(h, weight)
+        del h
+        y.square().mean().backward()
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
+def test_a_tensor_that_carries_something_stays_itself(run: outofcore.Loop) -> None:
+    class Remembers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return gradients[0] * x.factor
+
+    x = leaf()
+    h = x * 3
+    h.factor = 5.0  # type: ignore[attr-defined]
+    y = Remembers.apply(h)
+    del h
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 15.0))
+
+
+def test_autocast_and_other_settings_are_those_of_forward(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.gelu(x @ weight)
+            z = F.layer_norm(y @ weight, (256,)).float()
+        torch.set_flush_denormal(True)
+        torch.set_default_dtype(torch.float64)
+        try:
+            z.square().mean().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_flush_denormal(False)
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_functional_transforms_run_as_ever(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = torch.randn(128, 256), torch.randn(*WEIGHT)
+
+        def loss(w: Tensor) -> Tensor:
+            return F.gelu(F.gelu(x @ w) @ w).square().mean()
+
+        rows = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(row * 2).sum()))(x)
+        return [torch.func.grad(loss)(weight), rows, *torch.func.vjp(loss, weight)[1](torch.tensor(1.0))]
+
+    theirs, ours = both(run, program)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_failure_in_backward_leaves_everything_right(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        h = x @ weight
+
+        def refuse(_: Tensor) -> None:
+            raise RuntimeError("not this one")
+
+        hook = h.register_hook(refuse)
+        loss = F.gelu(F.gelu(h) @ weight).square().mean()
+        with pytest.raises(RuntimeError, match="not this one"):
+            loss.backward(retain_graph=True)
+        hook.remove()
+        x.grad = weight.grad = None
+        loss.backward()
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
+def test_a_graph_outlives_its_loop() -> None:
+    torch.manual_seed(0)
+    x, weight, shift = leaf(), leaf(*WEIGHT), leaf()
+    wanted = torch.autograd.grad((F.gelu(x + shift) @ weight).square().sum(), (x, weight, shift))
+    with outofcore.budget(8 * MIB, home="host") as run:
+        recipes_of(run).everything()
+        loss = (F.gelu(x + shift) @ weight).square().sum()
+        loss = loss * 1
+        assert run.stats.unkept_bytes > 0
+    with torch.no_grad():
+        shift.data.add_(1)  # nobody sees it, and the sum is not saved
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, (x, weight, shift)), wanted, strict=True))
+
+
+def test_another_thread_reads_and_runs_backward(run: outofcore.Loop) -> None:
+    def program() -> list[Any]:
+        x, weight = leaf(), leaf(*WEIGHT)
+        loss = F.gelu(F.gelu(x @ weight) @ weight).square().mean() * 1
+        in_a_thread(loss.backward)
+        return [x.grad, weight.grad]
+
+    assert_alike(run, program)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.untyped_storage().resize_(0),
+        lambda h: in_a_thread(lambda: h.add_(1)),
+        lambda h: (in_a_thread(lambda: h.data.add_(1)), send_away(h)),
+    ],
+    ids=["resized", "by_a_thread", "found_when_it_left"],
+)
+def test_what_unseen_code_changed_is_refused(run: outofcore.Loop, change: Callable[[Tensor], object]) -> None:
+    x, weight = leaf(), leaf(*WEIGHT)
+    recipes_of(run).off()  # so that it is not known how this one is made
+    h = (x * 2).detach()
+    recipes_of(run).everything()
+    send_away(h)  # and so it is clean when it is back
+    z = (h + 1) @ weight
+    loss = z.sum()
+    change(h)
+    with pytest.raises(RuntimeError, match="code that is not followed"):
+        loss.backward()
+
+
+def test_recipes_and_what_they_hold_go_with_the_graph(run: outofcore.Loop) -> None:
+    x, weight = leaf(), leaf(*WEIGHT)
+    seen = []
+    for step in range(12):
+        h = x * 2
+        loss = F.gelu(F.dropout(h @ weight) @ weight).square().mean() * 1
+        if step % 3:
+            loss.backward()
+            x.grad = weight.grad = None
+        del loss, h
+        gc.collect()
+        seen.append(run.stats.bytes_in_use)
+    assert seen[-1] == seen[2]
+
+
+def test_chosen_storages_are_made_again_from_the_next_step_on() -> None:
+    def losses(run: outofcore.Loop | None) -> tuple[list[float], list[outofcore.LoopStats]]:
+        torch.manual_seed(0)
+        model = Language()
+        optimizer, seen, told = adamw(model), [], []
+        for step, (ids, wanted) in enumerate(sentences(8)):
+            if run is not None:
+                recipes = recipes_of(run)
+                if step == 2:
+                    recipes.note()
+                if step == 3:
+                    noted = recipes.noted()
+                    assert sum(one.saved for one in noted) > 40
+                    # Measured times depend on the machine: here all that cannot hold more than it frees.
+                    recipes.choose(worth_making_again(noted, 1.0))
+            optimizer.zero_grad()
+            loss = loss_of(model, ids, wanted)
+            if run is not None:
+                told.append(run.stats)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+            del loss
+        return seen, told
+
+    theirs, _ = losses(None)
+    with outofcore.budget(ROOMY, home="host") as run:
+        ours, told = losses(run)
+    assert ours == theirs
+    assert [stats.recipes > 0 for stats in told] == [False] * 3 + [True] * 5
+    steps = [after.recipes - before.recipes for before, after in itertools.pairwise(told[3:])]
+    assert len(set(steps)) == 1  # the choice goes on from step to step
+    # After forward, before backward, all that is saved is there; with room for everything, it is less.
+    assert told[4].bytes_in_use < 0.8 * told[2].bytes_in_use
+    assert run.stats.reruns > 0
+
+
+def test_a_loop_that_asks_for_nothing_gets_no_recipes() -> None:
+    model = Language()
+    with outofcore.budget(ROOMY, model) as run:
+        ids, wanted = next(sentences(1))
+        loss = loss_of(model, ids, wanted)
+        assert loss.grad_fn is not None
+        loss.backward()
+    assert run.stats.recipes == run.stats.reruns == 0
+
+
+def test_bad_modes_are_refused(run: outofcore.Loop) -> None:
+    library = load_paging()
+    assert library.follow_recompute(run._space, 7) == -1
+    assert b"no mode 7" in library.follow_failure()
+    assert library.follow_recompute_set(run._space, (ctypes.c_int64 * 1)(3), 1) == 0
+
+
+def test_ctrl_c_while_autograd_is_given_recipes_is_raised_in_the_loop(
+    run: outofcore.Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Tensor) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    x, weight = leaf(), leaf(*WEIGHT)
+    y = F.gelu(x @ weight)
+    monkeypatch.setattr("outofcore.follow.recipes._replace_saved", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
+            y = y * 2

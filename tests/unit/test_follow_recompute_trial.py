@@ -1,0 +1,61 @@
+"""Whether some of a loop is made again: by what plans predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from outofcore.follow.recompute_trial import Phase, RecomputeTrial
+from outofcore.follow.remaking import Made
+
+HIDDEN, ACTIVE = Made(1, 1 << 20, 0.5, (0,), True), Made(2, 1 << 20, 0.0001, (1,), True)
+
+
+class Recipes:
+    def __init__(self, *made: Made) -> None:
+        self.made, self.said = made, list[object]()
+
+    def off(self) -> None:
+        self.said.append("off")
+
+    def note(self) -> None:
+        self.said.append("note")
+
+    def noted(self) -> tuple[Made, ...]:
+        return self.made
+
+    def choose(self, storages: Iterable[int]) -> None:
+        self.said.append(tuple(storages))
+
+
+def test_steps_that_no_copy_holds_up_are_left_alone() -> None:
+    recipes = Recipes(HIDDEN, ACTIVE)
+    trial = RecomputeTrial(recipes)
+    trial.plan_made(1.02, 1.0, 1e9, remade=False)
+    trial.step_ended()
+    assert (trial.phase, recipes.said) == (Phase.UNTRIED, [])
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.2, []), (1.5, ["off"]), (1.6, ["off"])])
+def test_the_quicker_plan_stays(seconds: float, said: list[str]) -> None:
+    recipes = Recipes(HIDDEN, ACTIVE)
+    trial = RecomputeTrial(recipes)
+    trial.step_ended()
+    trial.plan_made(1.5, 1.0, 1e9, remade=False)
+    assert (trial.phase, recipes.said) == (Phase.NOTING, ["note"])
+    trial.step_ended()
+    assert (trial.phase, recipes.said) == (Phase.TRYING, ["note", (2,)])
+    trial.plan_made(9.0, 1.0, 1e9, remade=False)  # of another kind of step
+    trial.plan_made(seconds, 1.1, 1e9, remade=True)
+    assert (trial.phase, recipes.said[2:]) == (Phase.SETTLED, said)
+    trial.plan_made(9.0, 1.0, 1e9, remade=False)
+    assert trial.phase is Phase.SETTLED
+
+
+def test_nothing_cheap_ends_it() -> None:
+    recipes = Recipes(HIDDEN)
+    trial = RecomputeTrial(recipes)
+    trial.plan_made(1.5, 1.0, 1e9, remade=False)
+    trial.step_ended()
+    assert (trial.phase, recipes.said) == (Phase.SETTLED, ["note", "off"])
