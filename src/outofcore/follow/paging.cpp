@@ -1145,12 +1145,19 @@ void after_fork_in_child() {
   mutex.unlock();
 }
 
+// Gives memory back that only shows what is at home.
+void forget_window(const Block& block) {
+  if (!block.here && !block.fixed && block.slot && block.copying == Copying::kNothing)
+    block.space->homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+}
+
 // Moves the bytes of a storage to memory of PyTorch's own allocator, and forgets its block.
 bool release_from(const Block& block, StorageImpl& storage) {
   if (block.fixed || block.pins > 0) return false;
   wait_for_copies(*block.space);
   at::DataPtr own = stock->allocate(storage.nbytes());
   std::memcpy(own.get(), storage._mutable_data_ptr_no_checks().get(), storage.nbytes());
+  forget_window(block);
   const at::DataPtr old = storage.set_data_ptr(std::move(own));
   return true;
 }
@@ -1332,6 +1339,11 @@ EXPORT int64_t follow_release_all(Space* space) noexcept {
       if (const auto storage = owner_of(*block)) release_from(*block, *storage);
     return 0;
   });
+}
+// Gives back the memory that a storage takes up only because somebody looked at it where it is away.
+EXPORT void follow_forget(StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  if (const Block* block = known(*storage)) forget_window(*block);
 }
 // Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
