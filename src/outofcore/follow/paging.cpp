@@ -738,8 +738,9 @@ bool adoptable(const StorageImpl& storage, bool given) {
           (beneath != nullptr && data.get_deleter() == beneath->raw_deleter()));
 }
 
-// Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home.
-Block* adopt(Space& space, StorageImpl& storage, bool away) {
+// Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
+// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours.
+Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   if (!away && !make_room(space, whole_pages(bytes))) refuse(space, bytes);
   Block* block = new_block(space, bytes);
@@ -774,23 +775,28 @@ Block* adopt(Space& space, StorageImpl& storage, bool away) {
   own(*block, storage);
   ++space.counters[kAdoptions];
   space.counters[kAdoptedBytes] += bytes;
-  const at::DataPtr old = storage.set_data_ptr(pointer_to(*block, to));
+  left = storage.set_data_ptr(pointer_to(*block, to));
   return block;
 }
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
-Block* block_of(Space& space, StorageImpl& storage, bool given = false) {
+Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& left) {
   if (!is_large(storage.nbytes()) || storage.device_type() != c10::kCPU) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
     if (block->space == &space) return block;
     // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->busy ? nullptr : adopt(space, storage, given);
+    return block->fixed || block->busy ? nullptr : adopt(space, storage, given, left);
   }
-  if (adoptable(storage, given)) return adopt(space, storage, given);
+  if (adoptable(storage, given)) return adopt(space, storage, given, left);
   ++space.counters[kForeign];
   return nullptr;
+}
+// What lies in PyTorch's own memory can be freed at once.
+Block* block_of(Space& space, StorageImpl& storage) {
+  at::DataPtr left;
+  return block_of(space, storage, false, left);
 }
 
 // ---- ops -----------------------------------------------------------------------------------------------------------
@@ -1301,10 +1307,11 @@ EXPORT int64_t follow_close(Space* space) noexcept {
 
 // Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be.
 EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
+  at::DataPtr left;  // freed without the lock
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     Space* space = current;
-    return space != nullptr && block_of(*space, *storage, true) != nullptr;
+    return space != nullptr && block_of(*space, *storage, true, left) != nullptr;
   });
 }
 // The first of some storages that is large and not in this space; their number, if all are.
