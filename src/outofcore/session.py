@@ -269,6 +269,7 @@ class Session:
                 if self._dynamic:
                     raise
                 raise _NotFollowedError from error
+            self.home.faces.drop_elsewhere = self.followed.drop_cache
             _log.info("followed from now on: %s", self.why_followed)
         if self._known:
             with Deferred("the move of the model to the loop"):
@@ -330,6 +331,7 @@ class Session:
         try:
             with Deferred("the move of the model to where it stays"):
                 if self.followed is not None:
+                    self.home.faces.drop_elsewhere = None
                     self.followed.close(stays=self.home.shared)
                 self.keeper.let_go()
                 if not self.home.shared:

@@ -371,6 +371,8 @@ class Faces:
         # By the key of the storage. The weak reference keeps the key from being given to another storage.
         self._faces: dict[int, Face] = {}
         self._keys: dict[tuple[int, int], int] = {}  # of the last face of each slot
+        # The same as ``drop_cache``, for what lies in the home of a loop.
+        self.drop_elsewhere: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
         """A new face of a slot (see ``HomeStore.face``); an older one is not known any more."""
@@ -402,6 +404,8 @@ class Faces:
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
+        elif self.drop_elsewhere is not None:
+            self.drop_elsewhere(tensor)
 
     def birth(self, count: int) -> torch.Tensor:
         """A face of ``count`` bytes at the last home, contents unknown, for a tensor that begins its life there.

@@ -102,6 +102,10 @@ class FollowedCalls:
         )
         return self._given(result)
 
+    def drop_cache(self, tensor: torch.Tensor) -> None:
+        """Give back memory that a tensor takes up only because somebody looked at it where it is away."""
+        load_paging().follow_forget(storage_address(tensor.untyped_storage()))
+
     def vacate(self) -> None:
         """Bring everything home, because another step is to have the model."""
         self._loop.vacate()

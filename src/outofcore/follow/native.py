@@ -46,6 +46,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_plain": (ctypes.c_int, (_POINTER,)),
     "follow_release": (_COUNT, (_POINTER,)),
     "follow_release_all": (_COUNT, (_POINTER,)),
+    "follow_forget": (None, (_POINTER,)),
     "follow_fix": (_COUNT, (_POINTER,)),
     "follow_where": (_COUNT, (_POINTER,)),
     "follow_evict": (_COUNT, (_POINTER,)),

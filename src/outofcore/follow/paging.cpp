@@ -868,8 +868,9 @@ bool adoptable(const StorageImpl& storage, bool given) {
           (beneath != nullptr && data.get_deleter() == beneath->raw_deleter()));
 }
 
-// Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home.
-Block* adopt(Space& space, StorageImpl& storage, bool away) {
+// Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
+// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours.
+Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   if (!away && !make_room(space, whole_pages(bytes))) refuse(space, bytes);
   Block* block = new_block(space, bytes);
@@ -904,23 +905,28 @@ Block* adopt(Space& space, StorageImpl& storage, bool away) {
   own(*block, storage);
   ++space.counters[kAdoptions];
   space.counters[kAdoptedBytes] += bytes;
-  const at::DataPtr old = storage.set_data_ptr(pointer_to(*block, to));
+  left = storage.set_data_ptr(pointer_to(*block, to));
   return block;
 }
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
-Block* block_of(Space& space, StorageImpl& storage, bool given = false) {
+Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& left) {
   if (!is_large(storage.nbytes()) || storage.device_type() != c10::kCPU) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
     if (block->space == &space) return block;
     // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->busy ? nullptr : adopt(space, storage, given);
+    return block->fixed || block->busy ? nullptr : adopt(space, storage, given, left);
   }
-  if (adoptable(storage, given)) return adopt(space, storage, given);
+  if (adoptable(storage, given)) return adopt(space, storage, given, left);
   ++space.counters[kForeign];
   return nullptr;
+}
+// What lies in PyTorch's own memory can be freed at once.
+Block* block_of(Space& space, StorageImpl& storage) {
+  at::DataPtr left;
+  return block_of(space, storage, false, left);
 }
 
 // ---- ops -----------------------------------------------------------------------------------------------------------
@@ -1688,12 +1694,19 @@ void after_fork_in_child() {
   mutex.unlock();
 }
 
+// Gives memory back that only shows what is at home.
+void forget_window(const Block& block) {
+  if (!block.here && !block.fixed && block.slot && block.copying == Copying::kNothing)
+    block.space->homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+}
+
 // Moves the bytes of a storage to memory of PyTorch's own allocator, and forgets its block.
 bool release_from(const Block& block, StorageImpl& storage) {
   if (block.fixed || block.pins > 0) return false;
   wait_for_copies(*block.space);
   at::DataPtr own = stock->allocate(storage.nbytes());
   std::memcpy(own.get(), storage._mutable_data_ptr_no_checks().get(), storage.nbytes());
+  forget_window(block);
   const at::DataPtr old = storage.set_data_ptr(std::move(own));
   return true;
 }
@@ -1872,10 +1885,11 @@ EXPORT int64_t follow_close(Space* space) noexcept {
 
 // Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be.
 EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
+  at::DataPtr left;  // freed without the lock
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     Space* space = current;
-    return space != nullptr && block_of(*space, *storage, true) != nullptr;
+    return space != nullptr && block_of(*space, *storage, true, left) != nullptr;
   });
 }
 // The first of some storages that is large and not in this space; their number, if all are.
@@ -1910,6 +1924,11 @@ EXPORT int64_t follow_release_all(Space* space) noexcept {
       if (const auto storage = owner_of(*block)) release_from(*block, *storage);
     return 0;
   });
+}
+// Gives back the memory that a storage takes up only because somebody looked at it where it is away.
+EXPORT void follow_forget(StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  if (const Block* block = known(*storage)) forget_window(*block);
 }
 // Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
