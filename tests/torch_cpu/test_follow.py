@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +273,23 @@ def test_a_child_sees_the_bytes_of_its_moment_and_changes_none(run: outofcore.Lo
         os.close(descriptor)
     assert away.eq(6).all()
     assert here.eq(6).all()
+
+
+def test_a_child_frees_what_it_has_and_follows_a_loop_of_its_own(run: outofcore.Loop) -> None:
+    away, here, model = torch.zeros(40000) + 1, torch.zeros(40000) + 1, nn.Linear(256, 256)
+    send_away(away)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it where it waits for ever
+        del away, here
+        run.stop()
+        with outofcore.budget("1MiB", model) as own:
+            for _ in range(4):
+                model(torch.ones(256, 256)).square().mean().backward()
+        os._exit(0 if own.stats.evictions > 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert away.eq(1).all()
+    assert here.eq(1).all()
 
 
 def test_other_kinds_of_tensors_pass(run: outofcore.Loop) -> None:

@@ -70,7 +70,7 @@ class Home {
     return offset;
   }
   void give(int64_t offset, int64_t bytes) {
-    if (memory_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+    if (memory_ && !parted_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
     extents_.give(offset, bytes, false);
     used_ -= bytes;
   }
@@ -112,8 +112,9 @@ class Home {
                              file_, offset);
     TORCH_CHECK(shown != MAP_FAILED, "outofcore: a window could not be mapped: ", std::strerror(errno));
   }
-  // In the child of a fork: what it writes is its own.
-  void part() const {
+  // In the child of a fork: what it writes is its own, and what it frees is still its parent's.
+  void part() {
+    parted_ = true;
     mmap(window_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
   }
   int64_t used() const { return used_; }
@@ -145,7 +146,7 @@ class Home {
 
   int file_, direct_;
   int pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
-  bool memory_;
+  bool memory_, parted_ = false;
   int64_t capacity_;
   Extents extents_;
   char* window_ = nullptr;

@@ -43,6 +43,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -1691,7 +1692,11 @@ void after_fork_in_child() {
       if (block->fixed && !block->here)
         space->homes.of(block->slot).show(space->address(*block), block->slot.offset, block->bytes, true);
   }
-  mutex.unlock();
+  // A recursive lock belongs to a thread of the parent, which no thread of the child can unlock; and those that waited
+  // are not here.
+  new (&mutex) std::recursive_mutex;
+  new (&asked) std::condition_variable_any;
+  new (&answered) std::condition_variable_any;
 }
 
 // Gives memory back that only shows what is at home.
