@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -31,15 +32,36 @@ from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import call, load_paging
+from outofcore.follow.observed import (
+    LINKS,
+    Observed,
+    PlanMade,
+    departure_marks,
+    observed_notes,
+    read_observed,
+)
 from outofcore.follow.records import read_record, schedule_of
 from outofcore.follow.stats import LoopStats
+from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
-from outofcore.units import format_bytes
+from outofcore.progress import Tell, following, silent
+from outofcore.report.content import page_content
+from outofcore.report.machine import this_machine
+from outofcore.report.page import write_report
+from outofcore.report.trace import Beyond, write_trace
+from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
+REPORT_PATH = "outofcore-report.html"
+
 # Addresses that a home on a disk may take up; the disk itself is the limit.
 _DISK_CAPACITY = 1 << 40
+# Models from so many bytes on take long to move to the home, so that progress is shown.
+_LONG = 256 * MIB
+# Of the plans that were made, so many are told in reports.
+_TOLD_PLANS = 8
+_UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 # How paging.cpp begins its messages.
 _OURS = "outofcore: "
 _REFUSAL = re.compile(
@@ -50,6 +72,10 @@ _REFUSAL = re.compile(
 
 class Loop:
     """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
+
+    Attributes:
+        on_progress: told by ``start()`` how many tensors of the models have moved to the home (a stage, how many, and
+            of how many); None: a bar on a terminal tells, where the models are large.
 
     >>> import torch
     >>> import outofcore
@@ -86,6 +112,11 @@ class Loop:
         self._policy = policy
         self._planner: BackgroundPlanner | None = None
         self._plans = 0
+        self._made: list[PlanMade] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # What a report is made of, once the loop is stopped.
+        self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
+        self.on_progress: Tell | None = None
         # The optimizer whose steps are those of the loop, and which others have stepped since.
         self._leader: int | None = None
         self._others: set[int] = set()
@@ -126,8 +157,7 @@ class Loop:
             undo.enter_context(addresses_seen(self._fix))
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            for model in self._models:
-                self._adopt(_tensors_of(model))
+            self._adopt_models()
             trim_heap()
             undo.callback(library.follow_thread, 0)
             library.follow_thread(1)
@@ -158,6 +188,74 @@ class Loop:
             self._last = self._read_stats()
         return self._last
 
+    def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
+        """Write what the last complete step did as one HTML page that needs nothing else.
+
+        It shows memory over time, ops and copies as they were measured, which ops ran by plan and which on demand, why
+        ops waited, what left, and among its notes where the loop left its plans, and why. A step lasts from one step of
+        an optimizer to the next; where none has stepped, as in an evaluation, it is what happened since the loop was
+        started. Of what is very long, the first half a million events are told: ops, what they touch, copies.
+
+        Args:
+            path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
+            title: the heading; by default "loop".
+
+        Returns:
+            the file.
+
+        Raises:
+            StateError: nothing has happened yet.
+            InputError: the file cannot be written.
+        """
+        file, seen, machine = Path(path), self._what_happened(), this_machine()
+        content = page_content(
+            seen.graph,
+            seen.plan,
+            seen.program,
+            [("measured", seen.timeline)],
+            budget=self._limit,
+            title=title or "loop",
+            homes=LINKS,
+            notes=[
+                *observed_notes(seen, self._made),
+                (
+                    "machine",
+                    f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
+                    f"{machine.kernel}",
+                ),
+                ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
+            ],
+            memories=[seen.memory],
+            on_demand=seen.on_demand,
+        )
+        write_report(file, content)
+        return file
+
+    def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+        """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
+
+        Ops are of the category "planned" or "on demand"; where the loop left its plan, there is a mark.
+
+        Args:
+            path: the file, compressed if its name ends in ``.gz``; its folder is created.
+            beside: a trace that ``torch.profiler`` exported of that step: both are then in the file, on one axis of
+                time (to about a millisecond).
+
+        Raises:
+            StateError: nothing has happened yet.
+            InputError: a file cannot be read or written.
+        """
+        seen = self._what_happened()
+        write_trace(
+            Path(path),
+            seen.graph,
+            seen.program,
+            [("measured", seen.timeline)],
+            began_ns=seen.began_ns,
+            beside=None if beside is None else Path(beside),
+            beyond=Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+        )
+
     def __repr__(self) -> str:
         state = "stopped" if self._space is None else "followed"
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
@@ -184,8 +282,71 @@ class Loop:
         return space
 
     def _forget(self) -> None:
-        self._last = self._read_stats()
-        self._space = None
+        try:
+            self._last = self._read_stats()
+            self._happened = self._observe()
+        finally:
+            self._space = None
+
+    def _what_happened(self) -> Observed:
+        happened = self._happened if self._space is None else self._observe()
+        seen = None
+        if happened is not None:
+            policy = self._made[-1].policy if self._made else "on demand"
+            seen = read_observed(*happened, self._limit, policy)
+        if seen is None or not seen.graph.ops:
+            raise StateError(
+                "there is nothing to tell yet: no step of the loop is complete, and none of its ops has used a tensor "
+                "of 64 KiB or more; call this when a step is done"
+            )
+        return seen
+
+    def _observe(self) -> tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]]:
+        library = load_paging()
+        count = call(library, "follow_observed", self._space, None, 0)
+        while True:  # other threads may go on meanwhile
+            numbers = (ctypes.c_int64 * count)()
+            told = call(library, "follow_observed", self._space, numbers, count)
+            if told <= count:
+                break
+            count = told
+        names = library.follow_observed_names(self._space).decode().splitlines()
+        return numbers[:told], names, self._names(library)
+
+    def _names(self, library: ctypes.CDLL) -> dict[int, tuple[str, StorageKind]]:
+        """What the storages of models and optimizers are called, by their numbers."""
+        found: dict[int, tuple[str, StorageKind]] = {}
+        named: dict[int, str] = {}  # parameters, by identity
+
+        def note(tensor: object, name: str, kind: StorageKind) -> None:
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not _followed(tensor):
+                return
+            try:
+                storage = tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # tensors that are made of others have none
+                return
+            number = library.follow_number(self._space, storage_address(storage))
+            if number >= 0:
+                found.setdefault(number, (name, kind))
+            if kind is StorageKind.PARAMETER:
+                note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
+
+        for place, model in enumerate(self._models):
+            prefix = f"models[{place}]." if len(self._models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                named[id(parameter)] = prefix + name
+                note(parameter, prefix + name, StorageKind.PARAMETER)
+            for name, buffer in model.named_buffers():
+                note(buffer, prefix + name, StorageKind.BUFFER)
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for place, parameter in enumerate(parameters):
+                name = named.get(id(parameter), f"parameter {place}")
+                note(parameter, name, StorageKind.PARAMETER)
+                state = optimizer.state.get(parameter)
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
+        return found
 
     def _read_stats(self) -> LoopStats:
         expected = len(fields(LoopStats)) - 2  # steps and plans are counted here
@@ -195,16 +356,25 @@ class Loop:
             raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=self._steps, plans=self._plans)
 
-    def _adopt(self, tensors: Iterator[torch.Tensor]) -> None:
+    def _adopt_models(self) -> None:
+        tensors = [tensor for model in self._models for tensor in _tensors_of(model)]
+        is_long = sum(tensor.nbytes for tensor in tensors if _followed(tensor)) >= _LONG
+        with following(self.on_progress, show=None if is_long else False) as tell:
+            self._adopt(iter(tensors), tell, len(tensors))
+
+    def _adopt(self, tensors: Iterator[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
         library = load_paging()
-        for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        for done, tensor in enumerate(tensors, 1):
+            tell("move the model to its home", done - 1, count)
+            if not _followed(tensor):
                 continue
             storage = tensor.untyped_storage()
             # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
             # processes see stays where they see it.
             if not storage.is_shared():
                 call(library, "follow_adopt", storage_address(storage))
+        if count:
+            tell("move the model to its home", count, count)
 
     def _fix(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":
@@ -214,6 +384,7 @@ class Loop:
         if id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
+        self._optimizers.append(weakref.ref(optimizer))
         held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         self._adopt(held)
         self._adopt(p for group in optimizer.param_groups for p in group["params"])
@@ -234,6 +405,14 @@ class Loop:
                 numbers = schedule_of(record, answer.planned.plan, answer.planned.program).numbers()
                 call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
                 self._plans += 1
+                made = PlanMade(
+                    self._steps,
+                    record.ops,
+                    answer.planned.plan.policy,
+                    answer.planned.timeline.step_seconds,
+                    answer.seconds,
+                )
+                self._made = [*self._made[1 - _TOLD_PLANS :], made]
                 _log.info(
                     "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
                     record.ops,
@@ -262,6 +441,10 @@ class Loop:
         call(library, "follow_proposal", self._space, numbers, count)
         names = library.follow_names(self._space).decode().splitlines()
         planner.start(read_record(numbers[:], names))
+
+
+def _followed(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
