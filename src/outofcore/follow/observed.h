@@ -144,7 +144,7 @@ class Observer {
   }
 
  private:
-  static constexpr size_t kMost = size_t{1} << 19, kMostDepartures = 100;
+  static constexpr size_t kMost = size_t{1} << 18, kMostDepartures = 100;
 
   struct Entry {
     int64_t start, end;
