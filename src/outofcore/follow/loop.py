@@ -33,19 +33,40 @@ from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import call, load_paging
+from outofcore.follow.observed import (
+    LINKS,
+    Observed,
+    PlanMade,
+    departure_marks,
+    observed_notes,
+    read_observed,
+)
 from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
 from outofcore.follow.stats import LoopStats
+from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
 from outofcore.planning.policy import Auto
-from outofcore.units import format_bytes
+from outofcore.progress import Tell, following, silent
+from outofcore.report.content import page_content
+from outofcore.report.machine import this_machine
+from outofcore.report.page import write_report
+from outofcore.report.trace import Beyond, write_trace
+from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
+REPORT_PATH = "outofcore-report.html"
+
 # Addresses that a home on a disk may take up; the disk itself is the limit.
 _DISK_CAPACITY = 1 << 40
+# Models from so many bytes on take long to move to the home, so that progress is shown.
+_LONG = 256 * MIB
+# Of the plans that were made, so many are told in reports.
+_TOLD_PLANS = 8
+_UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 # How paging.cpp begins its messages.
 _OURS = "outofcore: "
 _REFUSAL = re.compile(
@@ -56,6 +77,10 @@ _REFUSAL = re.compile(
 
 class Loop:
     """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
+
+    Attributes:
+        on_progress: told by ``start()`` how many tensors of the models have moved to the home (a stage, how many, and
+            of how many); None: a bar on a terminal tells, where the models are large.
 
     >>> import torch
     >>> import outofcore
@@ -100,6 +125,10 @@ class Loop:
         self._trial: RecomputeTrial | None = None
         self._reruns = 0  # until the last step ended
         self._remade = False  # whether there were any in the step that is being planned
+        self._made: list[PlanMade] = []
+        # What a report is made of, once the loop is stopped.
+        self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
+        self.on_progress: Tell | None = None
         # The optimizer whose steps are those of the loop, and which others have stepped since.
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -142,8 +171,7 @@ class Loop:
             undo.enter_context(addresses_seen(_fix))
             undo.callback(self._forget_optimizers)
             self._watch_optimizers()
-            for model in self._models:
-                self.adopt(tensors_of(model))
+            self._adopt_models()
             trim_heap()
             undo.callback(self._leave_thread)
             library.follow_thread(1)
@@ -220,6 +248,74 @@ class Loop:
             self._last = self._read_stats()
         return self._last
 
+    def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
+        """Write what the last complete step did as one HTML page that needs nothing else.
+
+        It shows memory over time, ops and copies as they were measured, which ops ran by plan and which on demand, why
+        ops waited, what left, and among its notes where the loop left its plans, and why. A step lasts from one step of
+        an optimizer to the next; where none has stepped, as in an evaluation, it is what happened since the loop was
+        started. Of what is very long, the first quarter of a million events are told: ops, what they touch, copies.
+
+        Args:
+            path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
+            title: the heading; by default "loop".
+
+        Returns:
+            the file.
+
+        Raises:
+            StateError: nothing has happened yet.
+            InputError: the file cannot be written.
+        """
+        file, seen, machine = Path(path), self._what_happened(), this_machine()
+        content = page_content(
+            seen.graph,
+            seen.plan,
+            seen.program,
+            [("measured", seen.timeline)],
+            budget=self._limit,
+            title=title or "loop",
+            homes=LINKS,
+            notes=[
+                *observed_notes(seen, self._made),
+                (
+                    "machine",
+                    f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
+                    f"{machine.kernel}",
+                ),
+                ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
+            ],
+            memories=[seen.memory],
+            on_demand=seen.on_demand,
+        )
+        write_report(file, content)
+        return file
+
+    def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+        """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
+
+        Ops are of the category "planned" or "on demand"; where the loop left its plan, there is a mark.
+
+        Args:
+            path: the file, compressed if its name ends in ``.gz``; its folder is created.
+            beside: a trace that ``torch.profiler`` exported of that step: both are then in the file, on one axis of
+                time (to about a millisecond).
+
+        Raises:
+            StateError: nothing has happened yet.
+            InputError: a file cannot be read or written.
+        """
+        seen = self._what_happened()
+        write_trace(
+            Path(path),
+            seen.graph,
+            seen.program,
+            [("measured", seen.timeline)],
+            began_ns=seen.began_ns,
+            beside=None if beside is None else Path(beside),
+            beyond=Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+        )
+
     def __repr__(self) -> str:
         state = "stopped" if self._space is None else "followed"
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
@@ -260,8 +356,71 @@ class Loop:
             load_paging().follow_thread(0)
 
     def _forget(self) -> None:
-        self._last = self._read_stats()
-        self._space = None
+        try:
+            self._last = self._read_stats()
+            self._happened = self._observe()
+        finally:
+            self._space = None
+
+    def _what_happened(self) -> Observed:
+        happened = self._happened if self._space is None else self._observe()
+        seen = None
+        if happened is not None:
+            policy = self._made[-1].policy if self._made else "on demand"
+            seen = read_observed(*happened, self._limit, policy)
+        if seen is None or not seen.graph.ops:
+            raise StateError(
+                "there is nothing to tell yet: no step of the loop is complete, and none of its ops has used a tensor "
+                "of 64 KiB or more; call this when a step is done"
+            )
+        return seen
+
+    def _observe(self) -> tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]]:
+        library = load_paging()
+        count = call(library, "follow_observed", self._space, None, 0)
+        while True:  # other threads may go on meanwhile
+            numbers = (ctypes.c_int64 * count)()
+            told = call(library, "follow_observed", self._space, numbers, count)
+            if told <= count:
+                break
+            count = told
+        names = library.follow_observed_names(self._space).decode().splitlines()
+        return numbers[:told], names, self._names(library)
+
+    def _names(self, library: ctypes.CDLL) -> dict[int, tuple[str, StorageKind]]:
+        """What the storages of models and optimizers are called, by their numbers."""
+        found: dict[int, tuple[str, StorageKind]] = {}
+        named: dict[int, str] = {}  # parameters, by identity
+
+        def note(tensor: object, name: str, kind: StorageKind) -> None:
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not _followed(tensor):
+                return
+            try:
+                storage = tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # tensors that are made of others have none
+                return
+            number = library.follow_number(self._space, storage_address(storage))
+            if number >= 0:
+                found.setdefault(number, (name, kind))
+            if kind is StorageKind.PARAMETER:
+                note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
+
+        for place, model in enumerate(self._models):
+            prefix = f"models[{place}]." if len(self._models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                named[id(parameter)] = prefix + name
+                note(parameter, prefix + name, StorageKind.PARAMETER)
+            for name, buffer in model.named_buffers():
+                note(buffer, prefix + name, StorageKind.BUFFER)
+        for optimizer in self._seen:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for place, parameter in enumerate(parameters):
+                name = named.get(id(parameter), f"parameter {place}")
+                note(parameter, name, StorageKind.PARAMETER)
+                state = optimizer.state.get(parameter)
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
+        return found
 
     def _read_stats(self) -> LoopStats:
         expected = len(fields(LoopStats)) - 2  # steps and plans are counted here
@@ -271,17 +430,26 @@ class Loop:
             raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=self._steps, plans=self._plans)
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _adopt_models(self) -> None:
+        tensors = [tensor for model in self._models for tensor in tensors_of(model)]
+        is_long = sum(tensor.nbytes for tensor in tensors if _followed(tensor)) >= _LONG
+        with following(self.on_progress, show=None if is_long else False) as tell:
+            self.adopt(tensors, tell, len(tensors))
+
+    def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
         """Move tensors to the home, whosever memory they lie in."""
         library = load_paging()
-        for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        for done, tensor in enumerate(tensors, 1):
+            tell("move the model to its home", done - 1, count)
+            if not _followed(tensor):
                 continue
             storage = tensor.untyped_storage()
             # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
             # processes see stays where they see it.
             if not storage.is_shared():
                 call(library, "follow_adopt", storage_address(storage))
+        if count:
+            tell("move the model to its home", count, count)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer in self._seen:
@@ -315,7 +483,7 @@ class Loop:
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
-                self._follow_plan(library, record, plan)
+                self._follow_plan(library, record, plan, answer.seconds)
                 self._store.keep(record, self._limit, repr(self._policy), plan)
         if wanted and not planner.is_busy:
             self._remade = remade
@@ -344,13 +512,21 @@ class Loop:
         if kept is None:
             planner.start(record)
         else:
-            self._follow_plan(library, record, kept)
+            self._follow_plan(library, record, kept, 0.0)
 
-    def _follow_plan(self, library: ctypes.CDLL, record: StepRecord, plan: FollowedPlan) -> None:
+    def _follow_plan(self, library: ctypes.CDLL, record: StepRecord, plan: FollowedPlan, planning: float) -> None:
         numbers = plan.schedule.numbers()
         call(library, "follow_schedule", self._space, record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
         self._plans += 1
-        _log.info("a step of %d ops is followed by %s: %.3f s a step predicted", record.ops, plan.policy, plan.seconds)
+        made = PlanMade(self._steps, record.ops, plan.policy, plan.seconds, planning)
+        self._made = [*self._made[1 - _TOLD_PLANS :], made]
+        _log.info(
+            "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
+            record.ops,
+            plan.policy,
+            plan.seconds,
+            planning,
+        )
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
@@ -359,6 +535,10 @@ class Loop:
 def _fix(storage: torch.UntypedStorage) -> None:
     if storage.device.type == "cpu":
         call(load_paging(), "follow_fix", storage_address(storage))
+
+
+def _followed(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

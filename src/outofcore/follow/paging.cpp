@@ -19,6 +19,7 @@
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
+#include "observed.h"
 #include "recipes.h"
 #include "record.h"
 
@@ -128,6 +129,7 @@ struct Block {
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
+  int64_t copy_start = 0, copy_end = 0;
 };
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
@@ -143,6 +145,7 @@ struct Space {
   follow::History history;
   follow::Recorder recorder;
   follow::Follower follower;
+  follow::Observer observer;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
   std::deque<int32_t> due;               // storages of the record that are to be fetched
   std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes, and planned offsets, of what the op that runs is to make
@@ -150,6 +153,7 @@ struct Space {
   std::optional<follow::Record> proposed;  // a step that a plan is wanted for
   int64_t proposed_for = -1;             // the number of the record
   std::string names;                     // of its operators
+  std::string observed_names;            // of operators of what was observed
   int64_t anchors = 0;                   // there ever were
   std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();  // the last op ended
   int64_t waited = 0;                    // microseconds of transfers until then
@@ -284,6 +288,7 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
     madvise(space.base + offset, bytes, MADV_DONTNEED);
   }
   block.here = true;
+  space.observer.add(follow::Event::kTaken, block.id, block.bytes);
 }
 
 void no_longer_early(Space& space, Block& block) {
@@ -294,7 +299,10 @@ void no_longer_early(Space& space, Block& block) {
 // Takes a block out of the arena.
 void unplace(Space& space, Block& block) {
   no_longer_early(space, block);
-  if (block.charged) count_use(space, -block.bytes);
+  if (block.charged) {
+    count_use(space, -block.bytes);
+    space.observer.add(follow::Event::kGiven, block.id, block.bytes);
+  }
   if (block.fixed && !block.here)  // a window lies at its addresses
     mmap(space.address(block), block.bytes, PROT_READ | PROT_WRITE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
@@ -310,11 +318,15 @@ void unplace(Space& space, Block& block) {
   block.here = block.charged = false;
 }
 
-// Lets copies beside ops take effect that have ended.
-void commit(Space& space) {
+// Lets copies beside ops take effect that have ended; `waited`: for one of them.
+void commit(Space& space, bool waited = false) {
   while (!space.finished.empty()) {
     Block* block = space.finished.back();
     space.finished.pop_back();
+    const auto observe = [&](follow::Event event) {
+      const auto how = waited ? follow::Copied::kWaited : follow::Copied::kBeside;
+      space.observer.add(event, block->copy_start, block->copy_end, block->id, block->bytes, static_cast<int32_t>(how));
+    };
     const bool in = block->copying == Copying::kIn;
     --(in ? space.copying_in : space.copying_out);
     block->copying = Copying::kNothing;
@@ -330,6 +342,7 @@ void commit(Space& space) {
       ++space.counters[kFetchesAhead];
       space.counters[kFetchedBytes] += block->bytes;
       space.counters[kAway] -= block->bytes;
+      observe(follow::Event::kIn);
     } else if (in) {
       unplace(space, *block);
     } else if (block->copied && block->version == block->copied_version) {
@@ -337,6 +350,7 @@ void commit(Space& space) {
       block->sum = block->copied_sum;
       ++space.counters[kWrites];
       space.counters[kWrittenBytes] += block->bytes;
+      observe(follow::Event::kOut);
     }
     if (block->dead && block->pins == 0) destroy(block);
   }
@@ -347,7 +361,7 @@ void wait_for_copy(Space& space) {
   std::unique_lock<std::recursive_mutex> lock(mutex, std::adopt_lock);
   answered.wait(lock, [&] { return !space.finished.empty(); });
   lock.release();
-  commit(space);
+  commit(space, true);
 }
 void wait_for_copies(Space& space) {
   commit(space);
@@ -383,6 +397,8 @@ void copy_on_demand(std::deque<Block*>& queue) {
     (in ? space.in_bytes : space.out_bytes) += block->bytes;
     block->copied = copied;
     block->copied_sum = sum;
+    block->copy_end = follow::nanos_now();
+    block->copy_start = block->copy_end - nanos;
     space.finished.push_back(block);
     answered.notify_all();
   }
@@ -404,9 +420,23 @@ void take_slot(Space& space, Block& block) {
   block.slot = fresh;
 }
 
+std::string name_of(const void* schema) {
+  const auto& known = *static_cast<const c10::FunctionSchema*>(schema);
+  return known.overload_name().empty() ? known.name() : known.name() + "." + known.overload_name();
+}
+std::string name_of_running();
+
+// Something leaves that the plan has here.
+void observe_surprise(Space& space, const Block& block, follow::Cause cause) {
+  if (space.anchor == nullptr || block.released || !space.follower.on_course()) return;
+  const int32_t at = space.follower.position();
+  const auto& ops = space.follower.known()->ops;
+  space.observer.depart(at, cause, name_of(ops[at].op), name_of_running(), block.bytes);
+}
+
 // Lets a block leave that is not being copied; false: it has no owner any more, and stays. Throws if its home fails, and
 // then it stays as well.
-bool evict(Space& space, Block& block) {
+bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMemory) {
   const auto storage = owner_of(block);
   if (!storage) return false;
   const Stopwatch watch{space.counters[kTransferMicros]};
@@ -422,7 +452,10 @@ bool evict(Space& space, Block& block) {
   if (write) {
     take_slot(space, block);
     block.dirty = true;
+    const int64_t start = follow::nanos_now();
     space.homes.of(block.slot).write(from, block.slot.offset, block.bytes);
+    space.observer.add(follow::Event::kOut, start, follow::nanos_now(), block.id, block.bytes,
+                       static_cast<int32_t>(follow::Copied::kOnDemand));
     ++space.counters[kWrites];
     space.counters[kWrittenBytes] += block.bytes;
     block.dirty = false;
@@ -430,11 +463,14 @@ bool evict(Space& space, Block& block) {
   }
   ++space.counters[kEvictions];
   if (space.anchor != nullptr && !block.released) ++space.counters[kUnplanned];
+  space.observer.add(follow::Event::kLeft, block.id, block.bytes, block.released);
+  observe_surprise(space, block, cause);
   block.released = false;
   space.counters[kAway] += block.bytes;
   if (block.fixed) {
     space.homes.of(block.slot).show(space.address(block), block.slot.offset, block.bytes, false);
     count_use(space, -block.bytes);
+    space.observer.add(follow::Event::kGiven, block.id, block.bytes);
     block.here = block.charged = false;
     return true;
   }
@@ -611,7 +647,7 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
   }
   for (Block* block : there) {
     while (block->copying != Copying::kNothing && space.known.count(block) != 0) wait_for_copy(space);
-    if (space.known.count(block) != 0 && !evict(space, *block)) return false;
+    if (space.known.count(block) != 0 && !evict(space, *block, follow::Cause::kPlace)) return false;
   }
   return true;
 }
@@ -627,6 +663,7 @@ void fetch(Space& space, Block& block) {
   if (!make_room(space, block.bytes)) refuse(space, block.bytes);
   const Stopwatch watch{space.counters[kTransferMicros]};
   follow::Home& home = space.homes.of(block.slot);
+  int64_t start = follow::nanos_now();
   if (block.fixed) {
     // Filled elsewhere first, since others may look at its addresses meanwhile.
     void* filled = mmap(nullptr, block.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -637,6 +674,7 @@ void fetch(Space& space, Block& block) {
   } else {
     const int64_t wanted = planned_offset(space, block);
     place(space, block, wanted >= 0 && clear(space, wanted, block.bytes, true) ? wanted : -1);
+    start = follow::nanos_now();
     try {
       home.read(space.address(block), block.slot.offset, block.bytes);
     } catch (...) {
@@ -651,6 +689,8 @@ void fetch(Space& space, Block& block) {
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;
   space.counters[kAway] -= block.bytes;
+  space.observer.add(follow::Event::kIn, start, follow::nanos_now(), block.id, block.bytes,
+                     static_cast<int32_t>(follow::Copied::kOnDemand));
 }
 
 void forget_space(Space* space) {
@@ -696,6 +736,7 @@ void destroy(Block* block) {
   leave_part(space, *block, block->twin);
   if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
   unplace(space, *block);
+  space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   space.homes.give(block->slot);
   space.known.erase(block);
   block->storage.reset();
@@ -1215,13 +1256,18 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
   follow::Follower& follower = space.follower;
   const bool before = follower.active();
   const follow::Known* known = follower.known();
+  const int32_t planned_at = space.anchor != nullptr && follower.on_course() ? follower.next() : -1;
+  const void* planned = planned_at >= 0 ? known->ops[planned_at].op : nullptr;
   follower.advance(op, touched);
+  if (planned != nullptr && (!follower.on_course() || follower.known() != known || follower.position() != planned_at))
+    space.observer.depart(planned_at, follow::Cause::kOp, name_of(planned), name_of(op));
   if (follower.known() != known) {
     known = follower.known();
     space.anchor = known == nullptr ? nullptr : usual_anchor(*follower.known());
     space.due.clear();
     if (before) ++space.counters[kLost];
   }
+  space.observer.after_departure(space.anchor != nullptr && follower.on_course() ? follower.position() : -1);
   for (const auto& [place, block] : places) block->released = false;
   if (!follower.on_course()) return;
   for (const auto& [place, block] : places)
@@ -1403,12 +1449,15 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   Lineage lineage(space, op, about);
   const Running inside(op);
   std::vector<follow::Touched> touched;
+  const int64_t arrived = follow::nanos_now();
+  int64_t start = arrived, planned = 0;
   const auto touch = [&](int32_t place, const Block& block, bool written, bool created) {
     touched.push_back({place, block.id, block.bytes, written, created});
   };
   {
     const Guard guard(mutex);
     commit(space);
+    planned = space.counters[kPlanned];
     space.wanted.clear();
     space.scratch_at = -1;
     std::vector<follow::History::Touch> noted;
@@ -1441,11 +1490,13 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
     if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
     space.scratch = space.most_scratch = 0;
+    start = follow::nanos_now();
   }
   {
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     op.redispatchBoxed(below, stack);
   }
+  const int64_t end = follow::nanos_now();
   {
     const Guard guard(mutex);
     if (!space.open) return;
@@ -1480,6 +1531,11 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
             choose_anchor(space, storage, block->bytes);
         }
     }
+    if (!touched.empty())
+      space.observer.add(follow::Event::kOp, start, end, reinterpret_cast<int64_t>(&op.schema()), start - arrived,
+                         space.counters[kPlanned] != planned);
+    for (const follow::Touched& each : touched)
+      space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
     const int64_t waited = space.counters[kTransferMicros] - space.waited;
     space.recorder.add(&op.schema(), touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
                        std::max<int64_t>(0, space.most_scratch - made));
@@ -1565,6 +1621,11 @@ int64_t made_by(const follow::Record& record) {
   return bytes;
 }
 
+void observe_held(Space& space) {
+  for (const auto& [offset, block] : space.at)
+    if (block->charged) space.observer.add(follow::Event::kHeld, block->id, block->bytes);
+}
+
 bool end_of_step(Space& space) {
   // Steps that make up to so much less than an anchor follow its plan for good.
   constexpr double kClose = 1.15;
@@ -1579,6 +1640,8 @@ bool end_of_step(Space& space) {
       if (const auto found = known->of_block.find(block->id); found != known->of_block.end())
         known->playing[found->second] = block;
   const follow::Known* before = space.follower.known();
+  if (space.anchor != nullptr && space.follower.on_course() && space.follower.next() != 0)
+    space.observer.depart(space.follower.next(), follow::Cause::kEnd, name_of(before->ops[space.follower.next()].op), "");
   space.follower.stand_after(*known);
   if (before != space.follower.known()) {
     space.anchor = usual_anchor(*space.follower.known());
@@ -1779,7 +1842,11 @@ EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, i
 EXPORT int64_t follow_end_of_step(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
-    return end_of_step(*space);
+    commit(*space);
+    const bool wanted = end_of_step(*space);
+    space->observer.end_step();
+    observe_held(*space);
+    return wanted;
   });
 }
 // The step that a plan is wanted for, as numbers: how it is read says records.py. Returns how many there are; with
@@ -1797,6 +1864,24 @@ EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity)
 }
 // The names of the operators of that step, in the order of their numbers, by lines.
 EXPORT const char* follow_names(Space* space) noexcept { return space->names.c_str(); }
+// What happened in the last complete step, as numbers: how it is read says observed.py. Returns how many there are; with
+// fewer in ``capacity`` nothing is written.
+EXPORT int64_t follow_observed(Space* space, int64_t* numbers, int64_t capacity) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    const std::vector<int64_t> told = space->observer.tell(space->observed_names, &name_of);
+    if (static_cast<int64_t>(told.size()) <= capacity) std::copy(told.begin(), told.end(), numbers);
+    return static_cast<int64_t>(told.size());
+  });
+}
+// The names of operators there, in the order of their numbers, by lines.
+EXPORT const char* follow_observed_names(Space* space) noexcept { return space->observed_names.c_str(); }
+// By what number a storage is known there; -2: it is not.
+EXPORT int64_t follow_number(Space* space, StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  const Block* block = known(*storage);
+  return block == nullptr || block->space != space ? -2 : block->id;
+}
 // The plan for an anchor: three lists of pairs of op and storage, each after its length: what leaves, what is fetched,
 // what is written; one of triples: from which op on a storage lies at which offset, in the order of ops; and one of
 // pairs of op and the offset of its scratch memory.
@@ -1829,6 +1914,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     spaces.insert(space);
     start_copiers();
     space->since = std::chrono::steady_clock::now();
+    space->observer.open();
     current = space;
     return 0;
   });
@@ -1867,6 +1953,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     if (current == space) space->recipes->close();
     const Guard guard(mutex);
+    space->observer.close();
     wait_for_copies(*space);
     if (current == space) {
       std::vector<Block*> away;

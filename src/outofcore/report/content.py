@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from outofcore.analysis import is_large
@@ -34,6 +34,8 @@ def page_content(
     insight: Insight | None = None,
     homes: Sequence[str] = (),
     notes: Sequence[tuple[str, str]] = (),
+    memories: Sequence[MemoryOverTime] = (),
+    on_demand: Collection[int] = (),
 ) -> Object:
     """Everything that a report shows. Times in microseconds, sizes in bytes.
 
@@ -47,6 +49,8 @@ def page_content(
         insight: the step under other circumstances, if that is known.
         homes: the names of the homes, in the order of their numbers.
         notes: what else is to be known, such as the machine, each with its name.
+        memories: of each timeline what lay on the device, where that is known; else it follows from the program.
+        on_demand: ids of ops that ran without a plan, in a step of which others were planned.
     """
     lanes = list(dict.fromkeys([*((queue, 0) for queue in Queue), *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(_LANES).index(lane[0]), lane[1]))
@@ -65,13 +69,16 @@ def page_content(
         "storages": shown,
         "fates": fates,
         "instructions": [
-            # Lane, what it runs or copies, whether it runs again.
-            [lanes.index(lane_of(one)), one.op, int(one.again)]
+            # Lane, what it runs or copies, whether it runs again (1) or without a plan (2).
+            [lanes.index(lane_of(one)), one.op, 1 if one.again else 2 * (one.op in on_demand)]
             if isinstance(one, Run)
             else [lanes.index(lane_of(one)), -1 if (s := program.blocks[one.block].storage) is None else s, 0]
             for one in program.instructions
         ],
-        "timelines": [_timeline(graph, program, name, timeline) for name, timeline in timelines],
+        "timelines": [
+            _timeline(graph, program, name, timeline, memories[i] if i < len(memories) else None)
+            for i, (name, timeline) in enumerate(timelines)
+        ],
         "insight": None if insight is None else _insight(insight),
         "notes": [list(note) for note in notes],
     }
@@ -87,10 +94,12 @@ def _lane_name(queue: Queue, home: int, homes: Sequence[str]) -> str:
     return f"{_LANES[queue]}, {homes[home] if home < len(homes) else home}"
 
 
-def _timeline(graph: StepGraph, program: Program, name: str, timeline: Timeline) -> Object:
+def _timeline(
+    graph: StepGraph, program: Program, name: str, timeline: Timeline, memory: MemoryOverTime | None
+) -> Object:
     spent, waits = time_spent(graph, program, timeline)
     longest = sorted(waits, key=lambda w: -w.seconds)[:_WAITS]
-    memory = memory_over_time(graph, program, timeline)
+    memory = memory or memory_over_time(graph, program, timeline)
     return {
         "name": name,
         "seconds": timeline.step_seconds,

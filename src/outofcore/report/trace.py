@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from outofcore.errors import InputError
 from outofcore.graph import StepGraph
 from outofcore.program import Program, Queue, Run, Timeline, lane_of
-from outofcore.report.data import memory_over_time
+from outofcore.report.data import MemoryOverTime, memory_over_time
 from outofcore.report.naming import instruction_text, storage_text
 from outofcore.report.waits import time_spent
 
@@ -28,8 +29,29 @@ _LANES = {Queue.COMPUTE: "ops", Queue.COPY_IN: "copies in", Queue.COPY_OUT: "cop
 Event = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Beyond:
+    """What is known of a measured step beyond its program and its timeline.
+
+    Attributes:
+        homes: the names of the links, in the order of their numbers.
+        memory: what lay on the device.
+        on_demand: ids of ops that ran without a plan; all others ran by one.
+        marks: moments (seconds from the start of the step), each with its name and what there is to say of it.
+    """
+
+    homes: tuple[str, ...]
+    memory: MemoryOverTime
+    on_demand: Collection[int]
+    marks: tuple[tuple[float, str, str], ...]
+
+
 def trace_events(
-    graph: StepGraph, program: Program, timelines: Sequence[tuple[str, Timeline]], origin_us: float = 0.0
+    graph: StepGraph,
+    program: Program,
+    timelines: Sequence[tuple[str, Timeline]],
+    origin_us: float = 0.0,
+    beyond: Beyond | None = None,
 ) -> list[Event]:
     """The events of a trace: for each timeline a process with a thread for each queue, its waits, and its memory.
 
@@ -38,14 +60,17 @@ def trace_events(
         program: of which the timelines are.
         timelines: each with its name, such as "measured".
         origin_us: where the steps begin on the axis of time, in microseconds.
+        beyond: what else is known of them.
     """
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
         events += _named(process, number, f"outofcore, {name}")
-        events += _lanes(graph, program, timeline, process, origin_us)
+        events += _lanes(graph, program, timeline, process, origin_us, beyond)
         events += _waits(graph, program, timeline, process, origin_us)
-        events += _memory(graph, program, timeline, process, origin_us)
+        memory = memory_over_time(graph, program, timeline) if beyond is None else beyond.memory
+        events += _memory(memory, process, origin_us)
+        events += _marks(beyond, process, origin_us)
     return events
 
 
@@ -56,7 +81,9 @@ def _named(process: int, number: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "tid": _WAITS_THREAD, "name": "thread_sort_index", "args": {"sort_index": 0}}
 
 
-def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
+def _lanes(
+    graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float, beyond: Beyond | None
+) -> Iterator[Event]:
     threads: dict[tuple[Queue, int], int] = {}
     several = any(not isinstance(i, Run) and i.home for i in program.instructions)
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -64,7 +91,8 @@ def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int,
         if lane not in threads:
             queue, home = lane
             threads[lane] = thread = 2 + list(_LANES).index(queue) + len(_LANES) * home
-            of = f", home {home}" if several and queue is not Queue.COMPUTE else ""
+            link = f"home {home}" if beyond is None else beyond.homes[home]
+            of = f", {link}" if several and queue is not Queue.COMPUTE else ""
             yield {
                 "ph": "M",
                 "pid": process,
@@ -81,7 +109,10 @@ def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int,
             }
         args: dict[str, object] = {}
         name = instruction_text(graph, program, instruction)
+        category = lane[0].value
         if isinstance(instruction, Run):
+            if beyond is not None:
+                category = "on demand" if instruction.op in beyond.on_demand else "planned"
             op = graph.ops[instruction.op]
             args = {"op": op.name, "module": op.module, "source": op.source, "again": instruction.again}
         else:
@@ -93,7 +124,7 @@ def _lanes(graph: StepGraph, program: Program, timeline: Timeline, process: int,
             "ph": "X",
             "pid": process,
             "tid": threads[lane],
-            "cat": lane[0].value,
+            "cat": category,
             "name": name,
             "ts": _time(start, origin),
             "dur": round((end - start) * _MICRO, 3),
@@ -115,8 +146,21 @@ def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int,
         }
 
 
-def _memory(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
-    memory = memory_over_time(graph, program, timeline)
+def _marks(beyond: Beyond | None, process: int, origin: float) -> Iterator[Event]:
+    for seconds, name, text in () if beyond is None else beyond.marks:
+        yield {
+            "ph": "i",
+            "s": "p",
+            "pid": process,
+            "tid": _WAITS_THREAD,
+            "cat": "departure",
+            "name": name,
+            "ts": _time(seconds, origin),
+            "args": {"why": text},
+        }
+
+
+def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Event]:
     for index, time in enumerate(memory.times):
         yield {
             "ph": "C",
@@ -139,6 +183,7 @@ def write_trace(
     *,
     began_ns: int = 0,
     beside: Path | None = None,
+    beyond: Beyond | None = None,
 ) -> None:
     """Write timelines as a trace.
 
@@ -150,6 +195,7 @@ def write_trace(
         began_ns: when the measured step began, in nanoseconds since 1970.
         beside: a trace that ``torch.profiler`` exported; its events go into the file as well, and the step begins where
             it began on that trace's axis of time.
+        beyond: what else is known of the timelines.
 
     Raises:
         InputError: the other trace cannot be read, or the file cannot be written.
@@ -159,7 +205,7 @@ def write_trace(
     if beside is not None:
         content = _read(beside)
         origin = (began_ns - int(content.get("baseTimeNanoseconds", 0))) / 1e3
-    content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin)]
+    content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin, beyond)]
     data = json.dumps(content).encode("utf-8")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

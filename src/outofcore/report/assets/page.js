@@ -68,6 +68,9 @@ function fillLegend() {
   if (content.timelines.length > 1) byId("legend").append(dash("mark", "bytes held in the other timeline"));
   byId("legend").append(make("li", {}, swatch("wait"), "ops wait"));
   if (content.recomputed) byId("legend").append(make("li", {}, swatch("again"), "ops run again"));
+  if (content.instructions.some(one => one[2] === 2)) {
+    byId("legend").append(make("li", {}, swatch("on-demand"), "ops without a plan"));
+  }
 }
 
 function fillWaits() {

@@ -25,8 +25,8 @@ function storageText(id) {
 }
 
 function instructionText(index) {
-  const [lane, what, again] = content.instructions[index];
-  if (lane === 0) return opText(what) + (again ? ", again" : "");
+  const [lane, what, how] = content.instructions[index];
+  if (lane === 0) return opText(what) + ["", ", again", ", on demand"][how];
   return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(what);
 }
 
@@ -34,7 +34,7 @@ function instructionText(index) {
 const lanes = content.lanes.map(() => []);
 content.instructions.forEach((instruction, index) => lanes[instruction[0]].push(index));
 const runOf = new Map();
-for (const index of lanes[0]) if (!content.instructions[index][2]) runOf.set(content.instructions[index][1], index);
+for (const index of lanes[0]) if (content.instructions[index][2] !== 1) runOf.set(content.instructions[index][1], index);
 
 function now() { return content.timelines[state.timeline]; }
 
@@ -187,8 +187,8 @@ function drawMemory(pen, at) {
   pen.fillText("budget " + bytes(content.budget), at.right - 4, y - 4);
 }
 
-function laneColour(lane, again) {
-  if (lane === 0) return colour(again ? "again" : "ops");
+function laneColour(lane, how) {
+  if (lane === 0) return colour(["ops", "again", "on-demand"][how]);
   return colour(content.lanes[lane].startsWith("copies in") ? "copies-in" : "copies-out");
 }
 
@@ -208,11 +208,11 @@ function drawLanes(pen, at) {
   }
   lanes.forEach((line, lane) => {
     const top = at.lanesTop + ROW * lane + 4, height = ROW - 8;
-    const plain = laneColour(lane, 0), again = laneColour(lane, 1);
+    const colours = [0, 1, 2].map(how => laneColour(lane, how));
     for (const index of line) {
       if (ends[index] < view.from || starts[index] > view.to) continue;
       const x = xOf(starts[index], at), width = xOf(ends[index], at) - x;
-      pen.fillStyle = content.instructions[index][2] ? again : plain;
+      pen.fillStyle = colours[content.instructions[index][2]];
       // A hair's breadth between neighbours, where there is room for it.
       pen.fillRect(x, top, width > 3 ? width - .7 : Math.max(width, .5), height);
       if (touchesSelected(index)) {

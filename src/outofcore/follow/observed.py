@@ -1,0 +1,511 @@
+"""What a step of a followed loop did: from the numbers that the native code tells to what reports and traces show.
+
+A step that was followed is told in the words of a compiled one: a graph of what its ops touched, a plan that says what
+left, a program of its ops and copies in the order in which they began, and a measured timeline. Of memory more is known
+than a program says, since what no op uses may stay: that is told for itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Timeline, Wait, lane_of
+from outofcore.report.data import WORKSPACE, MemoryOverTime
+from outofcore.units import format_bytes, format_seconds
+
+# What a storage is called, and is, where that is known.
+Known = Mapping[int, tuple[str, StorageKind]]
+
+# The links of a program: copies beside the ops, and copies that the loop itself makes while an op waits for them.
+AHEAD, LATE = 0, 1
+LINKS = ("ahead", "late")
+
+_HEADER, _EVENT, _DEPARTURE = 8, 6, 9
+_WRITES, _CREATES = 1, 2
+
+
+class Event(IntEnum):
+    """What a row of the log is about."""
+
+    HELD = 0  # a block has memory when the step begins
+    TAKEN = 1  # a block gets memory
+    GIVEN = 2  # a block gives its memory back
+    OP = 3  # an op ran; what it touched comes next
+    TOUCH = 4  # of a block, by the op before
+    IN = 5  # a copy of a block from its home has taken effect
+    OUT = 6  # a copy of a block to its home
+    LEFT = 7  # a block left for its home
+    FREED = 8  # a block is gone
+
+
+class Copied(IntEnum):
+    """How a copy was made."""
+
+    BESIDE = 0  # beside the ops
+    WAITED = 1  # likewise, and the loop stood still until it was done
+    ON_DEMAND = 2  # by the loop itself, between two ops or in one
+
+
+class Cause(IntEnum):
+    """Why a loop left its plan."""
+
+    OP = 0  # another op came than was planned
+    END = 1  # the step ended earlier than planned
+    MEMORY = 2  # there was no room, so that something left that was to stay
+    PLACE = 3  # something lay where the plan has something else, and left
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where a loop left its plan, and why.
+
+    Attributes:
+        step: counted from 0.
+        op: of the plan.
+        seconds: since the beginning of the step that is told.
+        cause: why.
+        expected: the operator that the plan has there.
+        came: the operator that ran; "" at the end of the step.
+        bytes: that left.
+        missed: ops that came until a plan had one of them again.
+        back: where a plan had it; -1: nowhere in that step.
+    """
+
+    step: int
+    op: int
+    seconds: float
+    cause: Cause
+    expected: str
+    came: str
+    bytes: int
+    missed: int
+    back: int
+
+    @property
+    def text(self) -> str:
+        """One sentence, for people.
+
+        >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
+        'aten::mul came where aten::mm was planned; 2 ops ran on demand, then the plan was followed from op 20 on'
+        """
+        if self.cause is Cause.END:
+            return f"the step ended where {self.expected} was planned"
+        if self.cause is Cause.MEMORY:
+            return f"{self.came} needed more memory than planned: {format_bytes(self.bytes)} left that were to stay"
+        if self.cause is Cause.PLACE:
+            return f"{format_bytes(self.bytes)} left that lay where the plan has something for {self.came}"
+        what = (
+            f"{self.came} came with other tensors than planned"
+            if self.came == self.expected
+            else f"{self.came} came where {self.expected} was planned"
+        )
+        ops = f"{self.missed} {'op' if self.missed == 1 else 'ops'}"
+        if self.back < 0:
+            return f"{what}; {ops} ran on demand, to the end of what is known"
+        on_demand = f"{ops} ran on demand, then " if self.missed else ""
+        return f"{what}; {on_demand}the plan was followed from op {self.back} on"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade:
+    """A plan that was made beside a loop.
+
+    Attributes:
+        step: the steps that had ended when it was there.
+        ops: of the step that it is for.
+        policy: that made it.
+        predicted_seconds: of such a step.
+        planning_seconds: that it took to make.
+    """
+
+    step: int
+    ops: int
+    policy: str
+    predicted_seconds: float
+    planning_seconds: float
+
+    @property
+    def text(self) -> str:
+        """One line, for people.
+
+        >>> PlanMade(3, 120, "auto", 0.5, 2.0).text
+        'after step 3, for steps of 120 ops: 500 ms predicted by auto, planned in 2.00 s'
+        """
+        return (
+            f"after step {self.step}, for steps of {self.ops} ops: {format_seconds(self.predicted_seconds)} predicted "
+            f"by {self.policy}, planned in {format_seconds(self.planning_seconds)}"
+        )
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step as it was.
+
+    Attributes:
+        step: counted from 0.
+        complete: whether it has ended; else it is what happened so far.
+        cut: events that are left out at its end, since there were too many.
+        began_ns: when it began, in nanoseconds since 1970.
+        graph: its ops and storages of 64 KiB and more.
+        plan: what left, whether a plan had said so or not.
+        program: its ops and copies; of copies the home is ``AHEAD`` or ``LATE``.
+        timeline: measured.
+        memory: bytes of the arena in use.
+        on_demand: ops that ran without a plan.
+        departures: the last ones of the loop, in order.
+        departures_ever: how many there were.
+    """
+
+    step: int
+    complete: bool
+    cut: int
+    began_ns: int
+    graph: StepGraph
+    plan: Plan
+    program: Program
+    timeline: Timeline
+    memory: MemoryOverTime
+    on_demand: frozenset[int]
+    departures: tuple[Departure, ...]
+    departures_ever: int
+
+    @property
+    def planned(self) -> int:
+        """How many ops ran by plan."""
+        return len(self.graph.ops) - len(self.on_demand)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    event: Event
+    start: float
+    end: float
+    number: int
+    bytes: int
+    flags: int
+
+
+def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
+    """A step from the numbers that the native code tells.
+
+    Args:
+        numbers: how many steps have ended, whether the one told has, events left out, when it began (nanoseconds since
+            1970), its nanoseconds, counts of events, of departures told and of departures ever. Then for each event
+            what it is, start and end (nanoseconds), the number of its block or of its operator, bytes (of an op: the
+            nanoseconds that it waited) and flags: of an op whether it came by plan, of a touch 1 if it writes and 2 if
+            it creates, of a copy how it was made. For each departure its step, the op of the plan, its nanoseconds,
+            the cause, bytes, ops until the plan was found again, where, and the operators that were planned and came.
+        names: of operators.
+        known: names and kinds of blocks.
+        budget: bytes of the arena.
+        policy: of the plan that was followed.
+    """
+    steps, complete, cut, began, nanos, count, told, ever = numbers[:_HEADER]
+    seconds = nanos / 1e9
+
+    def within(time: int) -> float:
+        return min(max(time / 1e9, 0.0), seconds)
+
+    log = [
+        _Row(Event(kind), within(start), within(end), number, size, flags)
+        for kind, start, end, number, size, flags in _rows(numbers, _HEADER, _EVENT, count)
+    ]
+    departures = tuple(
+        Departure(step, op, at / 1e9, Cause(cause), _name(names, expected), _name(names, came), size, missed, back)
+        for step, op, at, cause, size, missed, back, expected, came in _rows(
+            numbers, _HEADER + _EVENT * count, _DEPARTURE, told
+        )
+    )
+    reader = _Reader(log, names, known)
+    graph = reader.graph()
+    program, timeline = reader.program(seconds)
+    memory = reader.memory(seconds)
+    decisions = reader.decisions()
+    return Observed(
+        steps - complete,
+        bool(complete),
+        cut,
+        began,
+        graph,
+        Plan(policy if len(reader.on_demand) < len(graph.ops) else "on demand", budget, decisions),
+        Program(program.instructions, program.blocks, memory.peak_bytes),
+        timeline,
+        memory,
+        frozenset(reader.on_demand),
+        departures,
+        ever,
+    )
+
+
+class _Reader:
+    """Goes through the log once, and makes of it what is asked for."""
+
+    def __init__(self, log: Sequence[_Row], names: Sequence[str], known: Known) -> None:
+        self._known = known
+        self._bytes: dict[int, int] = {}
+        self._moved: set[int] = set()
+        self._outlived: set[int] = set()  # there at the beginning, or made by no op
+        self._freed: dict[int, int] = {}  # by block, the ops before
+        self._uses: dict[int, list[int]] = defaultdict(list)
+        self._creator: dict[int, int] = {}
+        self._ops: list[tuple[str, list[_Row]]] = []
+        self._starts: list[float] = []
+        self.on_demand: set[int] = set()
+        self._stays: list[tuple[int, float, float | None]] = []  # block, from when to when it has memory
+        # What ran: from when to when; the op or -1, the block, whether out, the link; stays; what an op waited for.
+        self._ran: list[tuple[float, float, int, int, bool, int, list[int], list[int]]] = []
+        self._left: list[tuple[int, int, int]] = []  # block, its last use, the ops before
+        self._back: dict[int, list[float]] = defaultdict(list)  # by block, when copies in began
+        self._go_through(log, names)
+        self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
+
+    def _go_through(self, log: Sequence[_Row], names: Sequence[str]) -> None:
+        staying: dict[int, int] = {}
+        waited: list[int] = []
+        for row in log:
+            block = row.number
+            if row.event is not Event.OP:
+                self._bytes.setdefault(block, row.bytes)
+            if row.event in (Event.HELD, Event.TAKEN):
+                staying[block] = len(self._stays)
+                self._stays.append((block, 0.0 if row.event is Event.HELD else row.start, None))
+                if row.event is Event.HELD:
+                    self._outlived.add(block)
+            elif row.event is Event.GIVEN and block in staying:
+                stay = staying.pop(block)
+                self._stays[stay] = (block, self._stays[stay][1], row.start)
+            elif row.event is Event.OP:
+                for_it = [i for i in waited if self._ran[i][1] <= row.start]
+                waited = []
+                if not row.flags:
+                    self.on_demand.add(len(self._ops))
+                self._ran.append((row.start, row.end, len(self._ops), -1, False, AHEAD, [], for_it))
+                self._ops.append((names[row.number], []))
+                self._starts.append(row.start)
+            elif row.event is Event.TOUCH:
+                self._touch(row, staying.get(block))
+            elif row.event in (Event.IN, Event.OUT):
+                self._moved.add(block)
+                if row.event is Event.IN:
+                    self._back[block].append(row.start)
+                link = LATE if row.flags == Copied.ON_DEMAND else AHEAD
+                if row.flags != Copied.BESIDE:
+                    waited.append(len(self._ran))
+                stays = [staying[block]] if block in staying else []
+                self._ran.append((row.start, row.end, -1, block, row.event is Event.OUT, link, stays, []))
+            elif row.event is Event.LEFT:
+                self._moved.add(block)
+                uses = self._uses.get(block)
+                self._left.append((block, uses[-1] if uses else -1, len(self._ops)))
+            elif row.event is Event.FREED:
+                self._freed[block] = len(self._ops)
+
+    def _touch(self, row: _Row, stay: int | None) -> None:
+        op = len(self._ops) - 1
+        block = row.number
+        uses = self._uses[block]
+        if row.flags & _CREATES and not uses and block not in self._outlived and block not in self._moved:
+            self._creator[block] = op
+        if not uses or uses[-1] != op:
+            uses.append(op)
+        self._ops[-1][1].append(row)
+        stays = self._ran[-1][6]
+        if stay is not None and stay not in stays:
+            stays.append(stay)
+
+    def _is_storage(self, block: int) -> bool:
+        """Else it is an op's scratch memory."""
+        return block in self._uses or block in self._moved or block in self._outlived
+
+    def _lasts(self, block: int) -> bool:
+        return block not in self._freed and block not in self._creator
+
+    def _kind(self, block: int) -> StorageKind:
+        if block in self._known:
+            return self._known[block][1]
+        if self._lasts(block):
+            return StorageKind.BUFFER
+        # What moves is the loop's to answer for, and a report does not count what inputs move.
+        outside = block not in self._creator and block not in self._outlived and block not in self._moved
+        return StorageKind.INPUT if outside else StorageKind.ACTIVATION
+
+    def graph(self) -> StepGraph:
+        ops: list[Op] = []
+        for index, (name, touches) in enumerate(self._ops):
+            new = {t.number for t in touches if self._creator.get(t.number) == index}
+            reads = dict.fromkeys(self._numbers[t.number] for t in touches if t.number not in new)
+            writes = dict.fromkeys(
+                self._numbers[t.number] for t in touches if t.number not in new and t.flags & _WRITES
+            )
+            creates = dict.fromkeys(self._numbers[t.number] for t in touches if t.number in new)
+            ops.append(
+                Op(
+                    index,
+                    graph_name(name),
+                    tuple(reads),
+                    tuple(writes),
+                    tuple(creates),
+                    rerunnable=False,
+                    module=self._module(touches),
+                )
+            )
+        storages = [
+            Storage(number, self._bytes[block], self._kind(block), self._storage_name(block, ops))
+            for block, number in self._numbers.items()
+        ]
+        return StepGraph(tuple(storages), tuple(ops))
+
+    def _module(self, touches: Sequence[_Row]) -> str:
+        """The module whose parameters an op uses; "" if it uses none, or those of several."""
+        named = (self._known[t.number] for t in touches if t.number in self._known)
+        owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
+        return owners.pop() if len(owners) == 1 else ""
+
+    def _storage_name(self, block: int, ops: Sequence[Op]) -> str:
+        if block in self._known:
+            return self._known[block][0]
+        made = self._creator.get(block)
+        if made is None:
+            return ""
+        short = ops[made].name.removeprefix("aten.").partition(".")[0]
+        return f"{ops[made].module} {short}".strip()
+
+    def program(self, seconds: float) -> tuple[Program, Timeline]:
+        order = sorted(range(len(self._ran)), key=lambda i: self._ran[i][0])
+        lanes: dict[tuple[Queue, int], int] = defaultdict(int)
+        places: dict[int, Wait] = {}  # by place in the log, what to wait for to have it done
+        blocks: dict[int, int] = {}  # by stay
+        used: list[tuple[int, int]] = []  # by block the first and the last instruction
+        versions: dict[int, int] = defaultdict(int)
+        made: list[Instruction] = []
+        for ran in order:
+            _, _, op, block, out, link, stays, waited = self._ran[ran]
+            for stay in stays:
+                number = blocks.setdefault(stay, len(blocks))
+                if number == len(used):
+                    used.append((len(made), len(made)))
+                used[number] = (used[number][0], len(made))
+            held = tuple(blocks[stay] for stay in stays)
+            if op >= 0:
+                latest: dict[tuple[Queue, int], Wait] = {}
+                for wait in (places[i] for i in waited if i in places):
+                    line = wait.queue, wait.home
+                    if line not in latest or latest[line].count < wait.count:
+                        latest[line] = wait
+                one: Instruction = Run(op, held, None, tuple(latest.values()))
+                for touch in self._ops[op][1]:
+                    versions[touch.number] += bool(touch.flags & _WRITES)
+            elif held:
+                one = (CopyOut if out else CopyIn)(held[0], versions[block], (), link)
+            else:  # it had no memory any more when that was noticed
+                continue
+            lane = lane_of(one)
+            lanes[lane] += 1
+            places[ran] = Wait(lane[0], lanes[lane], lane[1])
+            made.append(one)
+        kept = [i for i in order if i in places]
+        found = tuple(self._block(number, self._stays[stay][0], *used[number]) for stay, number in blocks.items())
+        timeline = Timeline(tuple(self._ran[i][0] for i in kept), tuple(self._ran[i][1] for i in kept), seconds)
+        return Program(tuple(made), found), timeline
+
+    def _block(self, number: int, block: int, first: int, last: int) -> Block:
+        return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
+
+    def memory(self, seconds: float) -> MemoryOverTime:
+        changes: dict[str, dict[float, int]] = defaultdict(lambda: defaultdict(int))
+        for block, start, end in self._stays:
+            kind = self._kind(block).value if self._is_storage(block) else WORKSPACE
+            changes[kind][start] += self._bytes[block]
+            if end is not None:
+                changes[kind][end] -= self._bytes[block]
+        times = sorted({0.0, seconds}.union(*changes.values()))
+        held: dict[str, tuple[int, ...]] = {}
+        for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
+            if kind not in changes:
+                continue
+            now, levels = 0, list[int]()
+            for time in times:
+                now += changes[kind].get(time, 0)
+                levels.append(now)
+            if any(levels):
+                held[kind] = tuple(levels)
+        return MemoryOverTime(tuple(times), held)
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Of the gaps in which a storage left."""
+        count = len(self._ops)
+        found: dict[Gap, Decision] = {}
+        for block, last, before in self._left:
+            uses = self._uses.get(block, [])
+            if last < 0:
+                # It was used last in the step before, and that was as this one is.
+                if not uses or not self._lasts(block):
+                    continue
+                gap = Gap(self._numbers[block], uses[-1], count + uses[0])
+                release_by = uses[-1] + 1
+            else:
+                later = bisect_right(uses, last)
+                if later < len(uses):
+                    end = uses[later]
+                elif self._lasts(block):
+                    end = count + uses[0]
+                else:  # it was freed there, or is used in another step
+                    end = max(self._freed.get(block, count), last + 1)
+                gap = Gap(self._numbers[block], last, end)
+                release_by = max(before, last + 1)
+            release_by = min(release_by, gap.end)
+            returns = [i for start in self._back[block] if release_by <= (i := self._begun(start)) <= gap.end]
+            found[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, AHEAD)
+        return tuple(found[gap] for gap in sorted(found))
+
+    def _begun(self, time: float) -> int:
+        return bisect_right(self._starts, time)
+
+
+def graph_name(name: str) -> str:
+    """An operator as graphs name it.
+
+    >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
+    ('aten.add.Tensor', 'aten.mm.default')
+    """
+    space, _, rest = name.partition("::")
+    return f"{space}.{rest}" if "." in rest else f"{space}.{rest}.default"
+
+
+def _name(names: Sequence[str], number: int) -> str:
+    return names[number] if number >= 0 else ""
+
+
+def _rows(numbers: Sequence[int], start: int, width: int, count: int) -> list[Sequence[int]]:
+    return [numbers[i : i + width] for i in range(start, start + width * count, width)]
+
+
+def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:
+    """What a report says of a step beside its pictures, as pairs of name and text."""
+    graph, most = observed.graph, 20
+    told = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
+    notes = [
+        ("step", f"step {observed.step + 1} of the loop: {told}")
+        if observed.complete
+        else ("so far", f"no step of an optimizer is complete; since the loop was started: {told}"),
+        ("ops", f"{observed.planned} by plan, {len(observed.on_demand)} on demand"),
+        ("copies", "ahead: beside the ops; late: while an op waited for them"),
+    ]
+    if observed.cut:
+        notes.append(("left out", f"the end of the step: {observed.cut} events more than are kept"))
+    notes += [("plan", plan.text) for plan in plans] or [("plan", "none was made so far")]
+    shown = observed.departures[-most:]
+    if observed.departures_ever > len(shown):
+        notes.append(("departures from plans", f"{observed.departures_ever} in all, of which the last are told"))
+    return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in shown)]
+
+
+def departure_marks(observed: Observed) -> tuple[tuple[float, str, str], ...]:
+    """The departures in the step itself: when, what they are called, and why."""
+    return tuple((d.seconds, "left the plan", d.text) for d in observed.departures if d.step == observed.step)

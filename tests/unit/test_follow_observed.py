@@ -1,0 +1,229 @@
+"""What a followed step did, read from a log that was worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from outofcore.follow.observed import (
+    AHEAD,
+    LATE,
+    LINKS,
+    Cause,
+    Copied,
+    Departure,
+    Event,
+    Observed,
+    PlanMade,
+    departure_marks,
+    observed_notes,
+    read_observed,
+)
+from outofcore.graph import Op, StorageKind
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
+from outofcore.report import page_content, step_report
+from outofcore.report.data import MemoryOverTime
+from outofcore.report.trace import Beyond, write_trace
+from outofcore.units import MIB
+
+SECOND = 10**9
+NAMES = ("aten::linear", "aten::add.Tensor", "mine::op")
+WEIGHT, MADE, BATCH, SCRATCH, OLD = 10, 11, 12, 13, 14
+KNOWN = {WEIGHT: ("body.weight", StorageKind.PARAMETER)}
+
+# What happened, from when to when (seconds), to which block or operator, bytes, flags.
+LOG = (
+    (Event.HELD, 0, 0, WEIGHT, 2 * MIB, 0),
+    (Event.HELD, 0, 0, OLD, MIB, 0),
+    (Event.TAKEN, 1, 1, BATCH, MIB, 0),
+    (Event.TAKEN, 1, 1, SCRATCH, 4096, 0),
+    (Event.TAKEN, 1, 1, MADE, MIB, 0),
+    (Event.GIVEN, 2, 2, SCRATCH, 4096, 0),
+    (Event.FREED, 2, 2, SCRATCH, 4096, 0),
+    (Event.OP, 1, 3, 0, 0, 1),  # the first, by plan
+    (Event.TOUCH, 0, 0, BATCH, MIB, 0),
+    (Event.TOUCH, 0, 0, WEIGHT, 2 * MIB, 0),
+    (Event.TOUCH, 0, 0, MADE, MIB, 3),
+    (Event.GIVEN, 3, 3, BATCH, MIB, 0),
+    (Event.FREED, 3, 3, BATCH, MIB, 0),
+    (Event.OUT, 3, 4, MADE, MIB, Copied.BESIDE),
+    (Event.LEFT, 4, 4, MADE, MIB, 1),
+    (Event.GIVEN, 4, 4, MADE, MIB, 0),
+    (Event.OP, 4, 5, 1, 0, 0),  # on demand
+    (Event.TOUCH, 0, 0, WEIGHT, 2 * MIB, 1),
+    (Event.TAKEN, 6, 6, MADE, MIB, 0),
+    (Event.IN, 6, 8, MADE, MIB, Copied.ON_DEMAND),
+    (Event.OP, 8, 9, 2, 3, 1),
+    (Event.TOUCH, 0, 0, MADE, MIB, 0),
+    (Event.GIVEN, 9, 9, MADE, MIB, 0),
+    (Event.FREED, 9, 9, MADE, MIB, 0),
+    (Event.OUT, 9, 10, WEIGHT, 2 * MIB, Copied.ON_DEMAND),
+    (Event.LEFT, 10, 10, WEIGHT, 2 * MIB, 0),
+    (Event.GIVEN, 10, 10, WEIGHT, 2 * MIB, 0),
+)
+DEPARTURES = (
+    (6, 1, 4 * SECOND, Cause.OP, 0, 1, 2, 0, 1),
+    (5, 2, -SECOND, Cause.MEMORY, MIB, 0, -1, 2, 0),
+)
+
+
+def observed(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0) -> Observed:
+    numbers = [steps, complete, cut, 5, 12 * SECOND, len(log), len(DEPARTURES), 9]
+    for kind, start, end, number, count, flags in log:
+        numbers += [int(kind), start * SECOND, end * SECOND, number, count, int(flags)]
+    numbers += [int(number) for departure in DEPARTURES for number in departure]
+    return read_observed(numbers, NAMES, KNOWN, 8 * MIB, "auto")
+
+
+def test_the_graph_is_what_ops_touched() -> None:
+    graph = observed().graph
+    graph.check()
+    assert [(s.bytes, s.kind, s.name) for s in graph.storages] == [
+        (2 * MIB, StorageKind.PARAMETER, "body.weight"),
+        (MIB, StorageKind.BUFFER, ""),  # there before and after, and nobody knows what it is
+        (MIB, StorageKind.INPUT, ""),
+        (MIB, StorageKind.ACTIVATION, "body linear"),
+    ]
+    assert graph.ops == (
+        Op(0, "aten.linear.default", (2, 0), (), (3,), rerunnable=False, module="body"),
+        Op(1, "aten.add.Tensor", (0,), (0,), (), rerunnable=False, module="body"),
+        Op(2, "mine.op.default", (3,), (), (), rerunnable=False),
+    )
+
+
+def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
+    seen = observed()
+    assert seen.program == Program(
+        (
+            Run(0, (0, 1, 2)),
+            CopyOut(2, 1, (), AHEAD),
+            Run(1, (1,)),
+            CopyIn(3, 1, (), LATE),
+            Run(2, (3,), None, (Wait(Queue.COPY_IN, 1, LATE),)),
+            CopyOut(1, 1, (), LATE),
+        ),
+        (
+            Block(0, 2, MIB, 0, 1),
+            Block(1, 0, 2 * MIB, 0, 6),
+            Block(2, 3, MIB, 0, 2),
+            Block(3, 3, MIB, 3, 5),
+        ),
+        arena_bytes=5 * MIB + 4096,
+    )
+    assert seen.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
+    assert seen.on_demand == {1}
+    assert seen.planned == 2
+
+
+def test_memory_counts_what_no_op_uses() -> None:
+    assert observed().memory == MemoryOverTime(
+        (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 10.0, 12.0),
+        {
+            "parameter": tuple(n * MIB for n in (2, 2, 2, 2, 2, 2, 2, 0, 0)),
+            "buffer": (MIB,) * 9,
+            "activation": tuple(n * MIB for n in (0, 1, 1, 1, 0, 1, 0, 0, 0)),
+            "input": tuple(n * MIB for n in (0, 1, 1, 0, 0, 0, 0, 0, 0)),
+            "workspace": (0, 4096, 0, 0, 0, 0, 0, 0, 0),
+        },
+    )
+
+
+def test_the_plan_is_what_left() -> None:
+    assert observed().plan == Plan(
+        "auto",
+        8 * MIB,
+        (
+            Decision(Gap(0, 1, 3), Residency.OFFLOAD, 3, 3),  # the weight, for the next step
+            Decision(Gap(3, 0, 2), Residency.OFFLOAD, 1, 2),
+        ),
+    )
+    no_plans = tuple((*row[:5], 0) if row[0] is Event.OP else row for row in LOG)
+    assert observed(no_plans).plan.policy == "on demand"
+
+
+def test_departures_say_why() -> None:
+    seen = observed()
+    assert seen.departures == (
+        Departure(6, 1, 4.0, Cause.OP, "aten::linear", "aten::add.Tensor", 0, 1, 2),
+        Departure(5, 2, -1.0, Cause.MEMORY, "mine::op", "aten::linear", MIB, 0, -1),
+    )
+    told, memory = (d.text for d in seen.departures)
+    assert told == (
+        "aten::add.Tensor came where aten::linear was planned; 1 op ran on demand, then the plan was followed from op "
+        "2 on"
+    )
+    assert memory == "aten::linear needed more memory than planned: 1.00 MiB left that were to stay"
+    assert departure_marks(seen) == ((4.0, "left the plan", told),)  # the other was in another step
+
+    def text(cause: Cause, expected: str, came: str, back: int = -1) -> str:
+        return Departure(0, 0, 0.0, cause, expected, came, MIB, 4, back).text
+
+    assert text(Cause.END, "aten::mm", "") == "the step ended where aten::mm was planned"
+    assert (
+        text(Cause.PLACE, "aten::mm", "aten::mm") == "1.00 MiB left that lay where the plan has something for aten::mm"
+    )
+    assert text(Cause.OP, "aten::mm", "aten::mm") == (
+        "aten::mm came with other tensors than planned; 4 ops ran on demand, to the end of what is known"
+    )
+
+
+def test_notes_count_and_tell() -> None:
+    plan = PlanMade(3, 3, "auto", 0.5, 2.0)
+    notes = observed_notes(observed(cut=3), [plan])
+    assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
+    assert ("ops", "2 by plan, 1 on demand") in notes
+    assert ("left out", "the end of the step: 3 events more than are kept") in notes
+    assert ("plan", plan.text) in notes
+    assert ("departures from plans", "9 in all, of which the last are told") in notes
+    assert [name for name, _ in notes[-2:]] == ["step 7, op 1 of the plan", "step 6, op 2 of the plan"]
+    so_far = observed_notes(observed(complete=0, steps=0), [])
+    assert so_far[0][0] == "so far"
+    assert ("plan", "none was made so far") in so_far
+
+
+def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
+    seen = observed()
+    report = step_report(seen.graph, seen.plan, seen.program, seen.timeline, 8 * MIB)
+    assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
+    content: Any = page_content(
+        seen.graph,
+        seen.plan,
+        seen.program,
+        [("measured", seen.timeline)],
+        budget=8 * MIB,
+        title="",
+        homes=LINKS,
+        memories=[seen.memory],
+        on_demand=seen.on_demand,
+    )
+    (timeline,) = content["timelines"]
+    assert content["lanes"] == ["ops", "copies in, ahead", "copies in, late", "copies out, ahead", "copies out, late"]
+    assert timeline["peak"] == 5 * MIB + 4096
+    assert [one[2] for one in content["instructions"] if one[0] == 0] == [0, 2, 0]
+    assert [(wait["start"], wait["length"], wait["instruction"]) for wait in timeline["waits"]] == [
+        (5e6, 3e6, 4),
+        (9e6, 1e6, -1),  # the last copy outlasts the last op
+    ]
+    assert timeline["spent"]["for_copies"] == 3.0
+
+    path = tmp_path / "trace.json"
+    beyond = Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
+    write_trace(path, seen.graph, seen.program, [("measured", seen.timeline)], beyond=beyond)
+    events = json.loads(path.read_text())["traceEvents"]
+    ops = [(e["name"], e["cat"]) for e in events if e.get("cat") in ("planned", "on demand")]
+    assert ops == [("linear in body", "planned"), ("add in body", "on demand"), ("mine.op.default", "planned")]
+    (mark,) = [e for e in events if e["ph"] == "i"]
+    assert (mark["ts"], mark["args"]["why"]) == (4e6, seen.departures[0].text)
+    assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == 5 * MIB + 4096
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {*content["lanes"], "waits of ops"} - {
+        "copies in, ahead"
+    }
+
+
+def test_an_empty_log_is_a_step_in_which_nothing_happened() -> None:
+    seen = observed((), complete=0, steps=0)
+    assert seen.graph.ops == ()
+    assert seen.memory.times == (0.0, 12.0)
+    assert not seen.complete
