@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
 from outofcore.follow.records import StepRecord
+from outofcore.planning.parameters import SearchParams
+from outofcore.policies import Auto
+
+# Nothing is made again.
+MOVES = Auto(SearchParams(recompute_changes=0))
 
 
 class PlannedAtOnce(BackgroundPlanner):

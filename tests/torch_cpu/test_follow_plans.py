@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from at_once import MOVES, PlannedAtOnce
 from loops import LENGTH, adamw, loss_of, sentences
 from loops import Language as Model
 from test_follow_fuzz import loop as random_loop
@@ -19,36 +20,18 @@ from torch import Tensor, nn
 
 import outofcore
 from outofcore.follow import loop as module
-from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
+from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.native import load_paging
 from outofcore.follow.records import Schedule, StepRecord
-from outofcore.planning.parameters import SearchParams
-from outofcore.policies import Auto
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Seen = tuple[list[float], list[Tensor]]
 
-# Nothing is made again.
-MOVES = Auto(SearchParams(recompute_changes=0))
-
-
-class AtOnce(BackgroundPlanner):
-    """Plans in the foreground, so that tests know in which step a plan is there."""
-
-    done: tuple[StepRecord, Answer] | None = None
-
-    def start(self, record: StepRecord) -> None:
-        self.done = record, plan_record(record, self._budget, self._policy)
-
-    def poll(self) -> tuple[StepRecord, Answer] | None:
-        done, self.done = self.done, None
-        return done
-
 
 @pytest.fixture(autouse=True)
 def _planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BackgroundPlanner", AtOnce)
+    monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
 
 
 def train(

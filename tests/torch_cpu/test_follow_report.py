@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import PlannedAtOnce
+from at_once import MOVES, PlannedAtOnce
 from loops import LENGTH, Language, adamw, loss_of, sentences
 from torch import nn
 
@@ -38,7 +38,7 @@ def each_step(
     """After each step the loop, and its stats."""
     torch.manual_seed(0)
     model = Language()
-    with outofcore.budget(BUDGET, model, **options) as run:
+    with outofcore.budget(BUDGET, model, **{"cache": False, "policy": MOVES, **options}) as run:
         optimizer = adamw(model)
         for i, (ids, wanted) in enumerate(sentences(steps)):
             optimizer.zero_grad()

@@ -267,6 +267,14 @@ void count_use(Space& space, int64_t bytes) {
   space.counters[kPeak] = std::max(space.counters[kPeak], space.charged);
 }
 
+// Gives memory that nothing uses to the kernel, as far as the budget wants it.
+void let_go_of_idle(Space& space) {
+  while (space.charged + space.extents.idle() > space.budget) {
+    const auto [offset, bytes] = space.extents.forget_some(space.budget);
+    madvise(space.base + offset, bytes, MADV_DONTNEED);
+  }
+}
+
 // Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
 void place(Space& space, Block& block, int64_t wanted = -1) {
   count_use(space, block.bytes);
@@ -283,10 +291,7 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
     }
     space.at[block.offset] = &block;
   }
-  while (space.charged + space.extents.idle() > space.budget) {
-    const auto [offset, bytes] = space.extents.forget_some(space.budget);
-    madvise(space.base + offset, bytes, MADV_DONTNEED);
-  }
+  let_go_of_idle(space);
   block.here = true;
   space.observer.add(follow::Event::kTaken, block.id, block.bytes);
 }
@@ -632,6 +637,31 @@ std::string name_of_running() {
                    " bytes are needed. The loop is out of memory.");
 }
 
+// Moves a block within the arena, to where the plan has it if that is free, but out of a stretch; false: it stays.
+bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
+  const auto storage = owner_of(block);
+  if (!storage || block.copying != Copying::kNothing || space.charged + block.bytes > space.budget) return false;
+  const int64_t wanted = planned_offset(space, block), before = block.offset;
+  const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
+  int64_t to = wanted;
+  if (wanted < 0 || !outside(wanted) || !space.extents.take_at(wanted, block.bytes)) to = space.extents.take(block.bytes);
+  if (to < 0) return false;
+  if (!outside(to)) {
+    space.extents.give(to, block.bytes, false);
+    return false;
+  }
+  count_use(space, block.bytes);
+  let_go_of_idle(space);
+  std::memcpy(space.base + to, space.base + before, block.bytes);
+  space.at.erase(before);
+  block.offset = to;
+  space.at[to] = &block;
+  show(block, *storage, space.address(block));
+  space.extents.give(before, block.bytes, true);
+  count_use(space, -block.bytes);
+  return true;
+}
+
 // Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan
 // has let go, and what it has elsewhere, or not at all. `now`: also if it takes waiting or writing.
 bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
@@ -647,7 +677,8 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
   }
   for (Block* block : there) {
     while (block->copying != Copying::kNothing && space.known.count(block) != 0) wait_for_copy(space);
-    if (space.known.count(block) != 0 && !evict(space, *block, follow::Cause::kPlace)) return false;
+    if (space.known.count(block) == 0 || (!block->released && move_away(space, *block, offset, bytes))) continue;
+    if (!evict(space, *block, follow::Cause::kPlace)) return false;
   }
   return true;
 }
