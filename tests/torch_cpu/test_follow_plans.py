@@ -15,7 +15,7 @@ import torch
 from at_once import MOVES, PlannedAtOnce
 from loops import LENGTH, adamw, loss_of, sentences
 from loops import Language as Model
-from test_follow_fuzz import loop as random_loop
+from random_loops import loop as random_loop
 from torch import Tensor, nn
 
 import outofcore

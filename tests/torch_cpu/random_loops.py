@@ -1,0 +1,267 @@
+"""Random loops beside plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses taken."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.follow.native import load_paging
+
+Pool = list[Tensor]
+Action = Callable[[Pool, random.Random], Any]
+
+
+def _pick(pool: Pool, draw: random.Random) -> Tensor:
+    return pool[draw.randrange(len(pool))]
+
+
+def _new(pool: Pool, draw: random.Random) -> None:
+    rows = draw.choice((8, 60, 100, 128, 200))
+    pool.append(draw.choice((torch.randn, torch.rand, torch.ones))(rows, 200))
+
+
+def _binary(pool: Pool, draw: random.Random) -> None:
+    a, b = _pick(pool, draw), _pick(pool, draw)
+    rows = min(len(a), len(b))
+    op = draw.choice((torch.add, torch.sub, torch.maximum, lambda x, y: x * torch.sigmoid(y)))
+    pool.append(op(a[:rows], b[:rows]).contiguous())
+
+
+def _matmul(pool: Pool, draw: random.Random) -> None:
+    a, b = _pick(pool, draw), _pick(pool, draw)
+    pool.append(torch.softmax(a @ b.t() / 200, -1) @ b)
+
+
+def _in_place(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw)
+    part = x[draw.randrange(len(x)) :: draw.choice((1, 2))]
+    draw.choice((lambda: part.mul_(0.5), lambda: part.clamp_(-1, 1), lambda: part.add_(0.25), x.tanh_))()
+
+
+def _out(pool: Pool, draw: random.Random) -> None:
+    a, target = _pick(pool, draw), torch.empty(0)
+    torch.cumsum(a, 0, out=target)
+    pool.append(target / 100)
+
+
+def _free(pool: Pool, draw: random.Random) -> None:
+    if len(pool) > 6:
+        del pool[draw.randrange(len(pool))]
+
+
+def _read(pool: Pool, draw: random.Random) -> Any:
+    x = _pick(pool, draw)
+    return draw.choice((lambda: x.sum().item(), x[0].tolist, lambda: bool(x.max() > 1)))()
+
+
+def _train(pool: Pool, draw: random.Random) -> float:
+    layer, x = nn.Sequential(nn.Linear(200, 150), nn.GELU(), nn.Dropout(0.2), nn.Linear(150, 200)), _pick(pool, draw)
+    optimizer = torch.optim.Adam(layer.parameters(), foreach=draw.random() < 0.5)
+    loss = torch.zeros(())
+    for _ in range(draw.randrange(1, 3)):
+        optimizer.zero_grad()
+        loss = (layer(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+    pool.append(layer(x).detach())
+    return loss.item()
+
+
+def _fail(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw)
+    with pytest.raises(RuntimeError):
+        torch.cat([x * 2, x[:, :7]], 0)
+    with pytest.raises(RuntimeError):
+        x.add_(x[:, :7])
+
+
+def _array(pool: Pool, draw: random.Random) -> None:
+    array = _pick(pool, draw).numpy()
+    array[draw.randrange(len(array))] = draw.random()
+
+
+def _thread(pool: Pool, draw: random.Random) -> None:
+    x, value = _pick(pool, draw), draw.random()
+    thread = threading.Thread(target=lambda: x[::2].fill_(value))
+    thread.start()
+    thread.join()
+
+
+def _data(pool: Pool, draw: random.Random) -> None:
+    i, j = draw.randrange(len(pool)), draw.randrange(len(pool))
+    holder = torch.empty(0)
+    holder.data = pool[i]
+    pool[j] = holder
+    pool.append(holder.clone())
+
+
+def _resize(pool: Pool, draw: random.Random) -> None:
+    x = _pick(pool, draw).clone()
+    rows = len(x)
+    x.resize_(rows + 50, 200)[rows:].zero_()
+    pool.append(x)
+
+
+class _StopError(Exception):
+    """What a step of the user's raises, at a moment of its own."""
+
+
+class _Raises(torch.autograd.Function):
+    """Passes on what it is given; raises in one of the two passes, when it was used so often."""
+
+    left: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Raises.left["forward"] -= 1
+        if _Raises.left["forward"] == 0:
+            raise _StopError
+        ctx.save_for_backward(x * 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Raises.left["backward"] -= 1
+        if _Raises.left["backward"] == 0:
+            raise _StopError
+        (kept,) = ctx.saved_tensors
+        return gradients[0] + kept * 1e-3
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(200, 200) for _ in range(4)]
+
+
+def _stopped(pool: Pool, draw: random.Random) -> list[int]:
+    """A training step that raises half way, then one that goes on from what was left."""
+    layers, x, seen = _layers(), _pick(pool, draw), []
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, foreach=draw.random() < 0.5)
+    hooked = parameters[draw.randrange(len(parameters))]
+    for which in (draw.choice(("forward", "backward", "hook", "update")), "nothing"):
+        _Raises.left = {name: draw.randrange(1, 5) if name == which else 0 for name in ("forward", "backward")}
+        handles = []
+        if which == "hook":
+            handles.append(hooked.register_hook(_raise))
+        if which == "update":
+            handles.append(optimizer.register_step_post_hook(_raise))
+        try:
+            y = x
+            for layer in layers:
+                y = _Raises.apply(torch.tanh(layer(y)))
+            (y - x).square().mean().backward()
+            optimizer.step()
+            seen.append(1)
+        except _StopError:
+            seen.append(0)
+        for handle in handles:
+            handle.remove()
+    pool += [p.detach() for p in parameters if p.dim() == 2 and draw.random() < 0.5]
+    pool += [p.grad for p in parameters if p.dim() == 2 and p.grad is not None and draw.random() < 0.3]
+    return seen
+
+
+def _raise(*_: Any) -> None:
+    raise _StopError
+
+
+def _interrupted(pool: Pool, draw: random.Random) -> None:
+    """A signal comes at any moment of a step, whose outcome is thrown away: nothing else may have changed."""
+    copies, after, generator = [x.clone() for x in pool[:8]], draw.random() * 0.02, torch.get_rng_state()
+    order, armed = random.Random(draw.random()), [True]
+
+    def stop(*_: Any) -> None:
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        for _ in range(6):
+            with torch.set_grad_enabled(True):
+                _train(copies, order)
+            _in_place(copies, order)
+            _binary(copies, order)
+            _resize(copies, order)
+        armed.clear()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        torch.set_rng_state(generator)
+
+
+def _branch(pool: Pool, draw: random.Random) -> bool:
+    """What is computed, and how large it is, depends on values."""
+    x = _pick(pool, draw)
+    positive = bool(x.mean() > 0)
+    rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20
+    pool.append(x.sigmoid() if positive else x.tanh().repeat(2, 1)[:rows])
+    if x.abs().max() > 2:
+        pool.append(x.clamp(-2, 2))
+    return positive
+
+
+def _sizes(pool: Pool, draw: random.Random) -> float:
+    """From a few bytes to much of the budget."""
+    total = 0.0
+    for _ in range(4):
+        x = torch.rand(draw.choice((1, 7, 81, 82, 83, 300, 600)), 200)
+        total += (x * x.mean()).sum().item()
+    return total
+
+
+ACTIONS: tuple[tuple[Action, int], ...] = (
+    *((_new, 6), (_binary, 8), (_matmul, 3), (_in_place, 8), (_out, 3), (_free, 8), (_read, 6), (_train, 2)),
+    *((_fail, 1), (_array, 1), (_thread, 2), (_data, 2), (_resize, 2)),
+    *((_stopped, 2), (_interrupted, 1), (_branch, 3), (_sizes, 2)),
+)
+
+
+def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tuple[list[Any], Pool]:
+    draw, nudge = random.Random(seed), random.Random(seed + 1)
+    torch.manual_seed(seed)
+    pool: Pool = [torch.randn(100, 200) for _ in range(6)]
+    seen = []
+    # A part of it comes again and again, as a loop's ops do.
+    period = [draw.choices(*zip(*ACTIONS, strict=True))[0] for _ in range(40)]
+    for step in range(steps):
+        again = draw.random() < 0.8
+        action = period[step % 40] if again else draw.choices(*zip(*ACTIONS, strict=True))[0]
+        with torch.set_grad_enabled(action in (_train, _stopped)):
+            seen.append(action(pool, draw))
+        while len(pool) > 60:
+            del pool[draw.randrange(len(pool))]
+        between(nudge)
+    return seen, pool
+
+
+def compare(seed: int, steps: int) -> None:
+    theirs_seen, theirs = loop(seed, steps, lambda _: None)
+    library = load_paging()
+    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
+
+        def between(draw: random.Random) -> None:
+            chance = draw.random()
+            if chance < 0.05:
+                library.follow_evict_all(run._space)
+            library.follow_stress(run._space, int(chance > 0.97))
+
+        seen, ours = loop(seed, steps, between)
+        stats = run.stats
+    assert seen == theirs_seen
+    assert len(ours) == len(theirs)
+    for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        assert left.equal(right), f"tensor {number} differs"
+    assert stats.evictions > 50
+    assert stats.peak_bytes <= 5 << 20
