@@ -5,9 +5,14 @@ addresses), ``homes.h`` (where storages lie that are away) and ``history.h`` (wh
 needs next). ``native.py`` builds and loads it; ``loop.py`` is the context in which a loop runs, ``addresses.py``
 notices who takes the address of a tensor, and ``stats.py`` tells what happened.
 
+``record.h`` writes down each step, and knows where in such a record the loop is. ``records.py`` makes a graph of one,
+``background.py`` plans it in another process, ``plan_store.py`` keeps plans for the next one, and ``observed.h`` and
+``observed.py`` tell what happened in the last step. ``calls.py`` follows the calls of a compiled step whose inputs come
+in many sizes.
+
 Autograd need not keep what can be made again: ``lineage.h`` knows how the bytes of a storage came about, ``recipes.h``
-makes them again, ``recipes.py`` puts a recipe where autograd has saved a tensor, and ``remaking.py`` says for which
-tensors that pays.
+makes them again, ``recipes.py`` puts a recipe where autograd has saved a tensor, ``remaking.py`` says for which
+tensors that pays, and ``recompute_trial.py`` whether it does at all.
 """
 
 from __future__ import annotations
