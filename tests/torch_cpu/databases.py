@@ -202,7 +202,7 @@ def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
 
 
 def within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofcore.LoopStats]:
-    with outofcore.budget(budget, home="host", host_budget=ROOM) as run:
+    with outofcore.budget(budget, home="host", host_budget=ROOM, policy=None) as run:
         load_paging().follow_stress(run._space, int(stress))
         seen = case()
         stats = run.stats

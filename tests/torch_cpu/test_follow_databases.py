@@ -13,7 +13,7 @@ def test_modules_and_operators_of_pytorchs_own_tests() -> None:
     """Takes ten seconds, of which most are for the import of PyTorch's tests."""
     script = Path(__file__).with_name("databases.py")
     ran = subprocess.run(
-        [sys.executable, str(script), "modules", "operators", "--first", "1", "--every", "131", "--start", "5"],
+        [sys.executable, str(script), "modules", "operators", "--first", "1", "--every", "211", "--start", "5"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -23,5 +23,5 @@ def test_modules_and_operators_of_pytorchs_own_tests() -> None:
     told = json.loads(ran.stdout)
     assert told["failed"] == []
     assert ran.returncode == 0
-    assert told["ran"] >= 20
+    assert told["ran"] >= 12
     assert told["evictions"] > 1000

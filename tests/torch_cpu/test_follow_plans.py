@@ -196,7 +196,7 @@ def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
     return schedule
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "schedule_of", nonsense(seed))
     theirs, _ = train(8, vary=seed % 2 == 1)
@@ -207,7 +207,7 @@ def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.Monke
     assert stats[-1].peak_bytes <= budget
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_random_loops_with_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
         monkeypatch.setattr(module, "schedule_of", nonsense(seed))

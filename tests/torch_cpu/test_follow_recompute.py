@@ -43,7 +43,7 @@ def trained(
     if budget is None:
         seen = loop(model, adamw)
     else:
-        with outofcore.budget(budget, model) as run:
+        with outofcore.budget(budget, model, policy=None) as run:
             load_paging().follow_stress(run._space, int(stress))
             if recompute:
                 recipes_of(run).everything()
@@ -69,7 +69,7 @@ def peak_of(name: str) -> int:
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: str) -> None:
     theirs, _ = trained(name)
-    for share, stress in ((0.5, False), (0.3, False), (0.5, True)):
+    for share, stress in ((0.3, False), (0.5, True)):
         budget = int(share * peak_of(name))
         ours, stats = trained(name, budget, stress=stress)
         assert ours[0] == theirs[0]
@@ -563,7 +563,7 @@ def test_chosen_storages_are_made_again_from_the_next_step_on() -> None:
         return seen, told
 
     theirs, _ = losses(None)
-    with outofcore.budget(ROOMY, home="host") as run:
+    with outofcore.budget(ROOMY, home="host", policy=None) as run:
         ours, told = losses(run)
     assert ours == theirs
     assert [stats.recipes > 0 for stats in told] == [False] * 3 + [True] * 5

@@ -645,6 +645,11 @@ bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
   const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
   int64_t to = wanted;
   if (wanted < 0 || !outside(wanted) || !space.extents.take_at(wanted, block.bytes)) to = space.extents.take(block.bytes);
+  if (to >= 0 && !outside(to)) {
+    const int64_t inside = to;
+    to = space.extents.take(block.bytes);
+    space.extents.give(inside, block.bytes, false);
+  }
   if (to < 0) return false;
   if (!outside(to)) {
     space.extents.give(to, block.bytes, false);
@@ -678,6 +683,7 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
   for (Block* block : there) {
     while (block->copying != Copying::kNothing && space.known.count(block) != 0) wait_for_copy(space);
     if (space.known.count(block) == 0 || (!block->released && move_away(space, *block, offset, bytes))) continue;
+    if (!block->released && space.charged + block->bytes + bytes <= space.budget) return false;  // there is room elsewhere
     if (!evict(space, *block, follow::Cause::kPlace)) return false;
   }
   return true;
