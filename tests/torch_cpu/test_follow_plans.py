@@ -243,6 +243,21 @@ def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
     assert run.stats.planned_ops > 0
 
 
+def test_a_loop_that_is_started_again_begins_anew() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    run = outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES)
+    for _ in range(2):
+        with run:
+            optimizer = adamw(model)
+            for ids, wanted in sentences(5):
+                loss_of(model, ids, wanted).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert (run.stats.steps, run.stats.plans) == (5, 1)
+        assert 300 < run.stats.planned_ops < 400
+
+
 def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
     monkeypatch.setattr("outofcore.follow.background._PROGRAM", "raise SystemExit(3)")

@@ -158,6 +158,8 @@ class Loop:
             raise StateError("this loop is followed already; stop() it first")
         library = load_paging()
         self._paused = False
+        self._steps = self._plans = self._reruns = 0
+        self._leader, self._trial, self._planner, self._made = None, None, None, []
         with contextlib.ExitStack() as undo:
             space = self._opened(library)
             undo.callback(library.follow_close, space)
