@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from outofcore.compiling import user_cache_folder
 from outofcore.errors import StateError
 from outofcore.execution.native import load_native
 from outofcore.follow.native import load_paging
@@ -26,8 +28,13 @@ def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     load_native()  # built once for all sessions
     with contextlib.suppress(StateError):  # no compiler: told by the tests that need it
         load_paging()
+    cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
+    (cache / built.name).mkdir()
+    for library in built.glob("*-*"):  # for processes that tests start
+        with contextlib.suppress(OSError):  # another worker is building there
+            shutil.copytree(library, cache / built.name / library.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
