@@ -2,13 +2,19 @@
 
 PYTHON ?= python3
 GPU_PYTHON ?= $(PYTHON)
+GPU_PYTHON_VERSION ?= 3.12
+# pip takes a wheel of these tags alone.
+GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 \
+	manylinux1_x86_64
+GPU_STUB := build/gpu-stub
+GPU_STUB_PYTHON ?= $(GPU_STUB)/venv/bin/python
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-pack bench-peers \
-	bench-plan bench-ablate bench-small bench-state databases gpu-check gpu-site growth clean
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-pack bench-peers bench-sharded \
+	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -53,8 +59,17 @@ bench-fit: setup  ## step time where everything fits
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py
 
+bench-distributed: setup  ## processes that train together, beside eager DistributedDataParallel
+	$(BIN)/python benchmarks/distributed.py
+
+bench-sharded: setup  ## processes that share a model, beside FSDP2
+	$(BIN)/python benchmarks/sharded.py
+
 bench-lengths: setup  ## batches of many lengths within a budget, beside padding and checkpointing; 20 minutes
 	$(BIN)/python benchmarks/lengths.py
+
+bench-elastic: setup  ## logical workers on 1, 2 and 4 processes: switching, bytes sent
+	$(BIN)/python benchmarks/elastic.py
 
 databases: setup  ## PyTorch's databases of modules and operators, trained within tiny budgets; half an hour
 	$(BIN)/python tests/torch_cpu/databases.py modules operators
@@ -83,12 +98,27 @@ bench-compare: setup  ## every policy on every model of the zoo, side by side
 bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
 	$(BIN)/python benchmarks/g10.py $(INSTANCES)
 
-gpu-check:  ## on a machine with a GPU, no network needed: the tests on it, then bench-gpu; 9 minutes
-	$(GPU_PYTHON) tools/gpu_check.py
+gpu-visit:  ## on a machine with a GPU, no network needed: all that wants one, piece by piece; ONLY=A,B does a part
+	$(GPU_PYTHON) tools/gpu_visit.py $(if $(ONLY),--only $(ONLY))
 
-gpu-site:  ## packages for gpu-check on a machine that has PyTorch and no network, in the folder .gpu-site
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .gpu-site --upgrade --only-binary=:all: \
-		--python-version 3.12 --implementation cp numpy highspy msgspec typer rich pytest
+# Without what such a machine has, PyTorch and numpy; below 20 MB.
+gpu-wheels:  ## wheels for gpu-visit on a machine that has PyTorch and no network, in the folder .gpu-wheels
+	rm -rf .gpu-wheels
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest .gpu-wheels --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON_VERSION) --implementation cp $(GPU_PLATFORMS:%=--platform %) \
+		highspy msgspec typer rich pytest pluggy iniconfig packaging pygments click shellingham markdown-it-py mdurl \
+		annotated-doc typing-extensions
+
+# The default wheel for Linux is the CUDA build: 5 GB with the packages that it needs.
+$(GPU_STUB)/venv/bin/python:
+	$(PYTHON) -m venv $(GPU_STUB)/venv
+	$@ -m pip install --quiet --disable-pip-version-check torch numpy highspy msgspec typer rich pytest
+
+gpu-stub: $(GPU_STUB_PYTHON)  ## the CUDA build of PyTorch on a runtime without a device, no GPU needed; ONLY=bits,races does a part
+	$(GPU_STUB_PYTHON) tests/cuda/stub/suite.py $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS))
+
+gpu-predictions: setup  ## what the planner expects of the rows of gpu-visit's comparison, without a GPU; ROWS=1,3 does a part
+	$(BIN)/python tools/gpu_rows.py --predict $(ROWS)
 
 bench-gpu: setup  ## throughput under one memory cap, beside what else trains large models on one GPU
 	$(BIN)/python benchmarks/gpu.py

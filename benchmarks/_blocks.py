@@ -15,10 +15,12 @@ from outofcore.errors import InputError
 # The blocks of the models of the benchmarks: by their class, or by the list that they stand in.
 _BLOCKS = frozenset({"BasicBlock", "BertLayer", "Block", "Bottleneck", "T5Block"})
 _LISTS_OF_BLOCKS = frozenset({"down", "merge"})
-# What selective checkpointing keeps: the results of products, which cost most to compute again.
+# What selective checkpointing keeps: the results of products, which cost most to compute again; of fused attention,
+# those of each kernel that PyTorch chooses from (on recent GPUs that of cuDNN).
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention")
+    for name in ("mm", "addmm", "bmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
 )
 
 

@@ -10,6 +10,7 @@ standard output. What else is printed goes to standard error.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -30,12 +31,35 @@ from outofcore import _torch_internals as internals
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
+from outofcore.follow import loop as following
+from outofcore.follow.native import load_paging
+from outofcore.planning.parameters import SearchParams
+from outofcore.policies import Auto
 from outofcore.report import page_content, step_report, write_report
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.units import KIB
 from outofcore.zoo import Workload
 
 Answer = dict[str, Any]
+
+
+def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
+    """Of its ``policy``: "auto"; "moves": nothing is made again; "unplaced": the plan does not say where anything lies;
+    "demand": there is no plan; "late": and nothing is copied before an op asks for it.
+    """
+    policy: Any = "auto"
+    match spec["policy"]:
+        case "moves":
+            policy = Auto(SearchParams(recompute_changes=0))
+        case "unplaced":
+            schedule_of = following.schedule_of
+            following.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
+        case "demand" | "late":
+            policy = None
+    loop = outofcore.budget(spec["budget"], model, home=spec["home"], policy=policy, cache=False).start()
+    if spec["policy"] == "late":
+        load_paging().follow_ahead(loop._space, 0)
+    return loop
 
 
 class _Training:
@@ -62,7 +86,7 @@ class _Training:
                 )
                 self._run = self._step
             case "followed":
-                self._loop = outofcore.budget(spec["budget"], model, home=spec["home"]).start()
+                self._loop = _followed(model, spec)
 
     def step(self) -> Answer:
         batch = next(self._batches)

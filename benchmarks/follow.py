@@ -1,8 +1,10 @@
 """A loop that is followed (``outofcore.budget``) beside the same loop in plain PyTorch and as a compiled step.
 
-The processes of a workload take turns step by step; ratios are medians over the rounds after the first ones. Budgets
-are shares of the peak of the followed loop where everything fits. The first step is on demand; from the second on the
-loop is known.
+The processes of a workload take turns step by step; ratios are medians over the second half of the rounds. Budgets are
+shares of the peak of the followed loop where everything fits. The first step is on demand; from the second on the loop
+is known, and a plan is made beside it.
+
+With ``--ablate`` instead: loops without one technique or another of those that make them quick.
 """
 
 from __future__ import annotations
@@ -45,21 +47,77 @@ def _measure(model: str, options: dict[str, Any], share: float, rounds: int, *, 
     seconds = {worker.name: [step["seconds"] for step in worker.steps] for worker in workers}
     losses = [[step["loss"] for step in worker.steps] for worker in workers]
     last, before = ours.steps[-1], ours.steps[-2]
+    half = rounds // 2  # by then there are plans
     return {
         **facts,
         "share": share,
         "budget": budget,
         "losses_identical": all(each == losses[0] for each in losses),
         "first_over_eager": seconds["followed"][0] / seconds["eager"][0],
-        "over_eager": {
-            name: round_by_round(found[_WARM_UP:], seconds["eager"][_WARM_UP:]) for name, found in seconds.items()
-        },
-        "eager_seconds": statistics.median(seconds["eager"][_WARM_UP:]),
+        "over_eager": {name: round_by_round(found[half:], seconds["eager"][half:]) for name, found in seconds.items()},
+        "eager_seconds": statistics.median(seconds["eager"][half:]),
         "peak_rss": peaks,
         "moved_in_last_step": {key: last[key] - before[key] for key in ("fetched_bytes", "written_bytes")},
         "arena_peak": last["peak_bytes"],
         "seconds": seconds,
     }
+
+
+_WITHOUT = {
+    "auto": "nothing",
+    "moves": "nothing made again",
+    "unplaced": "no planned addresses",
+    "demand": "no plan",
+    "late": "no plan, nothing copied ahead",
+}
+
+
+def _ablate(model: str, options: dict[str, Any], share: float, rounds: int) -> dict[str, Any]:
+    budget = int(share * _peak(model, options))
+    with contextlib.ExitStack() as stack:
+        specs = {name: Spec(model, options, "followed", budget, policy=name) for name in _WITHOUT}
+        workers = [stack.enter_context(Worker(name, spec)) for name, spec in specs.items()]
+        eager = stack.enter_context(Worker("eager", Spec(model, options)))
+        take_turns([eager, *workers], rounds)
+    half = rounds // 2  # by then there are plans
+    seconds = {worker.name: [step["seconds"] for step in worker.steps] for worker in (eager, *workers)}
+    return {
+        **eager.facts,
+        "share": share,
+        "budget": budget,
+        "losses_identical": len({tuple(step["loss"] for step in worker.steps) for worker in (eager, *workers)}) == 1,
+        "over_eager": {
+            worker.name: round_by_round(seconds[worker.name][half:], seconds["eager"][half:]) for worker in workers
+        },
+        "moved_in_last_step": {
+            worker.name: {
+                key: worker.steps[-1][key] - worker.steps[-2][key] for key in ("fetched_bytes", "written_bytes")
+            }
+            for worker in workers
+        },
+        "faults": {
+            worker.name: statistics.median(step["faults"] for step in worker.steps[half:]) for worker in workers
+        },
+        "seconds": seconds,
+    }
+
+
+def _print_ablation(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        title = f"{row['workload']}: {row['share']:g} ({format_bytes(row['budget'])})"
+        table = Table(title=title, title_justify="left")
+        for heading in ("without", "over eager", "in", "out", "page faults"):
+            table.add_column(heading, justify="left" if heading == "without" else "right")
+        for name, text in _WITHOUT.items():
+            moved = row["moved_in_last_step"][name]
+            table.add_row(
+                text,
+                f"{row['over_eager'][name]:.3f}",
+                format_bytes(moved["fetched_bytes"]),
+                format_bytes(moved["written_bytes"]),
+                f"{row['faults'][name]:,.0f}",
+            )
+        console().print(table)
 
 
 def _print(model: str, rows: list[dict[str, Any]]) -> None:
@@ -88,12 +146,18 @@ def main(
     share: Annotated[list[float] | None, typer.Option(help="Of the peak; may be given several times.")] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 2, help="Steps of each process.")] = 8,
     compiled: Annotated[bool, typer.Option(help="Beside outofcore.compile as well.")] = True,
+    ablate: Annotated[bool, typer.Option("--ablate", help="What each technique gives.")] = False,
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
     for which, usual in chosen.items():
         options = {**usual, **parse_options(option or [])}
+        if ablate:
+            rows = [_ablate(which, options, each, rounds) for each in share or (0.5,)]
+            _print_ablation(rows)
+            print(f"written to {write_model('follow-ablate', which, {'rounds': rounds, 'rows': rows}, date)}")
+            continue
         rows = [_measure(which, options, each, rounds, compiled=compiled) for each in share or (1.1, 0.5, 0.25)]
         _print(which, rows)
         print(f"written to {write_model('follow', which, {'rounds': rounds, 'rows': rows}, date)}")

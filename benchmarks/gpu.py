@@ -170,7 +170,7 @@ def main(
     params: Annotated[str, typer.Option(help="Parameters of the GPT.")] = "1.5B",
     policies: Annotated[bool, typer.Option("--policies", help="Each policy of outofcore, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of a process.")] = 5,
-    warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 6,
+    warm_up: Annotated[int, typer.Option(help="Steps before them; a plan may be made anew in the first six.")] = 6,
     rounds: Annotated[int, typer.Option(help="At most so many rounds.")] = 2,
     seconds: Annotated[float, typer.Option(help="For all of it.")] = 3600.0,
     limit: Annotated[float, typer.Option(help="For one process.")] = 90.0,

@@ -1,6 +1,6 @@
 """Whether followed loops keep to their budget over thousands of steps, as the kernel counts.
 
-Each loop of ``tests/torch_cpu/loops.py`` runs again and again in a process of its own, within half of what it takes
+Each loop of ``tests/shared/loops.py`` runs again and again in a process of its own, within half of what it takes
 where everything fits, until it has made so many steps. Its resident memory at the most, above that of the same process
 before (with the library loaded and a tiny loop run), may be at most the budget and 80 MB; and the second half of the
 steps may not need more than the first but for a few MB.
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "torch_cpu"))
+sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
 from loops import LOOPS, adamw  # noqa: E402 - it lies beside the tests
 

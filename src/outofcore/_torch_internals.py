@@ -52,6 +52,8 @@ __all__ = [
     "BACKWARD_ENTRY_POINTS",
     "FAKE_LOGGER",
     "FOREACH_TENSOR_TYPES",
+    "FUNCTIONAL_COLLECTIVES",
+    "PARALLEL_SETTINGS",
     "TENSOR_MODULE",
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -69,25 +71,39 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
+    "answering_what_is_fake",
+    "at_the_end_of_backward",
     "autograd_sequence_number",
     "below_autograd",
+    "bucket_assignment",
     "current_autograd_node",
+    "finished_work",
+    "gather_into",
     "global_optimizer_hooks",
+    "group_named",
     "has_python_kernel",
+    "has_rebuilt_buckets",
     "is_compiled",
+    "issuing",
     "keystr",
     "let_device_idle",
+    "mark_buckets_rebuilt",
     "mark_stepped",
     "memory_of",
     "negative_view",
     "node_sequence_number",
+    "parallel_buffers",
+    "parallel_limits",
+    "parallel_parameters",
     "plain_optimizer_step",
     "precision_of",
     "real_tensors",
+    "reduction_named",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "result_leaves",
     "saved_tensors_of",
+    "scatter_reduced",
     "sdp_backends_enabled",
     "set_activation_memory_budget",
     "shares_storage",
@@ -97,12 +113,15 @@ __all__ = [
     "tensor_at",
     "tensor_impl",
     "tensor_leaves",
+    "tensors_returned",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_unflatten",
+    "unboxed_group",
     "without_compiled_code",
     "without_hooks",
     "without_modes",
+    "without_new_versions",
 ]
 
 # Where Python code enters the autograd engine: (module, attribute), all bound to one function.
@@ -125,6 +144,31 @@ FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 # What uninitialised parameters and buffers of lazy modules have in common.
 UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
+    """Let ``is_fake`` answer code that asks whether something is a ``torch._subclasses.FakeTensor``.
+
+    Other libraries than PyTorch, that is, which look the class up where they ask: some go another way for tensors
+    without contents than for others.
+    """
+    kind = FakeTensor
+
+    class Asked(type):
+        def __instancecheck__(cls, item: object) -> bool:
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            return isinstance(item, kind) if asking.partition(".")[0] == "torch" else is_fake(item)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, kind)
+
+    module: Any = torch._subclasses
+    module.FakeTensor = Asked("FakeTensor", (), {})
+    try:
+        yield
+    finally:
+        module.FakeTensor = kind
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -200,6 +244,17 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """What calls an op with these arguments, again and again, with as little in between as there can be."""
+    return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
+
+
+def tensors_returned(func: Callable[..., Any]) -> int:
+    """How many tensors an op of PyTorch's returns; 0 where it may return anything else."""
+    returns = func._schema.returns if isinstance(func, OpOverload) else ()
+    return len(returns) if all(str(each.type) == "Tensor" for each in returns) else 0
+
+
 def result_leaves(result: Any) -> list[Any]:
     """What an op returned, nested lists and tuples flattened in order; None where it left a tensor undefined."""
     if isinstance(result, list | tuple):
@@ -251,6 +306,8 @@ def without_modes() -> Iterator[None]:
 
 def set_activation_memory_budget(share: float) -> None:
     """Let torch.compile keep no more than this share of the activations for backward."""
+    import torch._functorch.config  # noqa: PLC0415 - slow, and not there before somebody asks for it
+
     torch._functorch.config.activation_memory_budget = share  # type: ignore[attr-defined]
 
 
@@ -344,3 +401,124 @@ def _names_of_saved(kind: type) -> tuple[tuple[str, str], ...]:
             unpacked = name.removeprefix("_raw")
             found.append((name, unpacked if unpacked in names else unpacked.removeprefix("_")))
     return tuple(found)
+
+
+# Of a PyTorch that was built without collectives there is less; nothing here is then called.
+_dist: Any = torch.distributed
+_distributed_extension: Any = getattr(torch._C, "_distributed_c10d", None)
+# The functional collectives: what ``torch.distributed`` calls them, and whether they write to their argument.
+FUNCTIONAL_COLLECTIVES = {
+    "_c10d_functional::all_reduce": ("all_reduce", False),
+    "_c10d_functional::all_reduce_": ("all_reduce", True),
+    "_c10d_functional::broadcast": ("broadcast", False),
+    "_c10d_functional::broadcast_": ("broadcast", True),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather_into_tensor", False),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather_into_tensor", False),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter_tensor", False),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter_tensor", False),
+}
+
+
+def gather_into(result: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
+    """``all_gather_into_tensor``, by the name that it has in this release."""
+    getattr(_dist, "all_gather_single", _dist.all_gather_into_tensor)(result, tensor, group=group)
+
+
+def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
+    """``reduce_scatter_tensor``, by the name that it has in this release."""
+    getattr(_dist, "reduce_scatter_single", _dist.reduce_scatter_tensor)(result, tensor, reduction, group)
+
+
+def group_named(name: Any) -> Any:
+    """The process group that a functional collective names, or is given."""
+    return _dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+
+
+def unboxed_group(boxed: Any) -> Any:
+    """The process group among the arguments of an operator of a collective."""
+    return _dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
+
+
+def finished_work() -> Any:
+    """What an operator of a collective returns beside its result, of work that is done."""
+    return _distributed_extension.FakeWork().boxed()
+
+
+def reduction_named(reduction: Any) -> Any:
+    """The name of a plain reduction, such as "sum", for the reduction, and the other way round; None: there is none."""
+    names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
+    if isinstance(reduction, str):
+        return names.get(reduction)
+    boxed: Any = reduction
+    kind = boxed.op() if isinstance(reduction, torch.ScriptObject) else reduction
+    return next((name for name, one in names.items() if kind in (one, int(one))), None)
+
+
+def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
+    """The parameters whose gradients a ``DistributedDataParallel`` reduces, and whether each has a sparse gradient."""
+    parameters, sparse = model._build_params_for_reducer()
+    return list(parameters), list(sparse)
+
+
+def parallel_buffers(model: Any) -> list[torch.Tensor]:
+    """The buffers that a ``DistributedDataParallel`` broadcasts before a forward pass."""
+    model._assign_modules_buffers()
+    return list(model.modules_buffers)
+
+
+def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
+    """The most bytes of each bucket of a ``DistributedDataParallel``: at first, and once it has rebuilt them."""
+    own: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
+    if own:
+        return own, own
+    first = _dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
+    return [sys.maxsize], [first, model.bucket_bytes_cap]
+
+
+def bucket_assignment(
+    parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
+) -> list[list[int]]:
+    """Which parameters ``DistributedDataParallel`` puts together, by their numbers.
+
+    Args:
+        parameters: in the order given, or in that of ``order``.
+        limits: the most bytes of each bucket.
+        order: the numbers of the parameters, in the order in which gradients come.
+    """
+    taken = parameters if order is None else [parameters[index] for index in order]
+    return _dist._compute_bucket_assignment_by_size(taken, limits, [False] * len(parameters), order or [])[0]
+
+
+# Settings of a ``DistributedDataParallel`` under which it does not reduce gradients as it does by default: how the
+# setting is told, what it is called in the module, and what it is by default.
+PARALLEL_SETTINGS = (
+    ("find_unused_parameters=True", "find_unused_parameters", False),
+    ("static_graph=True", "static_graph", False),
+    ("mixed_precision", "mixed_precision", None),
+    ("a communication hook", "_comm_hooks", []),
+    ("delay_all_reduce_named_params", "_delay_all_reduce_params", []),
+    ("a Join context", "_join_config.enable", False),
+    ("the Python reducer", "_use_python_reducer", False),
+    ("skip_all_reduce_unused_params", "skip_all_reduce_unused_params", False),
+)
+
+
+def has_rebuilt_buckets(model: Any) -> bool:
+    """Whether a ``DistributedDataParallel`` has put its buckets together anew, as it does after its first step."""
+    return bool(getattr(model, "_has_rebuilt_buckets", False))
+
+
+def mark_buckets_rebuilt(model: Any) -> None:
+    """Note in a ``DistributedDataParallel`` that its buckets are those of its second step and later ones."""
+    model._has_rebuilt_buckets = True
+
+
+def at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Have the backward pass that runs now call something when it ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:
+    """In this context changes of tensors in place do not count for what autograd has saved."""
+    autograd: Any = torch.autograd
+    return autograd._unsafe_preserve_version_counter(tuple(tensors))

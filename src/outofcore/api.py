@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,10 +16,14 @@ from torch.optim import Optimizer
 
 from outofcore import planning, presets
 from outofcore.capture.passes import leanest
+from outofcore.capture.replicas import check_supported
+from outofcore.capture.shards import Shards
 from outofcore.capture.step import capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
+from outofcore.distributed.agreement import Agreement
+from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
 from outofcore.estimation.costing import costed
 from outofcore.estimation.sweep import Estimate, estimated
@@ -45,6 +50,9 @@ from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
 from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # How much of what comes back from a home is compared by checksum, and how convolutions are run: see ``compile``.
 CheckName = Literal["sampled", "full", "off"]
@@ -161,6 +169,7 @@ def compile(
     check: CheckName = "sampled",
     algorithms: Algorithms = "eager",
     dynamic: bool | None = None,
+    shard: ProcessGroup | bool | None = None,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -198,6 +207,12 @@ def compile(
             with the first call of another size the step passes to being followed, once and for good; but it does not
             on a GPU, where the native code cannot be built, with a ``policy`` or ``algorithms`` of your choice, or
             with a home that is open or shared by other steps: these then find the model there.
+        shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
+            every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
+            reduces gradients. Every process gives batches of its own, of the same shapes. The model is the plain
+            module, and is that of rank 0 in all processes from the first call on; its large parameters are then on the
+            device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
+            and AdamW are. See the guide to many processes.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -226,6 +241,29 @@ def compile(
     True
     """
     models, optimizers = _checked(step, model, optimizer)
+    return _compiled(
+        step, models, optimizers, budget, device, home, host_budget, policy, cache, check, algorithms, dynamic, shard
+    )
+
+
+def _compiled(
+    step: Callable[P, R],
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    budget: int | str,
+    device: str | torch.device | None,
+    home: str | os.PathLike[str] | OpenHome | None,
+    host_budget: int | str | None,
+    policy: PolicyLike,
+    cache: bool | str | os.PathLike[str],
+    check: CheckName,
+    algorithms: Algorithms,
+    dynamic: bool | None,
+    shard: ProcessGroup | bool | None = None,
+    *,
+    alternating: bool = False,
+) -> Step[P, R]:
+    """What ``compile`` returns; ``alternating`` as for ``Session``."""
     count = parse_bytes(budget)
     chosen = policy_of(policy)
     if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
@@ -237,23 +275,168 @@ def compile(
     if dynamic:
         _check_followable(backend.device, home, chosen, algorithms)
     kept = open_cache(cache)
+    check_supported(models)
+    group = _sharing_group(shard, dynamic, algorithms)
+    shards = None if group is None else Shards(models, optimizers, group)
+    ranks = None if alternating else Agreement(models, kept, group)
+    loop = None
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
-        return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms)
-    if isinstance(home, OpenHome) and (host_budget is not None or check != "sampled"):
+    elif isinstance(home, OpenHome):
+        if host_budget is not None or check != "sampled":
+            raise InputError(
+                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+            )
+        opened = home
+    else:
+        opened = _opened(home, host_budget, check, kept=False)
+        if chosen == policy_of("auto") and algorithms == "eager" and shards is None:
+            # The calls bring the model to it, of which they know what other steps have.
+            limit = host_limit(host_budget)
+            plans = None if kept is None else kept.folder / _PLANS
+            loop = partial(
+                Loop, count, (), home=home, host_limit=limit, plans=plans, verified=check != "off", beside=True
+            )
+    return Step(
+        step,
+        models,
+        optimizers,
+        count,
+        opened,
+        chosen,
+        kept,
+        backend,
+        algorithms,
+        dynamic,
+        loop,
+        alternating,
+        ranks,
+        shards,
+    )
+
+
+def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, algorithms: str) -> ProcessGroup | None:
+    """The processes that share a model; None: nobody else has any of it.
+
+    Raises:
+        InputError: there is no such group, or the other arguments do not go with it.
+    """
+    if shard is None or shard is False:
+        return None
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise InputError(
-            "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+            "shard= spreads a model over the processes of a group, and there is none: start the script with torchrun, "
+            "and call torch.distributed.init_process_group() before"
         )
-    if isinstance(home, OpenHome):
-        return Step(step, models, optimizers, count, home, chosen, kept, backend, algorithms)
-    opened = _opened(home, host_budget, check, kept=False)
-    loop = None
-    if chosen == policy_of("auto") and algorithms == "eager":
-        # The calls bring the model to it, of which they know what other steps have.
-        limit = host_limit(host_budget)
-        plans = None if kept is None else kept.folder / _PLANS
-        loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, verified=check != "off", beside=True)
-    return Step(step, models, optimizers, count, opened, chosen, kept, backend, algorithms, dynamic, loop)
+    group = torch.distributed.group.WORLD if shard is True else shard
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
+    if dynamic or algorithms != "eager":
+        raise InputError(
+            "processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'algorithms' out"
+        )
+    return group if group.size() > 1 else None
+
+
+def elastic(
+    step: Callable[..., Any],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    workers: int,
+    budget: int | str,
+    update: Callable[[], object] | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    device: str | torch.device | None = None,
+    home: str | os.PathLike[str] | OpenHome | None = None,
+    host_budget: int | str | None = None,
+    policy: PolicyLike = "auto",
+    cache: bool | str | os.PathLike[str] = True,
+    check: CheckName = "sampled",
+) -> Elastic:
+    """Train with logical workers: the same bits on one process as on any number up to that of the workers.
+
+    Started by torchrun, or with ``torch.distributed`` initialised, the processes share the workers; alone, one process
+    has them all. Each worker has its own batches and its own random generators. A process runs its workers one after
+    the other within its budget; gradients are summed in the order of the workers, divided by their number, and one
+    update follows, in all processes the same. The number of processes may change from one checkpoint to the next.
+
+    A step is, bit for bit, this in plain PyTorch, each worker with its own generators and with the buffers that worker
+    0 left in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients; ``p.grad
+    /= workers`` for each parameter; ``update()``.
+
+    Args:
+        step: forward, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
+        model: the module that the step trains, or a list of all that it uses, in ordinary memory or born at a home.
+            The same in every process: build it from one seed.
+        optimizer: the optimizer, or a list of them. Its ``step`` is called here.
+        workers: how many logical workers there are, for the whole of the training.
+        budget: bytes for all tensors of this process's steps, as for ``compile``. Some MiB of buffers for the sum, and
+            the model's changing buffers (running statistics), twice, lie beside it.
+        update: called in place of ``optimizer.step()`` once gradients are summed, such as one that clips them before.
+        seed: of the workers' random generators. Those of the process itself are never used.
+        timeout: seconds that a process waits for another.
+        device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
+        home, host_budget, policy, cache, check: as for ``compile``. Processes may differ in these, and in the budget.
+
+    Returns:
+        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
+
+    Raises:
+        InputError: an argument cannot be used, there are more processes than workers, or processes differ in what has
+            to be the same everywhere, such as threads or the model.
+        StateError: the processes do not find together.
+
+    >>> import torch
+    >>> import outofcore
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <torch...>
+    >>> model = torch.nn.Linear(256, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> def train_step(x, y):
+    ...     loss = (model(x)[:, 0] - y).square().mean()
+    ...     loss.backward()
+    ...     return loss
+    >>> data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64))
+    >>> with outofcore.elastic(train_step, model, optimizer, workers=4, budget="4MiB") as run:
+    ...     for batches in run.loader(data, batch_size=8):
+    ...         losses = run(batches)
+    >>> list(losses), run.steps
+    ([0, 1, 2, 3], 2)
+    """
+    models, optimizers = _checked(step, model, optimizer)
+    if not optimizers:
+        raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
+    if not timeout > 0:
+        raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
+    if seed < 0:
+        raise InputError(f"the seed must not be negative, and is {seed}")
+    check_models(models)
+    both = phases(step, models, optimizers, update)
+    compiled = _compiled(
+        both,
+        models,
+        optimizers,
+        budget,
+        device,
+        home,
+        host_budget,
+        policy,
+        cache,
+        check,
+        "eager",
+        False,
+        alternating=True,
+    )
+    try:
+        where = open_backend(device).device
+        return Elastic(compiled, models, optimizers, workers, seed, where, timedelta(seconds=timeout))
+    except BaseException:
+        compiled.close()
+        raise
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, algorithms: str) -> None:
@@ -276,6 +459,11 @@ def _check_followable(device: torch.device, home: object, policy: Policy, algori
             "'algorithms' out"
         )
     load_paging()
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
+    """The GPU that a model is on; None: it is on none."""
+    return next((p.device for model in models for p in model.parameters() if p.device.type == "cuda"), None)
 
 
 def budget(
@@ -303,13 +491,16 @@ def budget(
         model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
             when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
             the state of an optimizer when it first steps.
-        device: "cpu", the only one so far.
-        home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host".
+        device: whose tensors are followed: "cpu", or a GPU such as "cuda". By default that of the model's parameters.
+            What is for a GPU has never run on one: see the guide.
+        home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host"; for a GPU
+            pinned host memory alone.
         host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".
         policy: how steps are planned, as for ``compile``; None: they are not.
         cache: where plans are kept for later processes: a folder, True for the user's cache folder, or False.
         check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
-            before it leaves without being written, so that what other threads or compiled code wrote is not lost.
+            before it leaves without being written, so that what other threads or compiled code wrote is not lost. On a
+            GPU nothing is compared.
 
     Returns:
         A context manager, also with ``start()`` and ``stop()``; ``run.stats`` tells what happened.
@@ -340,8 +531,14 @@ def budget(
     """
     models = _as_list(model, nn.Module, "model")
     count = parse_bytes(limit)
-    if open_backend(device).device.type != "cpu":
-        raise InputError("loops are followed on the CPU only; for a step on a GPU there is outofcore.compile()")
+    followed = open_backend(_device_of(models) if device is None else device).device
+    if followed.type != "cpu" and home not in (None, "host"):
+        raise InputError(
+            f"a loop on {followed} keeps what is away in pinned host memory, and home={str(home)!r} was asked for: "
+            "leave 'home' out, and limit that memory by 'host_budget'"
+        )
+    if followed.type != "cpu" and check == Check.FULL.value:
+        raise InputError(f"copies of a loop on {followed} are not checked; leave 'check' out")
     if check not in {mode.value for mode in Check}:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
     kept = open_cache(cache)
@@ -358,6 +555,7 @@ def budget(
     return Loop(
         count,
         models,
+        device=followed,
         home=home,
         host_limit=host_limit(host_budget),
         policy=policy,
@@ -591,6 +789,8 @@ def _costs(profiles: Sequence[OpProfile]) -> Costs:
 
 
 __all__ = [
+    "Elastic",
+    "ElasticStats",
     "Estimate",
     "Loop",
     "LoopStats",
@@ -600,6 +800,7 @@ __all__ = [
     "budget",
     "build",
     "compile",
+    "elastic",
     "estimate",
     "load",
     "materialize",

@@ -4,7 +4,8 @@ The model: while copies run both ways between the device and a home, each goes a
 while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds
 change whenever an instruction starts or ends, and hold in between (processor sharing).
 
-Limits: all ops are taken to suffer alike, and copies to one home not to slow those to another.
+Limits: all ops are taken to suffer alike, and copies to one home not to slow those to another; collectives neither
+slow anything nor are slowed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from outofcore.costs import Home
 from outofcore.program import Program, Queue, Timeline, Wait, lane_of
 
 _Lane = tuple[Queue, int]
+_OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # what belongs to no home
 
 
 def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
@@ -70,19 +72,21 @@ def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) 
 
 
 def _lane(wait: Wait) -> _Lane:
-    return wait.queue, 0 if wait.queue is Queue.COMPUTE else wait.home
+    return wait.queue, 0 if wait.queue in _OPS else wait.home
 
 
 def _stretched(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
     """The number of each lane at work, and how many times as long its instruction takes beside the others."""
-    slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue is not Queue.COMPUTE)
+    slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
     found: list[tuple[int, float]] = []
     for lane in running:
         queue, home = lane
         if queue is Queue.COMPUTE:
             times = 1.0 + slowdown
+        elif queue is Queue.COMMUNICATE:
+            times = 1.0
         else:
             other = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
             times = 1.0 / (1.0 - homes[home].contention / 2) if (other, home) in running else 1.0

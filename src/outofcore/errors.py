@@ -10,7 +10,9 @@
     ├── ValidationError                     a program broke one of the promises of the design
     ├── ArenaError (also a MemoryError)     a request did not fit the planned arena
     ├── TransferError (also an OSError)     a copy to or from a home failed
-    └── StateError (also a RuntimeError)    a step, model or tensor is used in a state that forbids it
+    │   └── DeviceError                     the device itself failed, and does nothing more in this process
+    ├── StateError (also a RuntimeError)    a step, model or tensor is used in a state that forbids it
+    └── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not come to it
 
 Each message says what happened, why, and what to do; where the user's own code is the
 place to act, the message carries its file and line or the module path.
@@ -75,5 +77,13 @@ class TransferError(OutOfCoreError, OSError):
     """A copy to or from a home failed."""
 
 
+class DeviceError(TransferError):
+    """The device itself failed, and does nothing more in this process."""
+
+
 class StateError(OutOfCoreError, RuntimeError):
     """A step, a model or a tensor is used in a state that forbids it."""
+
+
+class CommunicationError(OutOfCoreError, RuntimeError):
+    """A collective failed: another process has ended, or did not come to it in time."""

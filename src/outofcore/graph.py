@@ -52,6 +52,10 @@ class Op:
     ``discards`` names those of ``mutates`` whose former contents influence nothing but their own new
     ones, as with the running statistics of batch norm in training: where the op runs again, it may be
     given any bytes for them, and what it leaves there is thrown away.
+
+    An op that ``communicates`` is a collective: processes run it together, each in its own copy of the step. It runs on
+    a queue of its own, in the order in which the graph has such ops. One that is ``rerunnable``, such as a gathering of
+    what lasts, runs again where a plan says so, which all processes then have to follow alike.
     """
 
     id: int  # its index in ``StepGraph.ops``
@@ -65,6 +69,7 @@ class Op:
     module: str = ""  # path of the module that asked for it, such as "encoder.3.attention"
     source: str = ""  # the user's "file:line"
     discards: tuple[int, ...] = ()  # of ``mutates``, what a second run may have scratch memory for
+    communicates: bool = False  # a collective, which other processes run as well
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -121,8 +126,8 @@ class StepGraph:
 
         Raises:
             GraphError: an id is not its index, a storage is created twice, is used before it is
-                created, or has no bytes; an op discards what it does not mutate; or an op or output names a
-                storage that is not there.
+                created, or has no bytes; an op discards what it does not mutate; or an op or output names a storage
+                that is not there.
         """
         for index, storage in enumerate(self.storages):
             if storage.id != index:

@@ -78,6 +78,7 @@ class _Op(Struct, omit_defaults=True):
     family: str = ""
     module: str = ""
     source: str = ""
+    communicates: bool = False
 
 
 class _Home(Struct, omit_defaults=True):
@@ -187,6 +188,7 @@ def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
         module=op.module,
         source=op.source,
         discards=storages("discards", op.discards),
+        communicates=op.communicates,
     )
 
 
@@ -243,6 +245,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
                     family=op.family,
                     module=op.module,
                     source=op.source,
+                    communicates=op.communicates,
                 )
                 for op, cost in zip(graph.ops, costs.ops, strict=True)
             ),

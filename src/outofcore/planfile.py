@@ -75,6 +75,7 @@ class _Run(Struct, tag_field="do", tag="Run", omit_defaults=True):
     workspace: _Index | None = None
     waits: tuple[_Wait, ...] = ()
     again: bool = False
+    communicates: bool = False
 
 
 class _Copy(Struct, tag_field="do", omit_defaults=True):
@@ -152,7 +153,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
     def instruction(one: Instruction) -> _Run | _CopyOut | _CopyIn:
         if isinstance(one, Run):
-            return _Run(one.op, one.blocks, one.workspace, waits(one), one.again)
+            return _Run(one.op, one.blocks, one.workspace, waits(one), one.again, one.communicates)
         kind = _CopyOut if isinstance(one, CopyOut) else _CopyIn
         return kind(one.block, one.version, waits(one), one.home)
 
@@ -269,6 +270,6 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 def _instruction(one: _Run | _CopyOut | _CopyIn) -> Instruction:
     waits = tuple(Wait(wait.queue, wait.count, wait.home) for wait in one.waits)
     if isinstance(one, _Run):
-        return Run(one.op, one.blocks, one.workspace, waits, one.again)
+        return Run(one.op, one.blocks, one.workspace, waits, one.again, one.communicates)
     kind = CopyOut if isinstance(one, _CopyOut) else CopyIn
     return kind(one.block, one.version, waits, one.home)

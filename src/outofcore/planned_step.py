@@ -31,7 +31,7 @@ from outofcore.units import format_bytes
 _log = logging.getLogger("outofcore")
 
 # How many steps are measured, after the first, before the prediction is judged.
-_MEASURED_STEPS = 3
+MEASURED_STEPS = 3
 
 
 class Cause(Enum):
@@ -206,9 +206,14 @@ def cause_to_plan_again(
         return None, False
     if surprises and Cause.MEMORY not in step.causes:
         return Cause.MEMORY, True
-    if Cause.TIMES in step.causes or len(measured) < _MEASURED_STEPS:
+    if Cause.TIMES in step.causes or len(measured) < MEASURED_STEPS:
         return None, False
-    return Cause.TIMES, step.leaves_device and is_off(step.planned.timeline.step_seconds, measured)
+    return Cause.TIMES, is_wrong(step, measured)
+
+
+def is_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
+    """Whether steps took so much longer or shorter than predicted that another plan may be better."""
+    return step.leaves_device and is_off(step.planned.timeline.step_seconds, measured)
 
 
 def describer(captured: Captured) -> Callable[[int], str]:

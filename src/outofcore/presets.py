@@ -127,6 +127,7 @@ def devices() -> tuple[Device, ...]:
         _device("a100-40gb-pcie4", "NVIDIA A100 40 GB, PCIe 4", 40, 1555, 24.0, fp32=19.5, tf32=156, half=312),
         _device("a100-80gb-pcie4", "NVIDIA A100 80 GB, PCIe 4", 80, 1935, 24.0, fp32=19.5, tf32=156, half=312),
         _device("h100-80gb-pcie5", "NVIDIA H100 SXM 80 GB, PCIe 5", 80, 3350, 50.0, fp32=66.9, tf32=494, half=989),
+        _device("h200-141gb-pcie5", "NVIDIA H200 SXM 141 GB, PCIe 5", 140, 4800, 50.0, fp32=66.9, tf32=494, half=989),
         _device("rtx4090-24gb", "NVIDIA RTX 4090 24 GB, PCIe 4", 24, 1008, 24.0, fp32=82.6, tf32=82.6, half=165),
     )
 

@@ -2,8 +2,9 @@
 
 The simulator, the validator and the executor all interpret this list. A queue runs its
 instructions one after the other; between queues nothing is ordered but by the waits. There is one
-queue of ops, and for each home one of copies out and one of copies in: links to different homes work
-side by side.
+queue of ops, one of collectives, and for each home one of copies out and one of copies in: links to different homes
+work side by side. The order of collectives is that of the graph, whatever the plan; so processes that run one graph
+by different plans run the same collectives in the same order.
 
 The program is one step in its steady state: blocks that wrap hold their bytes from the end of one
 step to the start of the next. All queues are empty when a step ends.
@@ -21,6 +22,7 @@ class Queue(Enum):
     COMPUTE = "compute"  # the ops
     COPY_OUT = "copy-out"  # device to home
     COPY_IN = "copy-in"  # home to device
+    COMMUNICATE = "communicate"  # the collectives, which other processes run as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Run:
     blocks hold what they held the first time, whatever versions of the storages there are by now; in a
     block of a storage that it writes but does not read, or that it ``discards``, lies anything. A random
     op draws the same numbers as the first time, and its generator goes on as if it had not run.
+
+    ``communicates``: the op is a collective, and runs on the queue of those.
     """
 
     op: int
@@ -53,6 +57,7 @@ class Run:
     workspace: int | None = None
     waits: tuple[Wait, ...] = ()
     again: bool = False
+    communicates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ Instruction = Run | CopyOut | CopyIn
 def queue_of(instruction: Instruction) -> Queue:
     """The queue that an instruction runs on."""
     if isinstance(instruction, Run):
-        return Queue.COMPUTE
+        return Queue.COMMUNICATE if instruction.communicates else Queue.COMPUTE
     return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
 
 

@@ -7,14 +7,16 @@ session makes the runner of a planned step when it first brings the step's progr
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from importlib import metadata
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,10 +25,14 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
+from outofcore.capture.captured import StateBinding
+from outofcore.capture.collectives import Collective
+from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.passes import fastest, leanest
+from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, StateError, TransferError
+from outofcore.errors import BudgetError, GraphError, InputError, StateError, TransferError, ValidationError
 from outofcore.execution.aliases import State
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
@@ -37,25 +43,31 @@ from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
+from outofcore.graph import StorageKind
 from outofcore.planned_step import (
+    MEASURED_STEPS,
     Cause,
     PlannedStep,
     cause_to_plan_again,
+    check_spill,
+    is_wrong,
     plan,
     plan_in_core,
     with_requests,
     with_times,
 )
-from outofcore.planning import Policy
+from outofcore.planning import Planned, Policy
 from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
+from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
 from outofcore.profiling.links import forget_link, links_to
-from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops
+from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops, profile_some
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.settled import added_bytes, known_families, settled_step, shortfall
 from outofcore.units import MIB, format_bytes
+from outofcore.validator import validate
 
 _log = logging.getLogger("outofcore")
 
@@ -78,6 +90,11 @@ class Outcome(Enum):
     UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
     # The step had ended, as where Ctrl-C waits for its end.
     MADE = "The step has been made: the model and its optimizers are as they are after it; what it returned is lost."
+    # It raised while the step ran, and others run it as well.
+    APART = (
+        "The model and its optimizers are as they were before this step, which was undone. Other processes may have "
+        "gone on with it: end this one, and let torchrun start all of them again."
+    )
     # It raised in a call that is run as it is, op by op.
     STOPPED = (
         "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
@@ -85,6 +102,71 @@ class Outcome(Enum):
     )
     # It raised after something that lasts had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a process says of itself to those that run the step as well.
+
+    Attributes:
+        versions: of this library and of PyTorch.
+        budget: in words.
+        policy: its name.
+        states: of each parameter and buffer its key, and its dtype and shape in words.
+        collectives: of the step, in order, in words.
+        orders: of each ``DistributedDataParallel``, the numbers of its parameters in the order of their gradients.
+        graph: a digest of the captured step.
+        is_new: whether it has no plan for this call yet.
+        error: why it cannot go on; empty: it can.
+    """
+
+    versions: str
+    budget: str
+    policy: str
+    states: tuple[tuple[str, str], ...] = ()
+    collectives: tuple[str, ...] = ()
+    orders: tuple[tuple[int, ...], ...] = ()
+    graph: str = ""
+    is_new: bool = False
+    error: str = ""
+
+
+class Ranks(Protocol):
+    """The processes that run a step together: see ``distributed.agreement``."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether there are others, as far as is known."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    def join(self, collectives: Sequence[Collective]) -> None:
+        """Take note of the collectives of a step."""
+        ...
+
+    def meet(self, facts: Facts | None, device: torch.device) -> bool:
+        """Whether all have a plan for the call that begins now."""
+        ...
+
+    def compare(self, facts: Facts) -> tuple[Facts, ...]:
+        """What all say of themselves, by rank; raises where they cannot go on together."""
+        ...
+
+    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
+        """Of the groups of collectives, by their number of processes."""
+        ...
+
+    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
+        """What one process makes, in all of them."""
+        ...
+
+    def settle(self, error: BaseException | None) -> None:
+        """Raise if one of them cannot go on."""
+        ...
 
 
 @dataclass
@@ -96,9 +178,11 @@ class _Known:
         runner: of it, as long as the states that it knows are those of the keeper.
         runs: of this plan.
         measured: the timelines by which its prediction is to be judged.
+        facts: for other processes, where there are any.
     """
 
     step: PlannedStep
+    facts: Facts | None = None
     runner: Runner | None = None
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
@@ -120,6 +204,9 @@ class Session:
         vacate: called when another step over the home is to have the model; by it ``vacate`` here.
         dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
         loop: makes the loop that they are followed in; None: they cannot be.
+        alternating: whether calls of one kind never find the gradients that another of that kind has left.
+        ranks: the processes that run it together; None: this one alone.
+        shards: what of the models is spread over them; None: nothing is.
 
     Attributes:
         followed: the calls that are followed; None: there were none yet.
@@ -147,7 +234,14 @@ class Session:
         vacate: Callable[[], None],
         dynamic: bool | None = False,
         loop: Callable[[], Loop] | None = None,
+        alternating: bool = False,
+        ranks: Ranks | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._shards = shards
+        self._apart = ""  # why this process is out of step with the others; empty: it is not
+        self._group_costs: dict[int, GroupCost] = {}
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
         self.budget, self.home, self.policy = budget, home, policy
         self._cache, self.backend, self._on_vacate = cache, backend, vacate
@@ -157,6 +251,7 @@ class Session:
         weakref.finalize(self, self.engine.close).atexit = False
         self._signer = Signer(step, self._models, self._optimizers, backend.device)
         self._known: dict[Signature, _Known] = {}
+        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
         self._active: _Known | None = None  # whose states are in the arena
         self._signature: Signature | None = None  # of the last call
         self.shown: PlannedStep | None = None
@@ -165,6 +260,7 @@ class Session:
         self.arena: Memory | None = None
         self.links: tuple[Home, ...] = ()
         self._dynamic, self._loop = dynamic, loop
+        self._alternating = alternating
         self.followed: FollowedCalls | None = None
         self.why_followed = "it was asked for" if dynamic else ""
         self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
@@ -192,8 +288,14 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
         self.outcome = Outcome.UNCHANGED
+        if self._apart:
+            raise StateError(
+                f"an earlier call of this step failed while others ran it as well ({self._apart}), so that this "
+                "process is out of step with them; end it, and let torchrun start all of them again"
+            )
         if self.why_followed:
             return self._call_followed(args, kwargs)
+        self.spread()
         signature = self._signer(args, kwargs)
         if signature not in self._known and self._passes_over(signature):
             self.why_followed = self._signer.describe_change(self._signature or signature, signature, args, kwargs)
@@ -202,20 +304,14 @@ class Session:
             except _NotFollowedError as error:
                 _log.warning("each shape is captured and planned: %s", error.__cause__)
                 self.why_followed, self._loop = "", None
-        # What is shown outlives the mode in which the step is called.
-        with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
-            self._catch_up(signature)
+        known = self._known_or_built(signature, args, kwargs, on_progress)
         leaves = tree_flatten((args, kwargs))[0]
-        known = self._known.get(signature)
-        if known is None:
-            if self._signature is not None:
-                _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
-            begin = time.perf_counter()
-            with following(on_progress) as self._tell:
-                known = _Known(self._build(args, kwargs))
-            self._known[signature] = known
-            self._count_kinds(time.perf_counter() - begin)
-        elif known is not self._active and self._signature not in (None, signature):
+        if (
+            known.runs
+            and not self._alternating
+            and known is not self._active
+            and self._signature not in (None, signature)
+        ):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         try:
             with torch.inference_mode(mode=False):
@@ -227,6 +323,45 @@ class Session:
                 lazy.undo()
             raise
 
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> PlannedStep:
+        """Capture and plan what a call with such arguments would run, and run nothing."""
+        self.outcome = Outcome.UNCHANGED
+        self.spread()
+        return self._known_or_built(self._signer(args, kwargs), args, kwargs, on_progress).step
+
+    def spread(self) -> None:
+        """Spread the models over the processes, or see what has become of them since they were."""
+        shards = self._shards
+        if shards is None:
+            return
+        if shards.is_spread:
+            shards.check()
+            return
+        with Deferred("the spreading of the model over the processes"):
+            shards.spread()
+
+    def _known_or_built(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None
+    ) -> _Known:
+        """The planned step for a call; a new one is one on which the processes agree that run it together."""
+        # What is shown outlives the mode in which the step is called.
+        with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
+            self._catch_up(signature)
+        known = self._known.get(signature)
+        together = self._ranks if self._ranks is not None and self._ranks.joined else None
+        agreed = known is not None
+        if together is not None:
+            agreed = together.meet(None if known is None else known.facts, self.backend.device)
+        if known is not None and agreed:
+            return known
+        if together is None and self._signature is not None:
+            _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+        begin = time.perf_counter()
+        with following(on_progress) as self._tell:
+            known = self._known[signature] = self._learn(known, self._ranks, args, kwargs)
+        self._count_kinds(time.perf_counter() - begin)
+        return known
+
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
         if known is not self._active:
             with Deferred("the move of the model to its place"):
@@ -235,6 +370,8 @@ class Session:
         self.began_ns = time.time_ns()
         with Deferred("the step that runs"):
             result = self._run(known, leaves)
+            if self._shards is not None:
+                self._shards.show_gradients()
         self._judge(known)
         return result
 
@@ -246,6 +383,7 @@ class Session:
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # others find the model there
+            and not (self._ranks is not None and self._ranks.joined)  # all would have to do so at once
             and has_other_sizes(signature, self._known)
         )
 
@@ -325,8 +463,23 @@ class Session:
             self._leave_arena()
             self.keeper.hand_over()
 
-    def close(self) -> None:
-        """Give the model memory of its own again, or leave it at a home that others share; free the rest."""
+    def close(self, *, whole: bool = True) -> None:
+        """Give the model memory of its own again, or leave it at a home that others share; free the rest.
+
+        Args:
+            whole: whether to gather what is spread over processes; all of them do so at once, or none.
+        """
+        self._close()
+        shards = self._shards
+        if shards is None or not shards.is_spread or not whole:
+            return
+        if self._apart:
+            _log.warning("the model stays spread over the processes, of which one has ended; load a checkpoint")
+            return
+        with Deferred("the gathering of the model from the processes"):
+            shards.gather()
+
+    def _close(self) -> None:
         self.engine.close()
         try:
             with Deferred("the move of the model to where it stays"):
@@ -335,7 +488,7 @@ class Session:
                     self.followed.close(stays=self.home.shared)
                 self.keeper.let_go()
                 if not self.home.shared:
-                    self._active = None
+                    self._make_way()
                     self.keeper.give_back()
                 else:
                     self._leave_program()
@@ -349,22 +502,171 @@ class Session:
 
     # Planning
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        """Capture, profile and plan; nothing of the user's is changed."""
+    def _learn(
+        self, known: _Known | None, ranks: Ranks | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Known:
+        """Capture, profile and plan, together with others if there are any; nothing of the user's is changed.
+
+        Args:
+            known: where others have no plan for the call, and this process has one.
+            ranks: those that may have to do with it.
+        """
+        if ranks is None:
+            traced, capture = self._traced(args, kwargs)
+            return _Known(self._with_lazy(traced, lambda: self._planned(traced, capture)))
+        return self._learn_with(ranks, known, args, kwargs)
+
+    def _learn_with(self, ranks: Ranks, known: _Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
+        """As ``_learn``, where there may be others."""
+        own = Facts(versions(), format_bytes(self.budget), self.policy.name)
+        if known is not None and known.facts is not None:
+            own = replace(known.facts, is_new=False)
+        traced: Captured | None = None
+        capture: Callable[..., Captured] | None = None
+        error: BaseException | None = None
+        if known is None:
+            try:
+                traced, capture = self._traced(args, kwargs)
+                ranks.join(collectives_of(traced))
+                own = replace(own, is_new=True, **_told_of(traced, self._shards))
+            except BaseException as raised:
+                error = raised
+                own = replace(own, error=f"{type(raised).__name__}: {raised}")
+        if not ranks.joined:
+            if error is not None or traced is None or capture is None:
+                raise error or RuntimeError("a step was neither captured nor refused; please report it")
+            return _Known(self._with_lazy(traced, lambda: self._planned(traced, capture)), own)
+        try:
+            everyone = ranks.compare(own)
+        except BaseException as refused:
+            self._undo_lazy(traced)
+            raise error or refused from None
+        if error is not None:
+            raise error
+        if self._shards is not None:
+            check_one_plan(everyone)
+        own_step = known.step.captured if known is not None else traced
+        collectives = () if own_step is None else collectives_of(own_step)
+        self._group_costs = ranks.costs(collectives, self.backend.device)
+        leader = next(rank for rank, facts in enumerate(everyone) if facts.is_new)
+        if known is not None:
+            ranks.from_leader(leader, lambda: None)
+            ranks.settle(None)
+            return known
+        if traced is None or capture is None:
+            raise RuntimeError("a step was neither captured nor refused; please report it")
+        return _Known(self._with_lazy(traced, lambda: self._planned_by(leader, ranks, everyone, traced, capture)), own)
+
+    def _planned_by(
+        self,
+        leader: int,
+        ranks: Ranks,
+        everyone: Sequence[Facts],
+        traced: Captured,
+        capture: Callable[..., Captured],
+    ) -> PlannedStep:
+        """The step as one process has measured and planned it for all, as far as their graphs are the same."""
+        made: list[PlannedStep] = []
+
+        def make() -> Any:
+            found = self._planned(traced, capture)
+            made.append(found)
+            return found.costs, found.planned, found.profiles, found.budget
+
+        costs, planned, profiles, room = ranks.from_leader(leader, make)
+        failure: BaseException | None = None
+        if not made:
+            try:
+                mine = None
+                if everyone[leader].graph == everyone[ranks.rank].graph and self._algorithms is None:
+                    mine = self._taken_over(traced, costs, planned, profiles, room)
+                if mine is None and self._shards is not None:
+                    raise StateError(
+                        "the plan of another process does not hold here, and processes that share a model follow one "
+                        "plan: run them on machines that are alike, with the same versions and budget"
+                    )
+                made.append(mine or self._planned(traced, capture))
+            except BaseException as error:
+                failure = error
+        ranks.settle(failure)
+        return made[0]
+
+    def _taken_over(
+        self, traced: Captured, costs: Costs, planned: Planned, profiles: tuple[OpProfile, ...], room: int
+    ) -> PlannedStep | None:
+        """The step with the plan of another process; None if it does not hold here."""
+        self._leave_arena()
+        self.backend.prepare()
+        if room_for_arena(traced, self.backend, self.budget) != room:
+            return None
+        # There are two forms of a step, and a plan fits one of them alone.
+        for form in (fastest, leanest):
+            captured = form(traced).aligned(self.backend.alignment)
+            if len(captured.graph.ops) != len(costs.ops):
+                continue
+            try:
+                validate(captured.graph, planned.program, room, costs)
+            except (ValidationError, GraphError):
+                continue
+            check_spill(captured.graph, costs, planned, self.home.stores)
+            self.links = costs.homes
+            own = profile_some(
+                captured, self._shorter(captured), measure_time=False, cache=self._cache, backend=self.backend
+            )
+            if any(own[op].cost.workspace_bytes > costs.ops[op].workspace_bytes for op in own):
+                continue
+            return PlannedStep(captured, room, costs, planned, _with_own_requests(profiles, own))
+        _log.warning("the plan of another process does not hold in this one, which plans by itself")
+        return None
+
+    def _shorter(self, captured: Captured) -> list[int]:
+        """The updates of ranges that are shorter here than in rank 0, so that they ask for less memory."""
+        shards = self._shards
+        if shards is None:
+            return []
+        short = {id(shard.parameter) for shard in shards.all if shard.count < shard.chunks.count(0)}
+        return [
+            index
+            for index, call in enumerate(captured.calls)
+            if isinstance(call.func, OptimizerUpdate) and any(id(m.parameter) in short for m in call.func.members)
+        ]
+
+    def _with_lazy(self, traced: Captured, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        try:
+            return plan()
+        except BaseException:
+            self._undo_lazy(traced)
+            raise
+
+    def _undo_lazy(self, traced: Captured | None) -> None:
+        if traced is not None and traced.lazy is not None:
+            self.keeper.forget_all()
+            traced.lazy.undo()
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Callable[..., Captured]]:
+        """The step as captured, and what captures it again."""
         self._tell("capture", 0, 1)
         # It puts stand-ins where the model has its tensors.
-        capture = partial(capture_step, self._step, self._models, self._optimizers, args, kwargs, self.backend.device)
+        device = self.backend.device
+        capture = partial(
+            capture_step,
+            self._step,
+            self._models,
+            self._optimizers,
+            args,
+            kwargs,
+            device,
+            orders=self._orders,
+            shards=self._shards,
+        )
         with Deferred("the capture of the step", stops=3):
             traced = capture()
+            for end in traced.replicas:
+                if end.reduced:
+                    self._orders.setdefault(id(end.model), end.order)
             if traced.lazy is not None:
                 traced.lazy.apply()
-        try:
-            return self._planned(traced, capture)
-        except BaseException:
-            if traced.lazy is not None:
-                self.keeper.forget_all()
-                traced.lazy.undo()
-            raise
+        return traced, capture
 
     def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
         self._tell("capture", 1, 1)
@@ -373,7 +675,12 @@ class Session:
         self.backend.prepare()
         alignment, stores = self.backend.alignment, self.home.stores
         room = room_for_arena(traced, self.backend, self.budget)
-        settled = partial(settled_step, traced, capture, self._cache, self.backend)
+
+        def settled(known: Mapping[str, OpProfile] | None = None) -> tuple[Captured, Costs] | None:
+            if self._alternating:
+                return None
+            return settled_step(traced, capture, self._cache, self.backend, known)
+
         try:
             found = None
             captured = fastest(traced).aligned(alignment)
@@ -385,7 +692,7 @@ class Session:
         except BudgetError as error:
             refused = shortfall(settled(), room, error) or error
             raise in_terms_of_the_budget(refused, self.budget, room) from None
-        if found.planned.program.arena_bytes + added_bytes(traced) > room:
+        if not self._alternating and found.planned.program.arena_bytes + added_bytes(traced) > room:
             refused = shortfall(settled(known_families(found.captured, found.profiles)), room)
             if refused is not None:
                 raise in_terms_of_the_budget(refused, self.budget, room)
@@ -404,6 +711,7 @@ class Session:
     def _measured(self, captured: Captured, room: int) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
         cache, backend, fixed = self._cache, self.backend, self._algorithms
         profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
+        profiles = with_collectives(captured, profiles, self._group_costs)
         if fixed is not None:
             captured, profiles = choose_algorithms(captured, profiles, room, fixed, cache, backend)
         if not self.links:
@@ -428,6 +736,9 @@ class Session:
         """Plan again where the runs of a plan have shown that it was wrong."""
         if known.runner is None or self.timeline is None:
             return
+        if self._shards is not None and self._ranks is not None:
+            self._judge_together(known, self._ranks)
+            return
         surprises = known.runner.surprises()
         known.runs += 1
         if known.runs > 1:
@@ -451,10 +762,58 @@ class Session:
         if again is None:
             return
         self._keep(before, again, None if cause is Cause.TIMES else surprises.keys())
+        self._exchange(known, again)
+
+    def _judge_together(self, known: _Known, ranks: Ranks) -> None:
+        """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
+        runner, timeline = known.runner, self.timeline
+        if runner is None or timeline is None:
+            return
+        known.runs += 1
+        if known.runs > 1:
+            known.measured.append(timeline)
+        before, measured = known.step, known.measured
+        if len(measured) < MEASURED_STEPS or Cause.TIMES in before.causes:
+            return
+        known.step, known.measured = replace(before, causes=before.causes | set(Cause)), []
+        surprises, stores = runner.surprises(), self.home.stores
+        if before.leaves_device:
+            self._leave_arena()
+
+        def decide() -> Any:
+            again, wrong = known.step, is_wrong(known.step, measured)
+            if surprises:
+                again = with_requests(again, surprises, self.policy, stores) or again
+            if wrong:
+                again = with_times(again, measured, self.policy, stores) or again
+            if again is known.step:
+                return None
+            self._keep(before, again, None if wrong else surprises.keys())
+            return again.costs, again.planned, again.profiles
+
+        found = ranks.from_leader(0, decide)
+        if found is None:
+            return
+        costs, planned, profiles = found
+        own = {op: before.profiles[op] for op in self._shorter(before.captured)}
+        profiles = _with_own_requests(profiles, own)
+        again = replace(known.step, costs=costs, planned=planned, profiles=profiles)
+        failure: BaseException | None = None
+        try:
+            validate(again.graph, planned.program, again.budget, costs)
+            check_spill(again.graph, costs, planned, stores)
+        except BaseException as error:
+            failure = error
+        ranks.settle(failure)
+        self._exchange(known, again)
+
+    def _exchange(self, known: _Known, again: PlannedStep) -> None:
+        """Go on with another plan of a step."""
         if known is self._active:
             self._make_way()
+        states = None if known.runner is None else known.runner.states
         known.step, known.runs, known.measured = again, 0, []
-        known.runner = runner_of(again, self.keeper, known.runner.states)
+        known.runner = runner_of(again, self.keeper, states)
 
     def _keep(self, before: PlannedStep, again: PlannedStep, ops: Any) -> None:
         """Have later processes know what steps have shown; of some ops alone, or of all and the links."""
@@ -496,8 +855,10 @@ class Session:
             self.outcome = Outcome.MADE
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
+            if self._ranks is not None and self._ranks.joined:
+                self._apart = self.torn
             if self._undone(runner, error):
-                self.torn, self.outcome = "", Outcome.UNDONE
+                self.torn, self.outcome = "", Outcome.APART if self._apart else Outcome.UNDONE
             raise
         return result
 
@@ -525,6 +886,7 @@ class Session:
         active, self._active = self._active, None
         if active is not None and active.runner is not None:
             active.runner.make_way()
+        self.engine.forget()
 
     def _release_arena(self) -> None:
         if self.arena is not None:
@@ -544,6 +906,54 @@ def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] |
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
     return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states)
+
+
+def versions() -> str:
+    """What a measurement was taken with, and a step runs with."""
+    try:
+        own = metadata.version("outofcore")
+    except metadata.PackageNotFoundError:  # run from its source, without being installed
+        own = "(not installed)"
+    return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
+
+
+def _with_own_requests(profiles: Sequence[OpProfile], own: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
+    """The profiles of another process, with what some ops ask for in this one."""
+    return tuple(
+        replace(p, requests=own[op].requests, first_requests=own[op].first_requests) if op in own else p
+        for op, p in enumerate(profiles)
+    )
+
+
+def check_one_plan(everyone: Sequence[Facts]) -> None:
+    """Refuse processes that are about to run different steps, where all have to follow one plan.
+
+    Raises:
+        InputError: they are.
+    """
+    for rank, other in enumerate(everyone[1:], 1):
+        if (other.graph, other.is_new) != (everyone[0].graph, everyone[0].is_new):
+            raise InputError(
+                f"rank {rank} and rank 0 are about to run different steps, and processes that share a model follow one "
+                "plan: give all of them batches of the same shapes, and the same plain arguments"
+            )
+
+
+def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
+    """What other processes are told of a captured step."""
+    values = traced.values
+    spread = {} if shards is None else {shard.key: shard for shard in shards.all}
+
+    def told(binding: StateBinding) -> str:
+        value = spread.get(binding.key) or values[binding.value]
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+    states = tuple((b.key, told(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
+    # The last ranges of what is spread may be shorter than others, which is no matter to a plan.
+    ops = [replace(op, source="", family="" if spread else op.family) for op in traced.graph.ops]
+    graph = hashlib.sha256(repr((traced.graph.storages, ops, traced.graph.outputs)).encode()).hexdigest()
+    orders = tuple(end.order for end in traced.replicas)
+    return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}
 
 
 def _differ(before: Home, after: Home) -> bool:

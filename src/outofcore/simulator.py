@@ -57,19 +57,19 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
     # This loop is what planners spend their time in: locals, identity tests, no hashing of enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
-    compute, copy_out = Queue.COMPUTE, Queue.COPY_OUT
+    compute, copy_out, communicate = Queue.COMPUTE, Queue.COPY_OUT, Queue.COMMUNICATE
     starts = [0.0] * len(instructions)
     ends = [0.0] * len(instructions)
     # Without homes, only what the caller hands in and gets back is copied, and that takes no time.
     callers = frozenset[int]() if homes else _of_callers(graph)
     # Element k: when k instructions of the queue are done. Of copies, a queue for each home.
-    run_done = [0.0]
+    run_done, sent_done = [0.0], [0.0]
     outs_done, ins_done = ([[0.0] for _ in range(max(len(homes), 1))] for _ in range(2))
     for index in order:
         instruction = instructions[index]
         if isinstance(instruction, Run):
             seconds = op_costs[instruction.op].seconds
-            done = run_done
+            done = sent_done if instruction.communicates else run_done
         else:
             storage = blocks[instruction.block].storage
             at = instruction.home
@@ -85,7 +85,12 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
         start = done[-1]
         for wait in instruction.waits:
             queue = wait.queue
-            others = run_done if queue is compute else (outs_done if queue is copy_out else ins_done)[wait.home]
+            if queue is compute:
+                others = run_done
+            elif queue is communicate:
+                others = sent_done
+            else:
+                others = (outs_done if queue is copy_out else ins_done)[wait.home]
             if wait.count >= len(others):
                 raise _ForwardWaitError
             ready = others[wait.count]
@@ -95,7 +100,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
         starts[index] = start
         ends[index] = end
         done.append(end)
-    return Timeline(tuple(starts), tuple(ends), max(done[-1] for done in (run_done, *outs_done, *ins_done)))
+    return Timeline(tuple(starts), tuple(ends), max(done[-1] for done in (run_done, sent_done, *outs_done, *ins_done)))
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
+from outofcore.capture.shards import Shards
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
@@ -31,22 +31,13 @@ from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
-from outofcore.session import Outcome, Session
+from outofcore.session import Outcome, Ranks, Session, versions
 from outofcore.units import format_bytes, format_seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 REPORT_PATH = "outofcore-report.html"
-
-
-def versions() -> str:
-    """What a measurement was taken with."""
-    try:
-        own = metadata.version("outofcore")
-    except metadata.PackageNotFoundError:  # run from its source, without being installed
-        own = "(not installed)"
-    return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
 
 
 class Step(Generic[P, R]):
@@ -90,6 +81,9 @@ class Step(Generic[P, R]):
         algorithms: str = "eager",
         dynamic: bool | None = False,
         loop: Callable[[], Loop] | None = None,
+        alternating: bool = False,
+        ranks: Ranks | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.__wrapped__ = step
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
@@ -113,7 +107,11 @@ class Step(Generic[P, R]):
             self._vacate,
             dynamic,
             loop,
+            alternating,
+            ranks,
+            shards,
         )
+        self._shards = shards
         self._closed = False
         self._running = threading.Lock()
         self._process = os.getpid()
@@ -149,6 +147,7 @@ class Step(Generic[P, R]):
                 it ran.
             TransferError: a copy failed in mid-step, or what was read is not what was written.
             ValidationError: no plan keeps its promises: a fault of this library.
+            CommunicationError: a collective failed, because another process has ended.
 
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
         long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch
@@ -170,24 +169,51 @@ class Step(Generic[P, R]):
                 error.add_note(self._session.outcome.value)
                 raise
 
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
+        """Capture, profile and plan the step for such arguments, and run nothing; a call with them then runs at once.
+
+        Returns:
+            The capture.
+
+        Raises:
+            CaptureError, BudgetError, SpillError, ValidationError: as a call does. Nothing has been changed.
+            StateError: the step is closed or failed half way, or its calls are followed and not captured.
+        """
+        self._check_usable()
+        if self._session.why_followed:
+            raise StateError("the calls of this step are followed, and nothing is planned; leave 'dynamic' out")
+        with self._alone():
+            return self._session.prepare(args, kwargs, self.on_progress).captured
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Other processes may not have come to where this one has an error, and would be waited for.
+        self.close(whole=kind is None)
 
     def synchronize(self) -> None:
         """Return when everything of the last call is done. (On the CPU it is when the call returns.)"""
         self._check_usable()
         self._session.engine.synchronize()
 
-    def close(self) -> None:
-        """Give the model and the optimizers memory of their own again, as plain PyTorch has it, and free the rest."""
+    def close(self, *, whole: bool = True) -> None:
+        """Give the model and the optimizers memory of their own again, as plain PyTorch has it, and free the rest.
+
+        What is spread over processes (``shard=``) is gathered in each of them, so all have to close their steps.
+
+        Args:
+            whole: whether it is. If not, as where a context ends by an exception or where no process has room for a
+                whole model, its parameters stay without contents, on the device ``meta``.
+
+        Raises:
+            CommunicationError: another process has ended; what was not gathered by then stays without contents.
+        """
         if self._closed:
             return
         self._closed = True
         if os.getpid() == self._process:  # else the threads and the files are those of another process
-            self._session.close()
+            self._session.close(whole=whole)
 
     # What it did
 
@@ -337,6 +363,9 @@ class Step(Generic[P, R]):
         A checkpoint that is in the folder counts until this one is whole on the disk: however a save ends,
         one of the two can be loaded. Between, the disk holds both.
 
+        What is spread over processes (``shard=``) is saved whole, by the first of them; all call this at once. Any
+        number of processes can load it, and so can plain PyTorch.
+
         Args:
             folder: made if it does not exist. It gets safetensors files and ``checkpoint.json``, which names them.
             extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
@@ -347,7 +376,8 @@ class Step(Generic[P, R]):
         """
         with self._alone():
             self._check_usable()
-            save_checkpoint(Path(folder), self._models, self._optimizers, self.home.faces, extra)
+            self._session.spread()
+            save_checkpoint(Path(folder), self._models, self._optimizers, self.home.faces, extra, self._shards)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
         """Load a checkpoint; training then goes on, bit for bit, as it did after it was saved.
@@ -364,17 +394,47 @@ class Step(Generic[P, R]):
         """
         with self._alone():
             self._check_usable_but_for_tears()
+            if self._shards is not None:
+                return self._load_together(Path(folder), self._shards)
             checkpoint = Checkpoint(Path(folder))
-            with self._state_made_anew():
-                try:
-                    checkpoint.load(self._models, self._optimizers, self.home.faces)
-                except InputError:
-                    raise
-                except BaseException as error:
-                    self._session.torn = f"{type(error).__name__}: {error}"
-                    raise
+            self._load(checkpoint, None)
             self._session.torn = ""
             return checkpoint.extra
+
+    def _load(self, checkpoint: Checkpoint, shards: Shards | None) -> None:
+        with self._state_made_anew():
+            try:
+                checkpoint.load(self._models, self._optimizers, self.home.faces, shards)
+            except InputError:
+                raise
+            except BaseException as error:
+                self._session.torn = f"{type(error).__name__}: {error}"
+                raise
+
+    def _load_together(self, folder: Path, shards: Shards) -> Any:
+        """Load a checkpoint in all processes, or in none of them as far as it is seen beforehand."""
+        if not shards.is_spread:
+            self._session.spread()
+        checkpoint: Checkpoint | None = None
+        error: BaseException | None = None
+        try:
+            checkpoint = Checkpoint(folder)
+        except BaseException as raised:
+            error = raised
+        shards.settle(error, "load the checkpoint")
+        try:
+            if checkpoint is not None:
+                self._load(checkpoint, shards)
+        except BaseException as raised:
+            error = raised
+        try:
+            shards.settle(error, "load the checkpoint")
+        except BaseException as refused:
+            if refused is not error:  # what is here is of another checkpoint than what is there
+                self._session.torn = str(refused)
+            raise
+        self._session.torn = ""
+        return None if checkpoint is None else checkpoint.extra
 
     def state_dict(self) -> dict[str, Any]:
         """The state dicts of models and optimizers, and the state of PyTorch's generator, as they are now.
@@ -387,6 +447,7 @@ class Step(Generic[P, R]):
         """
         with self._alone():
             self._check_usable()
+            self._check_whole("step.state_dict()")
             return {
                 "models": [model.state_dict() for model in self._models],
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -408,6 +469,7 @@ class Step(Generic[P, R]):
             )
         with self._alone():
             self._check_usable_but_for_tears()
+            self._check_whole("step.load_state_dict()")
             with self._state_made_anew():
                 for model, own in zip(self._models, models, strict=True):
                     model.load_state_dict(own)
@@ -448,6 +510,14 @@ class Step(Generic[P, R]):
                 "an earlier call of this step failed half way, so that the model is part old and part new "
                 f"({self._session.torn}); load a checkpoint with step.load(), or into the model and compile the step "
                 "again"
+            )
+
+    def _check_whole(self, what: str) -> None:
+        shards = self._shards
+        if shards is not None and shards.is_spread:
+            raise StateError(
+                f"{what} would need the whole model in one process, and it is spread over {shards.group.size()}: use "
+                "step.save() and step.load(), or close the step first"
             )
 
     def _check_usable_but_for_tears(self) -> None:

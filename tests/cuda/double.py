@@ -27,7 +27,7 @@ from outofcore.errors import TransferError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import FileHome, Stream
+from outofcore.execution.cuda.interface import Action, Actions, FileHome, Stream
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous, tensor_over
 from outofcore.program import Run
@@ -72,7 +72,6 @@ class _Access:
     start: int
     end: int
     writes: bool
-    stream: Stream
     number: int
     what: str
 
@@ -91,6 +90,7 @@ class FakeCuda:
         drop: numbers of the calls of ``wait`` that are left undone.
         failing: whether transfers fail as they do on a full disk.
         buffers: bytes of a staging buffer, and how many: so that they change hands often in a small step.
+        tapes: that were made.
         news: by the number of a call of ``wait``, whether its stream learnt anything from it.
     """
 
@@ -103,11 +103,12 @@ class FakeCuda:
     failing: bool = False
     buffers: tuple[int, int] = (16 * 4096, 2)
     waits: int = 0
+    tapes: int = 0
     news: dict[int, bool] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _queues: dict[Stream, deque[_Item]] = field(default_factory=lambda: {s: deque() for s in Stream})
     _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, _NOTHING))
-    _accesses: list[_Access] = field(default_factory=list)
+    _accesses: dict[Stream, list[_Access]] = field(default_factory=lambda: {s: [] for s in Stream})
     _free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(Stream, 0.0))
     _bound: Bound | None = None
     _base: int = 0
@@ -131,11 +132,16 @@ class FakeCuda:
             for queue in self._queues.values():
                 queue.clear()
             raise
+        finally:
+            self._bound = None  # it would keep the arena's memory
 
-    def launch(self, run: BoundRun | None, call: Callable[[], object]) -> None:
+    def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
         if run is not None and self._bound is not None:
-            self._touch(Stream.COMPUTE, self._spans(run.index), f"op {run.op}")
-        self._put(_Item(Stream.COMPUTE, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
+            self._touch(stream, self._spans(run.index), f"op {run.op}")
+        self._put(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
+
+    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+        return functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.numel() == source.numel()
@@ -144,6 +150,13 @@ class FakeCuda:
         self._touch(stream, [reads, writes], f"copy {index}")
         seconds = target.numel() / self.bytes_per_s
         self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
+
+    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copy(stream, index, target, source)
+
+    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
+        self.tapes += 1
+        return functools.partial(Actions(actions).played_on, self)
 
     def staging(self, count: int) -> torch.Tensor:
         region = Region(map_anonymous(count), count)
@@ -210,7 +223,8 @@ class FakeCuda:
             for clock in self._clocks.values():
                 reached = _later(reached, clock)
             self._clocks = dict.fromkeys(Stream, reached)
-            self._accesses.clear()
+            for accesses in self._accesses.values():
+                accesses.clear()
 
     def _check(self) -> None:
         failures, self._failures = self._failures, []
@@ -239,14 +253,17 @@ class FakeCuda:
             return
         clock = self._clocks[stream]
         number = clock[stream] + 1
-        for start, end, writes in spans:
-            for other in self._accesses:
-                meets = other.start < end and start < other.end and (writes or other.writes)
-                if meets and other.stream is not stream and clock[other.stream] < other.number and self.witness:
-                    raise RaceError(f"{what} on {stream.name} and {other.what} on {other.stream.name} are in no order")
-        known = self._clocks.values()
-        self._accesses = [a for a in self._accesses if any(c[a.stream] < a.number for c in known)]
-        self._accesses += [_Access(start, end, writes, stream, number, what) for start, end, writes in spans]
+        for other_stream, accesses in self._accesses.items():
+            # Those of a stream are in order: before what the clock knows there is nothing new.
+            for other in reversed(accesses if self.witness and other_stream is not stream else []):
+                if other.number <= clock[other_stream]:
+                    break
+                for start, end, writes in spans:
+                    if other.start < end and start < other.end and (writes or other.writes):
+                        raise RaceError(
+                            f"{what} on {stream.name} and {other.what} on {other_stream.name} are in no order"
+                        )
+        self._accesses[stream] += [_Access(start, end, writes, number, what) for start, end, writes in spans]
 
     def _put(self, item: _Item) -> None:
         if item.begin is not None or item.end is not None:  # marks and waits are no work
@@ -298,6 +315,7 @@ class FakeBackend:
     """The double as a backend, with the alignment of CUDA."""
 
     alignment = 512
+    warms_up = False
     timer = None
 
     def __init__(self, driver: FakeCuda) -> None:

@@ -13,6 +13,8 @@ from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional
 from outofcore.estimation.costing import costed
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.homes import HostHome
+from outofcore.planning import QUICK
+from outofcore.policies import Auto
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
@@ -28,13 +30,13 @@ def test_the_bits_of_plain_pytorch(subtests: pytest.Subtests) -> None:
         for number, (policy, share) in enumerate(
             [
                 ("offload-all", 0.0),
-                ("auto", 0.3),
+                (Auto(QUICK), 0.3),
                 ("auto(polish_ops=0)", 0.0),
                 ("sqrt-checkpoint", 0.6),
                 ("keep-all", 1.2),
             ]
         ):
-            with subtests.test(model=name, policy=policy):
+            with subtests.test(model=name, policy=str(policy)):
                 world = make(CPU)
                 budget = budget_of(make, share)
                 driver = FakeCuda(seed=number, bytes_per_s=(1e10, 1e9, 2e8)[number % 3])
@@ -98,7 +100,7 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
         session._active.runner = runner
         assert unseen == []
         # How many there are depends on the plan; those of every queue are among them.
-        assert set(tried) == set(Queue)
+        assert set(tried) == set(Queue) - {Queue.COMMUNICATE}
         assert policy != "offload-all" or len(tried) > 10
         # A race is seen as the step is issued, before anything runs.
         assert same(world.state(), before) == []

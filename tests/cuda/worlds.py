@@ -16,6 +16,7 @@ from outofcore.costs import Home
 from outofcore.execution.homes import HomeStore, HostHome
 from outofcore.execution.opening import OpenHome
 from outofcore.planning import in_core_budget, smallest_budget
+from outofcore.policies import PolicyLike
 from outofcore.step import Step
 
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(
-    world: World, budget: int, policy: str, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
+    world: World, budget: int, policy: PolicyLike, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
 ) -> Step:
     stores = [HostHome()] if homes is None else list(homes)
     home = OpenHome(stores, kept=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from building import one_at_a_time
 
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import StateError
@@ -25,8 +26,9 @@ def _one_thread_each(_one_thread_each: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    load_native()  # built once for all sessions
-    with contextlib.suppress(StateError):  # no compiler: told by the tests that need it
+    # Built once for all sessions; no compiler: told by the tests that need it.
+    with one_at_a_time(tmp_path_factory), contextlib.suppress(StateError):
+        load_native()
         load_paging()
     cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
     (cache / built.name).mkdir()

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import Language, loss_of, sentences, tensors_in
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+
+from loops import Language, loss_of, sentences, tensors_in
 
 import outofcore
 from outofcore.follow.native import load_paging

@@ -156,21 +156,27 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert one == other
 
 
+def smallest_of(make: Callable[[], Case]) -> int:
+    """The smallest budget."""
+    torch.manual_seed(1234)
+    case = make()
+    return outofcore.smallest_budget(
+        case.step,
+        list(case.models),
+        list(case.optimizers),
+        inputs=case.batch(),
+        **({"kwargs": case.kwargs} if case.kwargs else {}),
+    )
+
+
+@functools.cache
 def budgets_of(make: Callable[[], Case]) -> tuple[int, int]:
     """The smallest budget, and one that holds everything."""
     torch.manual_seed(1234)
     case = make()
-    batch = case.batch()
-    smallest = outofcore.smallest_budget(
-        case.step,
-        list(case.models),
-        list(case.optimizers),
-        inputs=batch,
-        **({"kwargs": case.kwargs} if case.kwargs else {}),
-    )
     with outofcore.compile(case.step, list(case.models), list(case.optimizers), budget="64GiB") as step:
-        step(*batch, **case.kwargs)
-        return smallest, in_core_budget(step.captured.graph, step.costs)
+        step(*case.batch(), **case.kwargs)
+        return smallest_of(make), in_core_budget(step.captured.graph, step.costs)
 
 
 def small_step(

@@ -170,10 +170,11 @@ def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None
 
 def test_public_names() -> None:
     assert outofcore.__all__ == [
-        *("ArenaError", "BudgetError", "CaptureError", "Estimate", "GraphError", "InputError", "Loop", "LoopStats"),
-        *("OpenHome", "OutOfCoreError", "SpillError", "StateError", "Step", "StepStats", "TransferError", "UnitError"),
-        *("ValidationError", "budget", "build", "compile", "estimate", "load", "materialize", "open_home", "save"),
-        "smallest_budget",
+        *("ArenaError", "BudgetError", "CaptureError", "CommunicationError", "DeviceError", "Elastic"),
+        *("ElasticStats", "Estimate", "GraphError", "InputError"),
+        *("Loop", "LoopStats", "OpenHome", "OutOfCoreError", "SpillError", "StateError", "Step", "StepStats"),
+        *("TransferError", "UnitError", "ValidationError", "budget", "build", "compile", "elastic", "estimate", "load"),
+        *("materialize", "open_home", "save", "smallest_budget"),
     ]
     for name in outofcore.__all__:
         assert getattr(outofcore, name).__doc__

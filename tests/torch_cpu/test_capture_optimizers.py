@@ -12,6 +12,7 @@ from replay import Replay
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from outofcore.capture import OptimizerUpdate, StateOwner, capture_step
+from outofcore.capture import optimizers as optimizers_module
 from outofcore.capture.captured import Call
 from outofcore.capture.optimizer_steps import StateLayouts, shape_of
 from outofcore.capture.optimizers import Member, Rehearsal
@@ -225,3 +226,108 @@ def test_every_update_can_be_rehearsed_on_scratch() -> None:
         call.rehearse_first(*scratch(call.args))
         call.rehearse(*scratch(call.args))
     assert str(case.optimizers[0].state_dict()) == str(before)
+
+
+KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.Adam, {"amsgrad": True, "capturable": False}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS)
+def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    """With settings that change, state that the user puts there, and a state that is lost and made again."""
+    torch.manual_seed(0)
+    users = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in users]
+    groups = [{"params": [users[0]], "lr": 0.1}, {"params": [users[1]], "lr": 0.2}]
+    optimizer = kind(groups, **settings)
+    twin = kind([{"params": [twins[0]], "lr": 0.1}, {"params": [twins[1]], "lr": 0.2}], **settings)
+    layouts = StateLayouts(optimizer)
+    grads = [torch.randn_like(p) for p in users]
+    found = [layouts.learn([(n, p)], [shape_of(g)])[0] for n, (p, g) in enumerate(zip(users, grads, strict=True))]
+    members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, found, strict=True))]
+    params = [p.detach().clone() for p in users]
+    states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in found]
+    update = OptimizerUpdate(optimizer, members, set())
+    bound = update.on(params, grads, states)
+    for number in range(9):
+        for gradient in grads:
+            gradient.normal_()
+        for one, own in ((optimizer, users), (twin, twins)):
+            one.param_groups[0]["lr"] = 0.1 / (1 + number)
+            entries = one.state.get(own[0], {})
+            if number == 7 and entries:
+                one.state[own[0]] = dict(entries)
+        if number == 4:
+            optimizer.state.clear()
+            twin.state.clear()
+            update.forget()
+        for parameter, gradient in zip(twins, grads, strict=True):
+            parameter.grad = gradient.clone()
+        bound(params, grads, states)
+        twin.step()
+        assert [torch.equal(a, b) for a, b in zip(params, twins, strict=True)] == [True, True]
+        for member, own, parameter in zip(members, states, twins, strict=True):
+            left = twin.state.get(parameter, {})
+            assert all(
+                torch.equal(t, left[n]) for n, t in zip(member.names, own, strict=True) if left.get(n) is not None
+            )
+    assert set(optimizer.state) <= set(users)
+    assert bool(optimizer.state) <= bool(twin.state)
+    assert bound._shadow is not None
+
+
+def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = adam()
+    update, params, grads = update_of(optimizer, ADAM)
+    states = adam_states()
+    bound = update.on(params, grads, states)
+    for _ in range(3):
+        bound(params, grads, states)
+    shadow, before = bound._shadow, params[0].clone()
+    assert shadow is not None
+
+    def fails(one: torch.optim.Optimizer) -> None:
+        for entries in one.state.values():
+            entries["step"] = torch.tensor(1e6)
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers_module, "plain_optimizer_step", lambda _: fails)
+        with pytest.raises(RuntimeError, match="no more"):
+            bound(params, grads, states)
+    assert torch.equal(params[0], before)
+    bound(params, grads, states)
+    assert {float(entries["step"]) for entries in shadow.state.values()} == {4.0}
+
+
+def test_an_update_that_keeps_what_it_works_on_lets_go_with_it() -> None:
+    optimizer, _ = adam()
+    update, params, grads = update_of(optimizer, ADAM)
+    bound, states = update.on(params, grads, adam_states()), adam_states()
+    for _ in range(3):
+        bound(params, grads, states)
+    reference = StorageWeakRef(params[0].untyped_storage())
+    del bound, params, grads, states
+    assert reference.expired()
+
+
+def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
+    """As where a plan keeps one of them on the device: "meta" stands for it."""
+    far, near = torch.device("meta"), torch.device("cpu")
+    for parameter_at, moments_at in ((far, near), (near, far), (near, near), (far, far)):
+        parameter = torch.nn.Parameter(torch.empty(3, 4, device=parameter_at))
+        optimizer = torch.optim.AdamW([parameter])
+        moments = {name: torch.empty(3, 4, device=moments_at) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+        (found,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
+        assert set(found) == {"exp_avg", "exp_avg_sq"}

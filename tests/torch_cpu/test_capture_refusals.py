@@ -11,6 +11,7 @@ import torch
 from capture_world import World, assert_same_picture, picture
 from torch import nn
 
+from outofcore.capture import recorder
 from outofcore.errors import CaptureError
 
 Refused = Callable[[World], Callable[..., Any]]
@@ -269,3 +270,13 @@ def test_refused_with_the_line(make: Refused, what: str, advice: str) -> None:
     assert what in str(caught.value)
     assert advice in str(caught.value)
     assert_same_picture(before, picture(world))
+
+
+def test_of_operators_that_are_called_fused_those_are_refused_that_name_many_tensors() -> None:
+    """Such as updates of optimizers; the norm of Llama has a kernel of such a name on a GPU, and is one op."""
+    prefixes = next(prefixes for prefixes in recorder._REFUSED if any("_fused_" in name for name in prefixes))
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_fused_")]
+    assert len(schemas) > 10
+    for schema in schemas:
+        many = any("List[Tensor]" in str(argument.type) for argument in schema.arguments)
+        assert schema.name.startswith(prefixes) == many, schema.name

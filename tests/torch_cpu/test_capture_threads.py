@@ -94,3 +94,29 @@ def test_another_thread_trains_while_a_step_is_captured() -> None:
     thread.join()
     assert failed == []
     assert {op.module for op in captured.graph.ops} >= {"0", "1", "2"}
+
+
+def test_autograd_goes_back_in_the_thread_that_captures() -> None:
+    """On a GPU it would not: nodes made there have numbers of their own, by which modules and lines are found."""
+    seen: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._is_multithreading_enabled())
+            return grad
+
+    model = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = Asks.apply(model(x)).sum()
+        loss.backward()
+        return loss
+
+    capture_step(step, [model], [], (torch.ones(2, 4),), {})
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()

@@ -127,7 +127,7 @@ def test_groups_are_measured_with_work_in_them(
 
 def test_other_ops_are_left_alone() -> None:
     index = torch.zeros(3, dtype=torch.int64)
-    for func in (torch.ops.aten.index_select.default, print):
-        PLAIN.fill(BoundRun(0, 0, func, (torch.ones(4, 4), 0, index), {}, (), (), 1, False, Draws.FREELY))
+    for func in (torch.ops.aten.take.default, print):
+        PLAIN.fill(BoundRun(0, 0, func, (torch.ones(4, 4), index), {}, (), (), 1, False, Draws.FREELY))
     PLAIN.fill(BoundRun(0, 0, grouped, (torch.ones(2, 4, 4),) * 2, {}, (), (), 1, False, Draws.FREELY))
     assert index.tolist() == [0, 0, 0]

@@ -15,7 +15,7 @@ from faulty import FaultError, Sides, assert_same, batch, contents, fail_at, goe
 from torch import nn
 
 import outofcore
-from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.optimizers import UpdateOn
 from outofcore.costs import Home
 from outofcore.errors import InputError, SpillError, StateError, TransferError
 from outofcore.execution.checks import Check, CheckedHome, checked, checksum
@@ -61,8 +61,8 @@ def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, t
 
     (model, optimizer, _), (plain_model, plain_optimizer, _) = sides(), sides()
     plain = renewing(plain_model, plain_optimizer)
-    budget = int(smallest * room)
-    with outofcore.compile(renewing(model, optimizer), model, optimizer, budget=budget, home=tmp_path) as ours:
+    how: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto(polish_ops=0)"}
+    with outofcore.compile(renewing(model, optimizer), model, optimizer, **how) as ours:
         for k in range(3):
             torch.manual_seed(k)
             theirs = plain(batch(k))
@@ -130,15 +130,15 @@ def test_an_operator_that_fails_late_tears_the_step(compiled: Any, monkeypatch: 
     _, ours = compiled
     step = ours[2]
     calls = []
-    plain_call = OptimizerUpdate.__call__
+    plain_call = UpdateOn.__call__
 
-    def fails(self: OptimizerUpdate, *args: Any) -> None:
+    def fails(self: UpdateOn, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise FaultError("half way")
         plain_call(self, *args)
 
-    monkeypatch.setattr(OptimizerUpdate, "__call__", fails)
+    monkeypatch.setattr(UpdateOn, "__call__", fails)
     with pytest.raises(FaultError) as caught:
         step(batch(9))
     assert any("part old and part new" in note for note in caught.value.__notes__)

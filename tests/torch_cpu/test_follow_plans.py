@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -81,8 +82,8 @@ def test_steps_are_followed_by_a_plan(share: float) -> None:
     theirs, _ = train(9)
     ours, stats = train(9, int(share * peak()))
     assert_same(ours, theirs)
-    # Recorded twice, planned then: the first step differs, since it makes the state of the optimizer.
-    assert [s.plans for s in stats] == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    # Seen twice, planned then: that the first step makes the state of the optimizer as well is no matter.
+    assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1, 1, 1, 1]
     last, before = stats[-1], stats[-2]
     assert last.planned_ops - before.planned_ops > 300
     assert last.departures == 0
@@ -136,10 +137,10 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
     ours, second = train(6, budget, cache=tmp_path)
     assert_same(ours, theirs)
     # Planned at once where the same sizes were planned before: one step sooner than by the planner.
-    assert [s.plans for s in first] == [0, 0, 0, 1, 1, 1]
-    assert [s.plans for s in second] == [0, 0, 1, 1, 1, 1]
+    assert [s.plans for s in first] == [0, 0, 1, 1, 1, 1]
+    assert [s.plans for s in second] == [0, 1, 1, 1, 1, 1]
     (kept,) = tmp_path.glob("loops/*.json")
-    assert train(6, budget + (1 << 20), cache=tmp_path)[1][2].plans == 0
+    assert train(6, budget + (1 << 20), cache=tmp_path)[1][1].plans == 0
     for damage in (
         "{",
         kept.read_text().replace("followed/1", "followed/9"),
@@ -148,7 +149,7 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
         kept.write_text(damage)
         ours, stats = train(6, budget, cache=tmp_path)
         assert_same(ours, theirs)
-        assert [s.plans for s in stats] == [0, 0, 0, 1, 1, 1]
+        assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1]
 
 
 def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_a_loop_that_is_started_again_begins_anew() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert (run.stats.steps, run.stats.plans) == (5, 1)
-        assert 300 < run.stats.planned_ops < 400
+        assert 600 < run.stats.planned_ops < 700
 
 
 def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,3 +267,60 @@ def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.Monke
     ours, stats = train(6, int(0.5 * peak()))
     assert_same(ours, theirs)
     assert stats[-1].plans == 0
+
+
+def _pick(generator: random.Random, sources: list[Tensor]) -> Tensor:
+    """A batch whose samples are picked, and changed now and then, at random."""
+    batch = torch.empty(4, LENGTH, 64)
+    for i in range(4):
+        sample = generator.choice(sources)
+        for _ in range(generator.randrange(3)):
+            sample = sample * 1.5
+        batch[i] = sample
+    return batch
+
+
+class Deep(nn.Module):
+    """Of its layers, a random one is left out in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(10))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        x = self.first(x)
+        for i, layer in enumerate(self.layers):
+            if i != left_out:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_steps_that_differ_a_little_are_followed_by_one_plan(dropped: bool) -> None:
+    def run(budget: int | None) -> tuple[Seen, list[outofcore.LoopStats]]:
+        torch.manual_seed(0)
+        generator = random.Random(0)
+        model, sources = Deep(), [torch.randn(LENGTH, 64) for _ in range(3)]
+        optimizer = adamw(model)
+        seen, stats = [], []
+        options: Any = {"cache": False, "policy": MOVES}
+        with outofcore.budget(budget, model, **options) if budget else contextlib.nullcontext() as followed:
+            for _ in range(14):
+                optimizer.zero_grad()
+                picked = _pick(generator, sources)
+                loss = model(picked, generator.randrange(10) if dropped else -1)
+                loss.backward()
+                optimizer.step()
+                seen.append(loss.item())
+                if followed is not None:
+                    stats.append(followed.stats)
+        return (seen, [t.clone() for t in model.state_dict().values()]), stats
+
+    most = run(1 << 30)[1][-1].peak_bytes
+    theirs, _ = run(None)
+    ours, stats = run(int(0.5 * most))
+    assert_same(ours, theirs)
+    # One plan for them all, which most ops of all later steps go by.
+    assert stats[-1].plans <= (3 if dropped else 2)
+    assert min(b.planned_ops - a.planned_ops for a, b in pairwise(stats[-6:])) > 140

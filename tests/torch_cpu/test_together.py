@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from outofcore.analysis import live_bytes
 from outofcore.capture import OptimizerUpdate, capture_step
 from outofcore.capture.captured import Captured
-from outofcore.capture.passes import together
+from outofcore.capture.passes import TOGETHER_BYTES, together
 
 
 def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
@@ -62,3 +64,22 @@ def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) ->
     before = captured_with(torch.optim.SGD)
     monkeypatch.setattr("outofcore.capture.passes.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))
+
+
+def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None:
+    before = replace(captured_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
+    after = together(before)
+    # In as much as is a small part of what the step holds at once.
+    assert len(updates(after)) < len(updates(before))
+    joined = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]
+    assert max(joined) <= max(TOGETHER_BYTES, live_bytes(before.graph) // 8)
+
+
+def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where the parameters are when it is captured."""
+    before = captured_with(torch.optim.AdamW)
+    monkeypatch.setattr("outofcore.capture.passes.TOGETHER_BYTES", 1)
+    monkeypatch.setattr("outofcore.capture.passes.DEVICE_TOGETHER_BYTES", 1 << 30)
+    monkeypatch.setattr("outofcore.capture.passes._SMALL_PART", 1)
+    assert len(updates(together(before))) == len(updates(before))
+    assert len(updates(together(replace(before, device=torch.device("cuda"))))) == 1

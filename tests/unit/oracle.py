@@ -23,6 +23,8 @@ Lane = tuple[Queue, int]  # a queue, and of copies the home
 
 def lane(instruction: Instruction) -> Lane:
     queue = {Run: Queue.COMPUTE, CopyOut: Queue.COPY_OUT, CopyIn: Queue.COPY_IN}[type(instruction)]
+    if isinstance(instruction, Run) and instruction.communicates:
+        queue = Queue.COMMUNICATE
     return queue, getattr(instruction, "home", 0)
 
 

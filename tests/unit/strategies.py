@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -198,6 +198,18 @@ def _update(draft: _Draft, layers: list[_Layer]) -> None:
         if layer.kept_grad is not None:
             # Its former contents do not matter: it is written, not read.
             draft.op("zero_", [], (layer.kept_grad,), rerunnable=False)
+
+
+@st.composite
+def talking_graphs(draw: st.DrawFn) -> StepGraph:
+    """Step graphs in which some ops are collectives, which never run again."""
+    graph = draw(graphs(max_layers=3))
+    picked = draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
+    ops = tuple(
+        replace(op, communicates=True, rerunnable=False, random=False, discards=()) if op.id in picked else op
+        for op in graph.ops
+    )
+    return StepGraph(graph.storages, ops, graph.outputs)
 
 
 @st.composite

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ class Fake:
     """A home that holds so much and nothing more."""
 
     in_memory = True
+    edges: Sequence[int] = ()
 
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
@@ -33,6 +35,31 @@ class Fake:
         if count > self.most:
             raise SpillError("full")
         self.bytes = max(self.bytes, count)
+
+    def grow(self, count: int) -> None:
+        self.ensure(count)
+
+
+class Stretched(Fake):
+    """A home of which all that is added at once lies apart; it grows by more than it is asked for."""
+
+    def __init__(self, most: int, more: int) -> None:
+        super().__init__(most)
+        self.more, self.seams = more, list[int]()
+
+    @property
+    def edges(self) -> Sequence[int]:  # type: ignore[override]
+        return [*self.seams, self.bytes]
+
+    def ensure(self, count: int) -> None:
+        before = self.bytes
+        super().ensure(count)
+        if self.bytes > before > 0:
+            self.seams.append(before)
+
+    def grow(self, count: int) -> None:
+        if count > self.bytes:
+            self.ensure(max(count, min(self.bytes + self.more, self.most)))
 
 
 Task = tuple[StepGraph, Costs, Program]
@@ -96,3 +123,52 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
     event("pages change hands" if shared else "each has its own")
     layout.give_back(slots)
     assert [home.taken for home in slots] == before
+
+
+PAGE = 4096
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.integers(0, 30)), min_size=1, max_size=40),
+    st.integers(0, 20),
+    st.integers(0, 30),
+    st.integers(30, 120),
+)
+def test_no_slot_lies_across_an_edge(wants: list[tuple[int, bool, int]], more: int, expected: int, most: int) -> None:
+    home = Stretched(most * PAGE, more * PAGE)
+    slots = Slots(home)  # type: ignore[arg-type]
+    slots.expect(expected * PAGE)
+    held: list[list[tuple[int, int]]] = []
+    for pages, in_a_row, gone in wants:
+        try:
+            if in_a_row:
+                mine = [(slots.take(pages * PAGE), pages * PAGE)]
+            else:
+                mine = [(piece.offset, piece.bytes) for piece in slots.take_pieces(pages * PAGE)]
+        except SpillError:
+            taken = sum(count for one in held for _, count in one)
+            assert in_a_row or taken + pages * PAGE > most * PAGE
+            event("full")
+        else:
+            held.append(mine)
+        if held and gone < len(held):
+            for offset, count in held.pop(gone):
+                slots.give(offset, count)
+        spans = sorted(span for one in held for span in one)
+        assert all(a + count <= b for (a, count), (b, _) in pairwise(spans))
+        assert not any(offset < seam < offset + count for offset, count in spans for seam in home.seams)
+        assert slots.taken == sum(count for _, count in spans)
+        assert slots.end <= home.bytes <= most * PAGE
+
+
+def test_what_is_expected_is_made_room_for_at_once() -> None:
+    home = Stretched(1 << 30, 0)
+    slots = Slots(home)  # type: ignore[arg-type]
+    slots.expect(100 * PAGE)
+    for pages in (30, 50, 20):
+        slots.take(pages * PAGE)
+    assert home.seams == []
+    plain = Slots(Fake(1 << 30))  # type: ignore[arg-type]
+    plain.expect(100 * PAGE)
+    assert plain.home.bytes == 0

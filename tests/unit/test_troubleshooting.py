@@ -19,9 +19,10 @@ SPEAKING = (
     *("planned_step.py", "cli/subjects.py", "profiling/cache.py", "jsonfile.py"),
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
+    "distributed/agreement.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "aliases", "opening")),
-    *("execution/cuda", "follow"),
+    *("execution/cuda", "follow", "distributed"),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(
@@ -31,7 +32,7 @@ OUR_FAULTS = re.compile(
 )
 RAISERS = {
     *("InputError", "UnitError", "BudgetError", "SpillError", "CaptureError", "ArenaError", "TransferError"),
-    *("StateError", "GraphError", "refusal", "_refusal"),
+    *("DeviceError", "StateError", "GraphError", "refusal", "_refusal"),
 }
 
 

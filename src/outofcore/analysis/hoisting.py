@@ -17,7 +17,8 @@ def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]
     """The ops with each movable one right after the last op that it has to follow.
 
     An op has to follow another that writes what it touches, or touches what it writes. Ops that are
-    not movable keep their order; so do movable ones among those that end up in the same place.
+    not movable keep their order; so do movable ones among those that end up in the same place. An op that changes
+    what persists does not move above a collective: as long as one may fail, the step can be undone.
 
     Args:
         graph: the step.
@@ -32,12 +33,17 @@ def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]
     start = (-1, 0)
     written: dict[int, tuple[int, int]] = {}
     touched: dict[int, tuple[int, int]] = {}
+    met = start  # the last collective so far
     for op in graph.ops:
         writes = set(op.mutates) | set(op.creates)
         key = (op.id, 0)
         if op.id in may_move:
             after = max(((touched if s in writes else written).get(s, start) for s in op.touched), default=start)
+            if not graph.persistent.isdisjoint(op.mutates):
+                after = max(after, met)
             key = (after[0], op.id)
+        if op.communicates:
+            met = key
         keys.append(key)
         for storage in op.touched:
             touched[storage] = max(touched.get(storage, start), key)

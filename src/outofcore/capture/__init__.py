@@ -14,6 +14,8 @@ Then passes give the graph another form, all in ``passes``; the bits stay the sa
     fastest    together → reuse              where memory is no matter
     leanest    split → reuse → reordered     where it is short
 
+Collectives are ops as others are (``collectives``); ``replicas`` writes down those of ``DistributedDataParallel``.
+
 ``signature`` tells whether a captured step still fits a call, ``refusals`` how a step is refused, and ``patching``
 replaces functions of PyTorch while one thread captures.
 """

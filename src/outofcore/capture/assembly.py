@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     """
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
-    traced = _wanted(tables.ops, outputs)
+    traced = _wanted(tables.ops, outputs, tables.optional)
     touched = {s for op, _ in traced for s in op.touched} | set(outputs)
     kept, places = _states(tables, mirror, optimizer_states, ending, touched)
     keys = {binding.key for binding in kept}
@@ -141,13 +141,15 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     )
 
 
-def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int]) -> list[tuple[Op, Call]]:
-    """The ops without those of PyTorch's own that do nothing but make what nobody looks at."""
+def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]) -> list[tuple[Op, Call]]:
+    """The ops without those, PyTorch's own and the optional ones, that do nothing but make what nobody looks at."""
     seen = set(outputs)
     kept: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
         idle = op.name.startswith("aten.") and op.creates and not op.mutates and not op.random
-        if not idle or not seen.isdisjoint(op.creates):
+        if op.id in optional:
+            idle = True
+        if not idle or not seen.isdisjoint(op.creates + op.mutates):
             kept.append((op, call))
             seen.update(op.reads, op.mutates)
     return kept[::-1]
@@ -169,9 +171,10 @@ def _states(
     numbered = [*enumerate(mirror.states)]
     numbered += [(len(mirror.states) + i, m) for i, m in enumerate(mirror.gradients.values())]
     for number, entry in numbered:
-        if tables.values[entry.value].storage in touched or number in returned or number in changed:
+        tensor, value = entry.lasting
+        if tables.values[value].storage in touched or number in returned or number in changed:
             places[number] = len(bindings)
-            bindings.append(StateBinding(entry.key, entry.kind, entry.real, entry.value))
+            bindings.append(StateBinding(entry.key, entry.kind, tensor, value))
     return bindings + list(optimizer_states), places
 
 
@@ -188,6 +191,8 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
     """
     _check_flags(mirror)
     _put_back_state(mirror, tables, guard, run)
+    if mirror.sharding is not None:
+        mirror.sharding.end(run)
     ending = Ending()
     _read_gradients(ending, mirror, tables, run)
     leaves, ending.spec = tree_flatten(result)
@@ -265,6 +270,13 @@ def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) 
         if grad is None:
             ending.cleared.append(place)
             continue
+        sharding = mirror.sharding
+        traced = None if sharding is None else sharding.traced(state.real)
+        if sharding is not None and traced is not None:
+            own = sharding.end_gradient(traced, grad, run)
+            if own is not None:
+                ending.gradients[place] = own
+            continue
         storage = tables.storage_of(grad)
         before = mirror.gradients.get(place)
         if before is not None and tables.values[before.value].storage == storage:
@@ -296,6 +308,11 @@ def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
         if entry.fake is fake:
             return OutputLeaf(LeafKind.INPUT, entry.leaf)
     for place, state in enumerate((*mirror.states, *mirror.gradients.values())):
+        if state.value == value and state.kept is not None:
+            raise CaptureError(
+                f"the step returns {state.name}, whose bytes are spread over the processes between two steps; return "
+                "a clone() of it"
+            )
         if state.value == value:
             return OutputLeaf(LeafKind.STATE, place)
     if not tables.storages[storage].created:

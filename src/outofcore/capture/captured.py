@@ -11,6 +11,7 @@ import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
 from outofcore.capture.lazy import LazyInitialisation
+from outofcore.capture.replicas import ReplicaEnd
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.units import round_up
 
@@ -138,6 +139,7 @@ class Captured:
         device: where the step runs.
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
+        replicas: what the step does with each ``DistributedDataParallel``.
         lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
     """
 
@@ -155,6 +157,7 @@ class Captured:
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
     lazy: LazyInitialisation | None = None
+    replicas: tuple[ReplicaEnd, ...] = ()
 
     def own_bytes(self, storage: int) -> int:
         """The bytes of a storage outside of the arena."""

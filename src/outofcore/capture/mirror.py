@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
+if TYPE_CHECKING:
+    from outofcore.capture.sharding import Sharding
+
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
 PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
 
@@ -41,6 +44,8 @@ class Mirrored:
         alias: a fake on the storage that the real tensor has, whatever becomes of ``fake``.
         value: the index of the whole tensor as a value.
         requires_grad: as it was before the step.
+        kept: what lasts in place of it, as a tensor of this process's own and a value, where it is spread over
+            processes; else None.
     """
 
     key: str
@@ -51,6 +56,12 @@ class Mirrored:
     alias: torch.Tensor
     value: int
     requires_grad: bool
+    kept: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def lasting(self) -> tuple[torch.Tensor, int]:
+        """What lasts from step to step: the tensor, and its value."""
+        return self.kept or (self.real, self.value)
 
 
 @dataclass
@@ -80,10 +91,16 @@ class Mirror:
     """
 
     def __init__(
-        self, mode: FakeTensorMode, tables: Tables, gradients: Mapping[int, Value | None] | None = None
+        self,
+        mode: FakeTensorMode,
+        tables: Tables,
+        gradients: Mapping[int, Value | None] | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        """``gradients`` is as for ``capture_step``."""
+        """``gradients`` is as for ``capture_step``; ``sharding`` knows what is spread over processes."""
         self._mode = mode
+        self.sharding = sharding
+        self._rows: dict[int, torch.Tensor] = {}
         self._tables = tables
         self._assumed = gradients or {}
         self.states: list[Mirrored] = []
@@ -100,10 +117,14 @@ class Mirror:
         Parameters that an optimizer updates but no model holds are mirrored as well.
         """
         found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
-        for entry in _states_of(models, optimizers):
+        for entry in states_of(models, optimizers):
             (self._lazy if is_lazy(entry[3]) else found).setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
+            shard = None if self.sharding is None else self.sharding.of(real)
+            if self.sharding is not None and shard is not None:
+                self.fakes[id(real)], self._rows[id(real)] = self.sharding.fake(shard)
+                continue
             fake = self.fakes[id(real)] = self._fake(name, real)
             if id(real) in self._assumed:
                 gradient = self._assumed[id(real)]
@@ -146,9 +167,15 @@ class Mirror:
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
+        if id(real) in self._rows:
+            self._add_shard(key, name, kind, real, fake)
+            return
         state = self._mirrored(key, name, kind, real, fake)
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
+        if self.sharding is not None and kind is StorageKind.PARAMETER:
+            listened = bool(getattr(real, "_post_accumulate_grad_hooks", None))
+            self.sharding.listen(fake, None, at_once=listened)
         _copy_hooks(real, fake)
         assumed = id(real) in self._assumed
         grad = fake.grad if assumed else real.grad
@@ -157,6 +184,34 @@ class Mirror:
                 _check_kind(f"{name}.grad", grad)
                 self.fakes[id(grad)] = fake.grad
             gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
+            self.gradients[len(self.states) - 1] = gradient
+
+    def _add_shard(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """Add a parameter that is spread over processes: its fake is made by an op of the step."""
+        sharding = self.sharding
+        shard = None if sharding is None else sharding.of(real)
+        if sharding is None or shard is None:
+            raise RuntimeError("a parameter was taken to be spread that is not; please report it")
+        traced = sharding.begin(shard, self._rows[id(real)])
+        state = self._mirrored(key, name, kind, real, fake)
+        state.kept = shard.own, traced.value
+        self.states.append(state)
+        self.names[id(fake)], self.by_real[id(real)] = name, state
+        sharding.listen(fake, shard, at_once=True)
+        _copy_hooks(real, fake)
+        before = shard.own.grad
+        if id(shard.own) in self._assumed:
+            has_gradient = self._assumed[id(shard.own)] is not None
+        else:
+            has_gradient = before is not None
+        if not has_gradient:
+            return
+        value = sharding.begin_gradient(shard, fake)
+        if fake.grad is not None:
+            face = torch.empty(0) if real.grad is None else real.grad
+            self.fakes[id(face)] = fake.grad
+            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, face, fake.grad)
+            gradient.kept = torch.empty(0) if before is None else before, value
             self.gradients[len(self.states) - 1] = gradient
 
     def _mirrored(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> Mirrored:
@@ -215,7 +270,7 @@ class Mirror:
         }
 
 
-def _states_of(
+def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
     """Key, name, kind and tensor of every parameter and buffer; tied ones more than once."""

@@ -39,6 +39,7 @@ _HIDDEN_WRITES = {
     "aten::batch_norm_gather_stats_with_counts": (_STATISTICS, ""),
     "aten::batch_norm_update_stats": (_STATISTICS, ""),
     "aten::mkldnn_rnn_layer_backward": (("workspace",), ""),
+    "aten::_cudnn_rnn_backward": (("reserve",), ""),
 }
 # Operators of which nothing but the statistics themselves depends on the statistics that they update.
 _UPDATES_STATISTICS = frozenset(
@@ -329,6 +330,26 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
     return results
 
 
+def _cudnn_reserve(given: Given, results: list[Any]) -> list[Any]:
+    """How many bytes cuDNN keeps for the backward pass, and whether it lays weights out anew, it alone knows.
+
+    It is run once, on zeros, where there is a device.
+    """
+    if not torch.cuda.is_available():
+        return results
+    device = given["input"].device
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    with real_tensors(), DisableTorchFunction(), torch.no_grad():
+        real = torch.ops.aten._cudnn_rnn.default(**map_leaves(given, zeros))
+    results[3] = torch.empty(real[3].shape, dtype=real[3].dtype, device=device)
+    if results[4] is None and real[4] is not None:
+        results[4] = torch.empty(real[4].shape, dtype=real[4].dtype, device=device)
+    return results
+
+
 def _seeds_on_the_cpu(given: Given, results: list[Any]) -> list[Any]:
     """Outside of CUDA graphs, the state of the generator is two numbers on the CPU: the backward pass reads them there.
 
@@ -357,6 +378,9 @@ _REPAIRS: dict[str, Repair] = {
     "aten::mkldnn_rnn_layer": _lstm_workspace,
 }
 
-_CUDA_REPAIRS: dict[str, Repair] = {"aten::_scaled_dot_product_efficient_attention": _seeds_on_the_cpu}
+_CUDA_REPAIRS: dict[str, Repair] = {
+    "aten::_scaled_dot_product_efficient_attention": _seeds_on_the_cpu,
+    "aten::_cudnn_rnn": _cudnn_reserve,
+}
 
 _REPAIRS_BY_DEVICE = {"cpu": _REPAIRS, "cuda": _CUDA_REPAIRS}

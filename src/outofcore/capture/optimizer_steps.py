@@ -107,36 +107,42 @@ class StateLayouts:
         self._known: dict[Any, list[dict[str, TensorShape]]] = {}
 
     def learn(
-        self, members: Sequence[tuple[int, torch.Tensor]], grads: Sequence[TensorShape | None]
+        self,
+        members: Sequence[tuple[int, torch.Tensor]],
+        grads: Sequence[TensorShape | None],
+        ranges: Sequence[TensorShape] | None = None,
     ) -> list[dict[str, TensorShape]]:
         """The state tensors, by name, that two steps leave for each member (group index, the user's parameter).
 
         State that already exists is taken as it is. State on another device than the parameter is left out.
+        ``ranges`` are the shapes of what is updated; None: those of the parameters.
 
         Raises:
             CaptureError: the optimizer keeps tensors where the graph cannot see them, or its step does not
                 run on fakes.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
+        shapes = ranges or [shape_of(parameter) for _, parameter in members]
         alike = tuple(
-            (group, shape_of(parameter), parameter.device, grad, tuple((n, _plain(v)) for n, v in own.items()))
-            for (group, parameter), grad, own in zip(members, grads, entries, strict=True)
+            (group, shape, parameter.device, grad, tuple((n, _plain(v)) for n, v in own.items()))
+            for (group, parameter), shape, grad, own in zip(members, shapes, grads, entries, strict=True)
         )
         if alike not in self._known:
-            self._known[alike] = self._rehearse(members, grads, entries)
+            self._known[alike] = self._rehearse(members, grads, shapes, entries)
         return self._known[alike]
 
     def _rehearse(
         self,
         members: Sequence[tuple[int, torch.Tensor]],
         grads: Sequence[TensorShape | None],
+        shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
     ) -> list[dict[str, TensorShape]]:
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _PretendValues():
             leaves: list[tuple[int, torch.Tensor]] = []
-            for (group, parameter), grad in zip(members, grads, strict=True):
-                fake = shape_of(parameter).empty(self._device)
+            for (group, _), grad, shape in zip(members, grads, shapes, strict=True):
+                fake = shape.empty(self._device)
                 leaves.append((group, as_leaf(fake, grad.empty(self._device) if grad else None)))
             state = [
                 {name: self._faked(value, mode, parameter, group) for name, value in own.items()}
@@ -160,10 +166,11 @@ class StateLayouts:
 
     def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
         if isinstance(value, torch.Tensor):
-            # Moments go where their parameter goes. So does a step count, unless the optimizer wants it on the CPU.
+            # Moments go where their parameter goes, be one of the two at home now and the other not. So does a step
+            # count, unless the optimizer wants it on the CPU.
             settings = self._optimizer.param_groups[group]
             follows = value.ndim > 0 or bool(settings.get("fused") or settings.get("capturable"))
-            moves = value.device == parameter.device and (follows or value.device == self._device)
+            moves = value.device == self._device or (follows and value.device in (parameter.device, CPU))
             with mode:
                 return shape_of(value).empty(self._device if moves else value.device)
         return copy.deepcopy(value)
@@ -206,6 +213,8 @@ def _plain(value: Any) -> Any:
 # op would outweigh its work, and so few bytes are no burden to the plan.
 SMALL_BYTES = 256 * KIB
 CHUNK_BYTES = MIB
+# On a device the work is done sooner, and the overhead is the same.
+DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES = MIB, 4 * MIB
 
 
 _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gradient
@@ -230,6 +239,7 @@ class StepRecorder:
         self._tables = tables
         self._provenance = provenance
         self._by_real = mirror.by_real
+        self._sharding = mirror.sharding
         self._pending: list[_Pending] = []
         self.bindings: list[StateBinding] = []
 
@@ -293,20 +303,28 @@ class StepRecorder:
             return
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
+        least, most = SMALL_BYTES, CHUNK_BYTES
+        if self._tables.device.type != "cpu":
+            least, most = DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES
         for group, state, grad in found:
             if grad is None:
                 continue
-            if _bytes(state) >= SMALL_BYTES:
+            if self._bytes(state) >= least:
                 self._append(index, [(group, state, grad)])
                 continue
             key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
-            if sum(_bytes(other) for _, other, _ in chunk) + _bytes(state) > CHUNK_BYTES:
+            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > most:
                 self._append(index, chunk)
                 chunk = small[key] = []
             chunk.append((group, state, grad))
         for chunk in small.values():
             self._append(index, chunk)
+
+    def _bytes(self, state: Mirrored) -> int:
+        """Bytes of what is updated, the same in all processes."""
+        traced = None if self._sharding is None else self._sharding.traced(state.real)
+        return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: Mirrored) -> int | None:
         with DisableTorchFunction():
@@ -319,6 +337,11 @@ class StepRecorder:
                 "its size depends on values",
                 "make the embedding with sparse=False",
             )
+        sharding = self._sharding
+        traced = None if sharding is None else sharding.traced(state.real)
+        if sharding is not None and traced is not None:
+            sharding.sync(traced)
+            return sharding.own_gradient(traced, grad)
         storage = self._tables.storages[self._tables.storage_of(grad)]
         if storage.created and storage.kind is StorageKind.ACTIVATION:
             storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
@@ -335,6 +358,10 @@ class StepRecorder:
             source=source,
         )
         self._pending.append(_Pending(place, index, chunk))
+        for _, state, _ in chunk:
+            traced = None if self._sharding is None else self._sharding.traced(state.real)
+            if self._sharding is not None and traced is not None:
+                self._sharding.updated(traced)
 
     def finish(self) -> None:
         """Find out the state of every update recorded and complete its op; to be called outside of all modes.
@@ -356,10 +383,12 @@ class StepRecorder:
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
+        shapes = [shape_of(self._tables.values[state.lasting[1]]) for _, state, _ in pending.members]
         if updates_each_alone(optimizer):
-            found = [layouts.learn([real], [grad])[0] for real, grad in zip(reals, grads, strict=True)]
+            alone = zip(reals, grads, shapes, strict=True)
+            found = [layouts.learn([real], [grad], [shape])[0] for real, grad, shape in alone]
         else:
-            found = layouts.learn(reals, grads)
+            found = layouts.learn(reals, grads, shapes)
         members: list[Member] = []
         values: list[list[int]] = []
         for (group, state, _), names in zip(pending.members, found, strict=True):
@@ -375,8 +404,11 @@ class StepRecorder:
 
     def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
         optimizer = self._optimizers[index]
+        count, traced = shape.bytes, None if self._sharding is None else self._sharding.traced(state.real)
+        if traced is not None and shape.shape == (traced.shard.count,):
+            count = traced.shard.chunks.each * shape.dtype.itemsize  # as many in all processes
         storage = self._tables.add_plain(
-            shape.bytes, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", self._tables.device
+            count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", self._tables.device
         )
         value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
         real = optimizer.state.get(state.real, {}).get(name)
@@ -393,7 +425,7 @@ class StepRecorder:
 
     def _complete(self, pending: _Pending, update: OptimizerUpdate, states: list[list[int]]) -> None:
         values = self._tables.values
-        params = [state.value for _, state, _ in pending.members]
+        params = [state.lasting[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
         args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
         rehearsal = Rehearsal(update)
@@ -416,10 +448,6 @@ class StepRecorder:
         )
         call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
         self._tables.ops[pending.place] = op, call
-
-
-def _bytes(state: Mirrored) -> int:
-    return state.real.numel() * state.real.element_size()
 
 
 def _settings(update: OptimizerUpdate) -> str:

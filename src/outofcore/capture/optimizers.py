@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -137,6 +139,15 @@ def updates_each_alone(optimizer: Optimizer) -> bool:
     return is_torchs_own(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
+def updates_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer computes every element of a parameter from that of its gradient and its state, and counts.
+
+    Many classes of ``torch.optim`` do, and then a range of a parameter is updated as the whole is. Any other class has
+    to say so by a true attribute ``outofcore_elementwise``.
+    """
+    return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
+
+
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether the class of an optimizer is one of ``torch.optim``."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
@@ -190,6 +201,7 @@ class OptimizerUpdate:
     Attributes:
         optimizer: the user's.
         members: the parameters, in the order of the arguments.
+        forgotten: how often ``forget`` was called.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str]]) -> None:
@@ -197,6 +209,7 @@ class OptimizerUpdate:
         self.optimizer = optimizer
         self.members = tuple(members)
         self._created = created
+        self.forgotten = 0
 
     @classmethod
     def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
@@ -215,6 +228,7 @@ class OptimizerUpdate:
 
     def forget(self) -> None:
         """Make the state anew at the next call, unless it is in the user's ``optimizer.state``."""
+        self.forgotten += 1
         for member in self.members:
             self._created.difference_update((id(member.parameter), name) for name in member.names)
 
@@ -224,6 +238,10 @@ class OptimizerUpdate:
             (id(member.parameter), name) in self._created or isinstance(entries.get(name), torch.Tensor)
             for name in member.names
         ]
+
+    def on(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> UpdateOn:
+        """The update of these very tensors, again and again."""
+        return UpdateOn(self, params, grads, states)
 
     def _own_entries(self, member: Member) -> dict[str, Any]:
         entries = self.optimizer.state.get(member.parameter, {})
@@ -358,6 +376,137 @@ class Rehearsal:
         left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
         self._update._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+
+
+class UpdateOn:
+    """An ``OptimizerUpdate`` of tensors that stay the same: what its optimizer's code is given is made once and kept.
+
+    A call does what the update would do with those tensors. Settings are read anew each time, as is state that stays
+    with the user. As long as state has yet to be made, and where parameters are updated in pieces or the class is not
+    PyTorch's own, the update itself is called.
+
+    It keeps the tensors given, which are those of one arena.
+    """
+
+    def __init__(
+        self, update: OptimizerUpdate, params: Tensors, grads: Sequence[torch.Tensor | None], states: States
+    ) -> None:
+        self._update = update
+        self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
+        self._placed = [dict(zip(m.names, own, strict=True)) for m, own in zip(update.members, states, strict=True)]
+        self._kept = self._may_be_kept()
+        self._shadow: Optimizer | None = None  # as soon as all state is there
+        self._leaves: list[torch.nn.Parameter] = []
+        self._groups: dict[int, list[torch.nn.Parameter]] = {}
+        self._addresses: list[int] = []
+        self._forgotten = 0
+        # What the user's optimizer has for each parameter, and of that what stays with the user: as it was last seen.
+        self._own: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._others: list[tuple[dict[str, Any], str]] = []
+        self._other_values: list[Any] = []
+        self._values: list[Any] = []  # all state that the optimizer's code is given
+
+    def __call__(self, *_: Any) -> None:
+        """Update the tensors given at first, whatever is given now."""
+        update, shadow = self._update, self._shadow
+        if shadow is not None and self._forgotten == update.forgotten:
+            self._step(shadow)
+            return
+        settled = self._kept and not update.is_first()
+        update(self._params, self._grads, self._states)
+        if settled:
+            self._keep()
+
+    def _may_be_kept(self) -> bool:
+        update, groups = self._update, self._update.optimizer.param_groups
+        given = zip(update.members, self._params, self._grads, self._states, strict=True)
+        return is_torchs_own(update.optimizer) and not any(
+            _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, own, {}))
+            for place, (member, param, grad, own) in enumerate(given)
+        )
+
+    def _keep(self) -> None:
+        update = self._update
+        self._forgotten = update.forgotten
+        self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]
+        self._addresses = [param.data_ptr() for param in self._params]
+        self._groups = {}
+        for member, leaf in zip(update.members, self._leaves, strict=True):
+            self._groups.setdefault(member.group, []).append(leaf)
+        self._own = []
+        self._shadow = object.__new__(type(update.optimizer))
+        self._shadow.state = defaultdict(dict)
+
+    def _step(self, shadow: Optimizer) -> None:
+        update = self._update
+        optimizer, state = update.optimizer, shadow.state
+        own = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
+        if not self._is_as_seen(own):
+            self._look_at(own, state)
+        self._own = []  # until this has come to its end
+        shadow.__dict__.update(optimizer.__dict__)
+        shadow.__dict__.pop("step", None)
+        shadow.__dict__.update(without_hooks(optimizer))
+        shadow.state = state
+        shadow.param_groups = [
+            {**optimizer.param_groups[index], "params": list(leaves)} for index, leaves in self._groups.items()
+        ]
+        with torch.no_grad():
+            plain_optimizer_step(type(optimizer))(shadow)
+            pointers = [leaf.data_ptr() for leaf in self._leaves]
+            if pointers != self._addresses or not _are(list(_values_of(state)), self._values):
+                self._bring_back(pointers, own, state)
+                return
+        self._own = own
+
+    def _is_as_seen(self, own: list[dict[str, Any]]) -> bool:
+        """Whether the user's optimizer has for each parameter what it had when it was last looked at."""
+        return (
+            _are(own, self._own)
+            and list(map(len, own)) == self._lengths
+            and _are([entries.get(name) for entries, name in self._others], self._other_values)
+        )
+
+    def _look_at(self, own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        for leaf, entries, placed in zip(self._leaves, own, self._placed, strict=True):
+            state[leaf] = {**entries, **placed}
+        self._lengths = list(map(len, own))
+        pairs = list(zip(own, self._placed, strict=True))
+        self._others = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
+        self._other_values = [entries[name] for entries, name in self._others]
+        self._values = list(_values_of(state))
+
+    def _bring_back(self, pointers: list[int], own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        """Bring to its place what the optimizer has made anew."""
+        for place, leaf in enumerate(self._leaves):
+            if pointers[place] != self._addresses[place]:
+                self._params[place].copy_(leaf)
+                self._shadow = None  # the leaf is another tensor now
+            made, placed, entries = state[leaf], self._placed[place], own[place]
+            for name, value in made.items():
+                if value is not placed.get(name) and value is not entries.get(name):
+                    self._take_over(place, made)
+                    break
+
+    def _take_over(self, place: int, made: dict[str, Any]) -> None:
+        """Bring to its place what the optimizer has put in place of what it was given."""
+        update, member, param = self._update, self._update.members[place], self._params[place]
+        left = update._adopt(member, dict(made), self._states[place], param.device)
+        if left:
+            update.optimizer.state[member.parameter].update(left)
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable([entries.values() for entries in state.values()])
+
+
+def _are(some: list[Any], others: list[Any]) -> bool:
+    """Whether these are the very same objects, one by one."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
-from outofcore.analysis import LARGE_BYTES, is_large
+from outofcore.analysis import LARGE_BYTES, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
@@ -82,7 +82,7 @@ _PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 @dataclass(frozen=True)
-class _Over:
+class Over:
     """Runs the overload of an op that is told where to put its result."""
 
     run: OpOverload
@@ -90,9 +90,11 @@ class _Over:
     place: int  # of the argument that is written over
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.out is None:
-            return self.run(*args, **kwargs)
-        return self.run(*args, **kwargs, **{self.out: args[self.place]})
+        return self.run(*args, **self.completed(args, kwargs))
+
+    def completed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments that ``run`` takes in place of those given."""
+        return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
@@ -120,7 +122,7 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     return compacted(_with_ops(captured, pairs), into) if into else captured
 
 
-def _written_over(captured: Captured, op: Op, call: Call, least: int) -> _Over | None:
+def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
     """How an op writes its result over one of its arguments; None if it may not."""
     graph, values = captured.graph, captured.values
     func = call.func
@@ -152,13 +154,13 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> _Over |
     return None
 
 
-def _told_where(func: OpOverload) -> list[_Over]:
+def _told_where(func: OpOverload) -> list[Over]:
     """How to run an op with its result in a given place: in any, or in that of its first argument only."""
     packet = func._overloadpacket
-    found = [_Over(other, outs[0], -1) for other, outs in _alike(func, packet) if len(outs) == 1]
+    found = [Over(other, outs[0], -1) for other, outs in _alike(func, packet) if len(outs) == 1]
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
     if not found and in_place is not None:
-        found = [_Over(other, None, 0) for other, outs in _alike(func, in_place) if not outs]
+        found = [Over(other, None, 0) for other, outs in _alike(func, in_place) if not outs]
     return found
 
 
@@ -199,43 +201,71 @@ def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     return _with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
+def gathered_late(captured: Captured) -> Captured:
+    """The same step, with what is gathered from processes before its first op gathered where it is needed.
+
+    Each of these gatherings comes to where the one before it in the new order is needed: so it has the time in between,
+    and no more than two wait to be used at once.
+    """
+    graph = captured.graph
+    first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
+    if not first:
+        return captured
+    needed = {op.id: graph.uses[op.creates[0]][1] for op in first}
+    before: dict[int, list[int]] = {}
+    place = 0
+    for gathering in sorted(needed, key=lambda op: (needed[op], op)):
+        before.setdefault(place, []).append(gathering)
+        place = needed[gathering]
+    order: list[int] = before.pop(0, [])
+    for op in graph.ops:
+        order += before.get(op.id, [])
+        if op.id not in needed:
+            order.append(op.id)
+    return reordered(captured, order)
+
+
 # An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.
 TOGETHER_BYTES = 4 * MIB
+# On a device they pass in less time than the host takes to issue the op. There optimizers go over all parameters at
+# once, with scratch memory for as many: of what the step holds at once, it is no more than a small part.
+DEVICE_TOGETHER_BYTES, _SMALL_PART = 64 * MIB, 8
 
 
 def together(captured: Captured) -> Captured:
-    """The same step, to the bit, with updates that follow one another joined, so far as none needs more scratch memory.
+    """The same step, to the bit, with updates that follow one another joined, so far as they need little more memory.
 
     An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
+    Those that go over all at once are joined on a device alone, where their fixed price is what counts.
     """
+    most, at_once = TOGETHER_BYTES, captured.device.type != "cpu"
+    if at_once:
+        most = max(most, min(live_bytes(captured.graph) // _SMALL_PART, DEVICE_TOGETHER_BYTES))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
-        if rows and _follows(rows[-1], pair):
+        if rows and _follows(rows[-1], pair, most, at_once=at_once):
             rows[-1].append(pair)
         else:
             rows.append([pair])
     return _with_ops(captured, map(_joined, rows))
 
 
-def _update(op: Op, call: Call) -> OptimizerUpdate | None:
-    """What an op updates, if it is an update of one parameter after another."""
+def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
+    """What an op updates, if it may be joined with others: on the CPU, if it goes from parameter to parameter."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
         return None
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
-        foreach = group.get("foreach")
-        if foreach is None:
-            # What torch.optim takes where nothing is said: all at once, but for the CPU.
-            foreach = any(member.parameter.device.type != "cpu" for member in update.members)
-        if foreach and not group.get("fused"):
+        # Where nothing is said, torch.optim goes over all at once, but for the CPU.
+        if group.get("foreach") and not group.get("fused") and not at_once:
             return None
     return update
 
 
-def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call]) -> bool:
-    """Whether an op and those in a row before it may be one update."""
-    first, update = _update(*row[0]), _update(*pair)
+def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], most: int, *, at_once: bool) -> bool:
+    """Whether an op and those in a row before it may be one update, of no more than so many bytes of parameters."""
+    first, update = _update(*row[0], at_once=at_once), _update(*pair, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
     if update.is_first() != first.is_first():
@@ -244,7 +274,7 @@ def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call]) -> bool:
     # A parameter that is updated twice has a second update of its own.
     if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
         return False
-    return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= TOGETHER_BYTES
+    return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= most
 
 
 def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:

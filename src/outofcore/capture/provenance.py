@@ -56,6 +56,14 @@ def user_line() -> str:
     return next(lines, "")
 
 
+def stacklevel_of_user() -> int:
+    """For ``warnings.warn`` where this is called: that of the innermost user code, so that its line is named."""
+    for level, frame in enumerate(_frames()):
+        if is_users_file(frame.f_code.co_filename):
+            return level
+    return 2
+
+
 def called_from(file_suffix: str) -> bool:
     """Whether a frame on this thread's stack is of a file whose name ends so."""
     return any(frame.f_code.co_filename.endswith(file_suffix) for frame in _frames())

@@ -20,10 +20,12 @@ from outofcore._torch_internals import (
     OpOverload,
     TorchDispatchMode,
     current_autograd_node,
+    finished_work,
     result_leaves,
 )
-from outofcore.capture import operators
+from outofcore.capture import collectives, operators
 from outofcore.capture.captured import Call, Ref
+from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import faithful, made_up, repaired
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
@@ -45,12 +47,7 @@ _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
 _BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod"}
 # Operators by how their names begin: what is said of them, why they are refused, and what helps.
 _REFUSED = {
-    ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::"): (
-        "the step uses the collective {func}",
-        "outofcore trains in one process on one device",
-        "take the model out of its distributed wrapper",
-    ),
-    ("aten::_amp_", "aten::_fused_"): (
+    ("aten::_amp_", "aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd"): (
         "the step calls {name}",
         "it names many tensors at once and cannot be taken apart",
         "leave it to optimizer.step()",
@@ -73,6 +70,11 @@ class Recorder(TorchDispatchMode):
         self._provenance = provenance
         self._device = device
         self._user = user
+        self._known = KnownValues()
+
+    def is_fake(self, item: object) -> bool:
+        """What the user's code is told that asks whether a tensor has no contents: not so if its value is known."""
+        return isinstance(item, FakeTensor) and item not in self._known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,6 +89,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace in _NO_TENSOR_EFFECT:
             return self._run(func, args, kwargs)
         name = func._schema.name
+        if name.startswith(collectives.NAMESPACES):
+            return self._collective(func, self._user.swap(args), self._user.swap(kwargs))
+        if name == "aten::_local_scalar_dense":
+            known = self._known.number(args[0])
+            if known is not None:
+                return known
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
         for beginnings, (what, why, advice) in _REFUSED.items():
@@ -137,6 +145,10 @@ class Recorder(TorchDispatchMode):
                 if tables.storage_of(tensor) in creates:
                     value = tables.value_of(tensor)
             results.append(value)
+        if written:
+            self._known.forget([tensor for argument, tensor in given if argument in written])
+        else:
+            self._known.learn(func, args, kwargs, result_leaves(result))
         mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
         if not creates and not mutates:
             return result
@@ -223,6 +235,59 @@ class Recorder(TorchDispatchMode):
                 gathered.extend(one)
         return gathered if func._schema.returns else None
 
+    def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a collective, in place on its result; what waits for one is left out."""
+        if func._schema.name == "_c10d_functional::wait_tensor":
+            return args[0]
+        wanted = collectives.wanted(func, args, kwargs)
+        target, source = wanted.target, wanted.source
+        # Where the user's code may wait later, it gets a handle of work that is done.
+        result: Any = (args[0], finished_work()) if func.namespace == "c10d" else self._run(func, args, kwargs)
+        in_place = wanted.kind in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST)
+        returned = result
+        if target is None and in_place:
+            memory_format = {"memory_format": torch.contiguous_format}
+            target = returned = self.record(torch.ops.aten.clone.default, (source,), memory_format)
+        elif target is None:
+            likewise = {"dtype": result.dtype, "device": result.device}
+            empty = torch.ops.aten.empty.memory_format
+            target = returned = self.record(empty, (list(result.shape),), likewise)
+        elif isinstance(result, torch.Tensor):
+            returned = target
+        tensors = (target,) if in_place else (target, source)
+        for tensor in tensors:
+            self._check(tensor)
+            if not tensor.is_contiguous():
+                raise refusal(
+                    f"the collective {wanted.kind.value} is given a tensor that is not contiguous",
+                    "it sends bytes as they lie",
+                    "give it tensor.contiguous()",
+                )
+        self._meet(wanted, tensors)
+        return returned
+
+    def _meet(self, wanted: collectives.Wanted, tensors: tuple[torch.Tensor, ...]) -> None:
+        tables = self._tables
+        values = [tables.value_of(tensor) for tensor in tensors]
+        stores = [tables.values[value].storage for value in values]
+        # All processes run one graph, also that which broadcasts and those which receive.
+        overwrites = len(tensors) == 2 and covers(tables.values[values[0]], tables.storages[stores[0]].bytes)
+        count = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        call = collectives.Collective(wanted.kind, wanted.group, count, tensors[0].dtype, wanted.reduction, wanted.root)
+        module, source = self._provenance.here()
+        refs = tuple(Ref(value) for value in values)
+        tables.append(
+            f"dist.{wanted.kind.value}",
+            Call(call, refs, {}, ()),
+            reads=_unique(stores[1:] if overwrites else stores),
+            mutates=(stores[0],),
+            rerunnable=False,
+            communicates=True,
+            family=str(call),
+            module=module,
+            source=source,
+        )
+
     def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn a tensor made from Python data into a constant, and give the step a copy of its own to change."""
         real: torch.Tensor = args[0]
@@ -235,6 +300,7 @@ class Recorder(TorchDispatchMode):
         tables = self._tables
         module, source = self._provenance.here()
         fake = self._run(func, args, kwargs)
+        self._known.learn_value(fake, real)
         constant = tables.add_constant(real, join(module, "constant"))
         value = tables.value(describe(real, constant, tables.device))
         created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))

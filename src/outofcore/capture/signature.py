@@ -18,6 +18,7 @@ from outofcore.capture.captured import CPU
 from outofcore.capture.guard import Variable, owner_of, variables_of
 from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
+from outofcore.capture.replicas import parallel_models, phase
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
@@ -114,6 +115,7 @@ class Signer:
         tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
         self._filled: list[dict[str, Any]] = [table for table in tables if table]
         self._empty: list[dict[str, Any]] = [table for table in tables if not table]
+        self._parallel = parallel_models(self._models)
         self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
         # Ids stay those of the same objects only as long as these live.
@@ -149,8 +151,21 @@ class Signer:
             tuple(map(is_, map(_GRAD, parameters), repeat(None))),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             tuple([read() for read in _SURROUNDINGS.values()]),
-            (*[_variable(v) for v in self._variables], *_plain_items(self._owner), *self._begun_averages()),
+            (
+                *[_variable(v) for v in self._variables],
+                *_plain_items(self._owner),
+                *self._begun_averages(),
+                *self._phases(),
+            ),
         )
+
+    def _phases(self) -> list[tuple[str, Any]]:
+        """Of each ``DistributedDataParallel``, what it does in this step and not in others."""
+        told = ("reduction of gradients", "broadcast of buffers", "first buckets")
+        phases = ((k, phase(model)) for k, model in enumerate(self._parallel))
+        return [
+            (f"{what} of replica {k}", (bool, v)) for k, found in phases for what, v in zip(told, found, strict=True)
+        ]
 
     def _begun_averages(self) -> list[tuple[str, Any]]:
         """Whether each ``AveragedModel`` has averaged a model: it copies the first."""

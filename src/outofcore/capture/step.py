@@ -12,17 +12,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, tree_flatten
+from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, answering_what_is_fake, tree_flatten
 from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.guard import Guard
 from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
+from outofcore.capture.passes import gathered_late
 from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance, users_part
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import pointed_to_loops, translated
+from outofcore.capture.replicas import Replicas, check_supported
+from outofcore.capture.sharding import Sharding
+from outofcore.capture.shards import Shards
 from outofcore.capture.substitute import Substitute, average_counts, uncompiled
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
@@ -36,6 +40,8 @@ def capture_step(
     kwargs: dict[str, Any],
     device: torch.device | None = None,
     gradients: Mapping[int, Value | None] | None = None,
+    orders: Mapping[int, tuple[int, ...]] | None = None,
+    shards: Shards | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
@@ -52,6 +58,9 @@ def capture_step(
             when it runs. None: where the model is.
         gradients: by the id of a parameter the gradient that it is taken to have before the step, in place of the
             one that it has; None stands for no gradient. What is captured with such gradients cannot be run.
+        orders: by the id of a ``DistributedDataParallel``, the order in which its gradients came when it was captured
+            first (``ReplicaEnd.order``). Where none is known, the step runs twice.
+        shards: what is spread over processes, which the step then gathers and reduces.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
@@ -62,7 +71,13 @@ def capture_step(
     with TURN:
         lazy = LazyInitialisation(models)
         try:
-            return _captured(step, models, optimizers, args, kwargs, device, gradients or {}, lazy)
+            check_supported(models)
+            trace = partial(_captured, step, models, optimizers, args, kwargs, device, gradients or {}, lazy, shards)
+            captured, unknown = trace(orders or {})
+            if unknown:
+                found = {id(end.model): end.order for end in captured.replicas if end.reduced}
+                captured, _ = trace({**found, **(orders or {})})
+            return captured
         except CaptureError as error:
             tensors = _tensors_of(models, optimizers, args, kwargs)
             devices = {device or CPU, *(tensor.device for tensor in tensors)}
@@ -95,7 +110,9 @@ def _captured(
     device: torch.device | None,
     gradients: Mapping[int, Value | None],
     lazy: LazyInitialisation,
-) -> Captured:
+    shards: Shards | None,
+    orders: Mapping[int, tuple[int, ...]],
+) -> tuple[Captured, bool]:
     guard = Guard(step, models, optimizers)
     counts = average_counts(models)
     if device is None:
@@ -103,13 +120,14 @@ def _captured(
     tables = Tables(device)
     mode = FakeTensorMode()
     with guard:
-        mirror = Mirror(mode, tables, gradients)
+        mirror = Mirror(mode, tables, gradients, None if shards is None else Sharding(shards, mode, tables))
         mirror.add_states(models, optimizers)
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
         substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
         recorder = Recorder(tables, provenance, device, substitute)
+        replicas = Replicas(models, mirror.fakes, orders)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.
             patched(FAKE_LOGGER, "disabled", True),
@@ -118,7 +136,9 @@ def _captured(
             steps.standing_in(),
             provenance.following(),
             lazy.learning(mirror.add_lazy),
+            answering_what_is_fake(recorder.is_fake),
             uncompiled(models),
+            replicas.following(),
         ):
             result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
 
@@ -132,12 +152,15 @@ def _captured(
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
-    return replace(assemble(tables, mirror, steps.bindings, ending), lazy=lazy if lazy else None)
+    captured = gathered_late(assemble(tables, mirror, steps.bindings, ending))
+    return replace(captured, lazy=lazy if lazy else None, replicas=replicas.ends()), replicas.unknown()
 
 
 def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder) -> Any:
     try:
-        with substitute, mode, recorder:
+        # On a GPU autograd would go back in a thread of its own, whose nodes have numbers of their own and whose stack
+        # has no line of the user's. What runs, and in which order, is the same.
+        with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder:
             result = step()
     except CaptureError:
         raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import storage_key
+from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import CPU, Call, Value
 from outofcore.errors import CaptureError
 from outofcore.graph import Op, StorageKind
@@ -47,6 +48,7 @@ class Tables:
     values: list[Value] = field(default_factory=list)
     ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    optional: set[int] = field(default_factory=set)  # places of ops that are left out if nobody looks at what they make
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
 
@@ -135,12 +137,7 @@ def covers(value: Value, count: int) -> bool:
     """Whether the elements of a value are all the ``count`` bytes of its storage, each once."""
     if prod(value.shape) * value.dtype.itemsize != count or value.offset != 0:
         return False
-    expected = 1
-    for stride, size in sorted((t, s) for t, s in zip(value.stride, value.shape, strict=True) if s != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return is_dense(value.shape, value.stride)
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:

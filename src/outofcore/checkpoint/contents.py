@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import storage_key
 from outofcore.errors import InputError, StateError
 
-_CPU, _CUDA = "generator.cpu", "generator.cuda."
+CPU_GENERATOR, _CUDA = "generator.cpu", "generator.cuda."
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -220,7 +220,7 @@ def check_plain(value: Any, what: str) -> None:
 
 def generator_tensors() -> list[tuple[str, torch.Tensor]]:
     """The states of PyTorch's default generators: that of the CPU, and of CUDA where it is in use."""
-    found = [(_CPU, torch.get_rng_state())]
+    found = [(CPU_GENERATOR, torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found += [(f"{_CUDA}{index}", state) for index, state in enumerate(torch.cuda.get_rng_state_all())]
     return found
@@ -228,8 +228,8 @@ def generator_tensors() -> list[tuple[str, torch.Tensor]]:
 
 def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
     """Set PyTorch's generators; those of CUDA devices that are not here are left out."""
-    if _CPU in tensors:
-        torch.set_rng_state(tensors[_CPU])
+    if CPU_GENERATOR in tensors:
+        torch.set_rng_state(tensors[CPU_GENERATOR])
     for name, state in tensors.items():
         if name.startswith(_CUDA) and int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(name.removeprefix(_CUDA)))

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_bytes
 from outofcore.analysis import is_large
+from outofcore.capture.shards import Shard, Shards
 from outofcore.checkpoint.contents import (
+    CPU_GENERATOR,
     SavedOptimizer,
     contents_of,
     generator_tensors,
@@ -23,8 +25,8 @@ from outofcore.checkpoint.contents import (
     restore_generators,
     restore_plain_generators,
 )
-from outofcore.checkpoint.saving import INDEX, read_index
-from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, new_buffer, read_header
+from outofcore.checkpoint.saving import INDEX, other_generator, read_index
+from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, fill_range, new_buffer, read_header
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.units import format_bytes
@@ -50,6 +52,8 @@ class Checkpoint:
             if file.bytes != self._index.files[name].bytes:
                 raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
             self._files[stem] = file
+        self._shards: Shards | None = None
+        self._ranges: dict[int, Shard] = {}  # by the id of a tensor, of what it has a range
         # By the numbers of the optimizer and the parameter: the state's name, and its entry.
         self._state: dict[tuple[int, int], dict[str, Entry]] = {}
         for key, entry in self._files["training"].entries.items():
@@ -64,11 +68,18 @@ class Checkpoint:
         """What the caller has saved along."""
         return self._index.extra
 
-    def load(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None) -> None:
+    def load(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        faces: Faces | None,
+        shards: Shards | None = None,
+    ) -> None:
         """Put everything in its place.
 
         Tensors that exist are overwritten where they are; optimizer state and gradients that do not exist yet are
-        allocated at home.
+        allocated at home. Of what is spread over processes (``shards``), each reads its range; who saved it, and
+        whether it was spread then, is no matter.
 
         Raises:
             InputError: the checkpoint is not one of such models and optimizers; nothing has been changed.
@@ -76,6 +87,7 @@ class Checkpoint:
                 part new.
             SpillError: the home has no room.
         """
+        self._shards = shards
         saved_models = self._index.models
         saved_optimizers = self._index.optimizers
         self._check_counts(len(models), len(saved_models), "models")
@@ -98,7 +110,10 @@ class Checkpoint:
         new = self._new_tensors(models, optimizers, faces)
         rest |= new
         generators = {name: state.clone() for name, state in generator_tensors()}
-        rest |= {name: state for name, state in generators.items() if name in self._files["training"].entries}
+        for name, state in generators.items():
+            saved_as = other_generator(shards.rank) if name == CPU_GENERATOR and shards and shards.rank else name
+            if saved_as in self._files["training"].entries:
+                rest[saved_as] = state
         buffer = new_buffer()
         for stem, targets in fillings:
             self._fill(stem, targets, faces, buffer)
@@ -108,10 +123,50 @@ class Checkpoint:
         for number, model in enumerate(models):
             for name, parameter in contents_of(model).tensors.items():
                 if parameter.is_leaf:
-                    parameter.grad = rest.get(f"gradient.{number}.{name}")
+                    shard = self._shard(parameter)
+                    (parameter if shard is None else shard.own).grad = rest.get(f"gradient.{number}.{name}")
+        if shards is not None:
+            shards.show_gradients()
         restore_generators(generators)
         restore_plain_generators(self._index.generators, self.folder / INDEX)
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
+
+    def _shard(self, parameter: torch.Tensor) -> Shard | None:
+        return None if self._shards is None else self._shards.of(parameter)
+
+    def _target(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What of a parameter is to be filled."""
+        shard = self._shard(parameter)
+        return parameter if shard is None else self._range(shard, shard.own)
+
+    def _range(self, shard: Shard, own: torch.Tensor) -> torch.Tensor:
+        """Take note that a tensor is to have a range of what a file has."""
+        self._ranges[id(own)] = shard
+        return own
+
+    def _may_have(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
+        """Whether a tensor that exists is one for what a file has of a parameter; a range is taken note of."""
+        shard = self._shard(parameter)
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        if shard is None or not entry.shape:
+            return _is_like(tensor, entry)
+        if entry.shape == shard.shape and tuple(tensor.shape) == (shard.count,) and tensor.dtype == entry.dtype:
+            self._range(shard, tensor)
+            return True
+        return False
+
+    def _new(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+        """A tensor for what a file has of a parameter."""
+        shard = self._shard(parameter)
+        if shard is None or entry.shape != shard.shape:
+            return _new_tensor(parameter, entry, faces)
+        count = shard.chunks.each * entry.dtype.itemsize
+        base = torch.zeros(count, dtype=torch.uint8)
+        if faces is not None and is_large(count):
+            base = storage_bytes(faces.birth(count))
+        own = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
+        return self._range(shard, own)
 
     def _check_counts(self, given: int, saved: int, what: str) -> None:
         if given != saved:
@@ -127,7 +182,7 @@ class Checkpoint:
                 raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
             if saved in targets:
                 raise InputError(f"{name} and {saved} were one tensor when {self.folder} was saved, and are two now")
-            targets[saved] = tensor
+            targets[saved] = self._target(tensor)
         unknown = entries.keys() - targets.keys()
         if unknown:
             raise InputError(
@@ -150,10 +205,12 @@ class Checkpoint:
         for place, parameter in enumerate(parameters_of(optimizer)):
             own: dict[str, Any] = {f"state.{place}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()}
             if id(parameter) not in known:
-                own[f"parameter.{place}"] = parameter
+                entry = entries.get(f"optimizer.{number}.parameter.{place}")
+                if entry is not None and tuple(parameter.shape) == entry.shape and parameter.dtype == entry.dtype:
+                    targets[entry.name] = self._target(parameter)
             for name, tensor in own.items():
                 entry = entries.get(f"optimizer.{number}.{name}")
-                if entry is not None and isinstance(tensor, torch.Tensor) and _is_like(tensor, entry):
+                if entry is not None and self._may_have(parameter, tensor, entry):
                     targets[f"optimizer.{number}.{name}"] = tensor
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
@@ -165,10 +222,10 @@ class Checkpoint:
     def _check_shapes(self, stem: str, targets: Targets) -> None:
         for name, tensor in targets.items():
             entry = self._files[stem].entries[name]
-            if tuple(tensor.shape) != entry.shape:
-                raise InputError(
-                    f"{name} has the shape {tuple(tensor.shape)}, and {entry.shape} in the checkpoint in {self.folder}"
-                )
+            shard = self._ranges.get(id(tensor))
+            shape = tuple(tensor.shape) if shard is None else shard.shape
+            if shape != entry.shape:
+                raise InputError(f"{name} has the shape {shape}, and {entry.shape} in the checkpoint in {self.folder}")
             if tensor.device.type != "cpu":
                 raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
 
@@ -183,14 +240,17 @@ class Checkpoint:
                 present = optimizer.state.get(parameter, {})
                 for name, entry in self._state.get((number, place), {}).items():
                     old = present.get(name)
-                    if not (isinstance(old, torch.Tensor) and _is_like(old, entry)):
-                        new[entry.name] = _new_tensor(parameter, entry, faces)
+                    if not self._may_have(parameter, old, entry):
+                        new[entry.name] = self._new(parameter, entry, faces)
         for number, model in enumerate(models):
             for name, parameter in contents_of(model).tensors.items():
                 key = f"gradient.{number}.{name}"
                 if key in entries:
-                    own = parameter.grad if parameter.is_leaf else None
-                    new[key] = own if own is not None else _new_tensor(parameter, entries[key], faces)
+                    shard = self._shard(parameter)
+                    own = (parameter if shard is None else shard.own).grad if parameter.is_leaf else None
+                    if own is not None and shard is not None:
+                        self._range(shard, own)
+                    new[key] = own if own is not None else self._new(parameter, entries[key], faces)
         return new
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
@@ -203,8 +263,15 @@ class Checkpoint:
             crc32 = _checksum(source, 0, start, buffer, 0)
             for entry in entries:
                 target = targets.get(entry.name)
+                shard = None if target is None else self._ranges.get(id(target))
                 if target is None:
                     crc32 = _checksum(source, entry.begin, entry.end, buffer, crc32)
+                elif shard is not None and shard.in_order:
+                    crc32 = fill_range(target, shard.start, entry, source, faces, buffer, crc32)
+                elif shard is not None and self._shards is not None:
+                    whole = torch.empty(shard.shape, dtype=target.dtype)
+                    crc32 = fill(whole, entry, source, None, buffer, crc32)
+                    target.copy_(self._shards.range_of(shard, whole))
                 else:
                     crc32 = fill(target, entry, source, faces, buffer, crc32)
         if crc32 != wanted:

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from outofcore.capture.shards import Shard, Shards, talking
 from outofcore.checkpoint.contents import (
     Index,
     check_plain,
@@ -33,7 +35,7 @@ from outofcore.checkpoint.contents import (
     plain_settings,
     plain_state,
 )
-from outofcore.checkpoint.tensor_files import OutFile, header_for, new_buffer, pour
+from outofcore.checkpoint.tensor_files import BUFFER_BYTES, OutFile, bytes_of, header_for, new_buffer, pour
 from outofcore.errors import InputError, StateError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json
@@ -46,7 +48,21 @@ FORMAT = "outofcore checkpoint 1"
 _NEW_INDEX = "checkpoint.json.new"
 _DATA = re.compile(r"[a-z]+[0-9]*-([0-9]{6})\.safetensors")
 
-Named = list[tuple[str, torch.Tensor]]
+
+@dataclass(frozen=True)
+class Part:
+    """The own range of a tensor that is spread over processes, which the file has whole."""
+
+    shard: Shard
+    tensor: torch.Tensor
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The shape and dtype of the whole."""
+        return torch.empty(self.shard.shape, dtype=self.tensor.dtype, device="meta")
+
+
+Named = list[tuple[str, torch.Tensor | Part]]
 
 
 def save_checkpoint(
@@ -55,6 +71,7 @@ def save_checkpoint(
     optimizers: Sequence[Optimizer],
     faces: Faces | None,
     extra: Any = None,
+    shards: Shards | None = None,
 ) -> None:
     """Write a checkpoint into a folder, in place of the one that is there; that one counts until this one is whole.
 
@@ -64,31 +81,69 @@ def save_checkpoint(
         optimizers: whose state and settings are saved.
         faces: of the home where tensors may live.
         extra: plain data of the caller's, for JSON.
+        shards: what is spread over processes now. All of them call this at once; the first writes whole tensors, of
+            which the others send their ranges, some MiB at a time.
 
     Raises:
         TransferError: the system refuses a write or a read; the checkpoint that was there is still whole.
-        StateError: something cannot be saved, or another process is saving into the folder.
+        StateError: something cannot be saved, or another process is saving into the folder, or cannot go on.
     """
+    together = None if shards is None else Together(shards, faces)
+    error: BaseException | None = None
+    try:
+        files, index = _contents(models, optimizers, extra, shards)
+    except BaseException as raised:
+        if shards is None:
+            raise
+        error, files, index = raised, {}, {}
+    if together is None or shards is None:
+        _save(folder, files, index, faces, None)
+        return
+    shards.settle(error, "save the model")
+    files["training"] += together.generators()
+    try:
+        if shards.rank:
+            together.send([item for named in files.values() for _, item in named])
+        else:
+            _save(folder, files, index, faces, together)
+    except BaseException as raised:
+        error = raised
+    shards.settle(error, "save the model")
+
+
+def _contents(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], extra: Any, shards: Shards | None
+) -> tuple[dict[str, Named], dict[str, Any]]:
+    """What goes into each data file, by its stem, and what is no tensor."""
+
+    def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
+        shard = None if shards is None else shards.of(parameter)
+        if shard is None:
+            return value
+        if value is parameter:
+            return Part(shard, shard.own)
+        return Part(shard, value) if value.ndim else value
+
     check_plain(extra, "extra")
     files: dict[str, Named] = {}
     described: list[dict[str, Any]] = []
     rest: Named = []
     for number, model in enumerate(models):
         contents = contents_of(model)
-        _check_devices(number, [*contents.tensors.items(), *contents.rest.items()])
         stem = "model" if len(models) == 1 else f"model{number}"
-        files[stem] = list(contents.tensors.items())
+        files[stem] = [(name, part_of(tensor, tensor)) for name, tensor in contents.tensors.items()]
+        _check_devices(number, [*files[stem], *contents.rest.items()])
         described.append({"stem": stem, "aliases": contents.aliases})
         rest += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.rest.items()]
-        rest += [
-            (f"gradient.{number}.{name}", tensor.grad)
-            for name, tensor in contents.tensors.items()
-            if tensor.is_leaf and tensor.grad is not None
-        ]
+        for name, tensor in contents.tensors.items():
+            shard = None if shards is None else shards.of(tensor)
+            gradient = (tensor if shard is None else shard.own).grad if tensor.is_leaf else None
+            if gradient is not None:
+                rest.append((f"gradient.{number}.{name}", part_of(tensor, gradient)))
     known = known_to(models)
     settings: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        rest += _tensors_of(number, optimizer, known)
+        rest += _tensors_of(number, optimizer, known, part_of)
         settings.append({"groups": plain_settings(optimizer), "state": plain_state(optimizer)})
     files["training"] = [*rest, *generator_tensors()]
     index = {
@@ -97,7 +152,18 @@ def save_checkpoint(
         "generators": plain_generators(),
         "extra": extra,
     }
-    with saving_into(folder) as ending:
+    return files, index
+
+
+def _save(
+    folder: Path, files: Mapping[str, Named], index: Mapping[str, Any], faces: Faces | None, together: Together | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if together is not None:
+            stack.enter_context(
+                together.receiving(sum(isinstance(i, Part) for named in files.values() for _, i in named))
+            )
+        ending = stack.enter_context(saving_into(folder))
         # A save that was cut off may have left files that take the room of these.
         discard(folder, indexed_files(folder))
         written: dict[str, dict[str, int]] = {}
@@ -106,7 +172,7 @@ def save_checkpoint(
             for stem, tensors in files.items():
                 name = f"{stem}{ending}"
                 written[name] = {}
-                written[name] = _write(folder / name, tensors, faces, buffer)
+                written[name] = _write(folder / name, tensors, faces, buffer, together)
             names = {stem: f"{stem}{ending}" for stem in files}
             commit(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
@@ -115,7 +181,96 @@ def save_checkpoint(
     _log.info("saved %s into %s", format_bytes(sum(facts["bytes"] for facts in written.values())), folder)
 
 
-def _tensors_of(number: int, optimizer: Optimizer, known: set[int]) -> Named:
+class Together:
+    """The ranges of all processes on their way into files that the first process writes.
+
+    Args:
+        shards: what is spread.
+        faces: of the home where the own ranges may live.
+    """
+
+    def __init__(self, shards: Shards, faces: Faces | None) -> None:
+        self._shards = shards
+        self._faces = faces
+        self._left = 0
+
+    def generators(self) -> Named:
+        """The states of PyTorch's generator in the other processes: their random numbers are others."""
+        shards = self._shards
+        states: list[Any] = [None] * shards.group.size()
+        with talking():
+            torch.distributed.all_gather_object(states, torch.get_rng_state(), group=shards.group)
+        return [(other_generator(rank), state) for rank, state in enumerate(states) if rank]
+
+    def send(self, items: Sequence[torch.Tensor | Part]) -> None:
+        """Send the own ranges to the first process, as long as it wants them."""
+        for part in items:
+            if not isinstance(part, Part):
+                continue
+            if not self._go_on():
+                return
+            if not part.shard.in_order:
+                self._shards.whole(part.shard, part.tensor)
+                continue
+            for piece in self._own(part):
+                self._shards.send(piece, 0)
+
+    @contextlib.contextmanager
+    def receiving(self, count: int) -> Iterator[None]:
+        """In this context so many tensors are received, unless something happens: then the others are told so."""
+        self._left = count
+        try:
+            yield
+        finally:
+            if self._left:
+                self._go_on(wanted=False)
+
+    def pour(self, part: Part, out: OutFile, buffer: memoryview) -> None:
+        """Append a whole tensor to a file."""
+        self._left -= 1
+        self._go_on()
+        if not part.shard.in_order:
+            pour(self._shards.whole(part.shard, part.tensor), out, None, buffer)
+            return
+        pieces = self._pieces(part)
+        try:
+            for piece in pieces:
+                out.write(bytes_of(piece.contiguous()))
+        except TransferError:
+            for _ in pieces:
+                pass  # the others are sending, and wait for who receives
+            raise
+
+    def _go_on(self, *, wanted: bool = True) -> bool:
+        """Whether the first process wants more."""
+        told = [wanted]
+        with talking():
+            torch.distributed.broadcast_object_list(told, group=self._shards.group, group_src=0)
+        return told[0]
+
+    def _pieces(self, part: Part) -> Iterator[torch.Tensor]:
+        yield from self._own(part)
+        chunks, most = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
+        for rank in range(1, chunks.ranks):
+            for start in range(0, chunks.count(rank), most):
+                yield self._shards.receive(min(most, chunks.count(rank) - start), part.tensor.dtype, rank)
+
+    def _own(self, part: Part) -> Iterator[torch.Tensor]:
+        for piece in part.tensor.detach().split(BUFFER_BYTES // part.tensor.element_size()):
+            if piece.numel():
+                yield piece
+            if self._faces is not None:
+                self._faces.drop_cache(part.tensor)
+
+
+def other_generator(rank: int) -> str:
+    """What the state of PyTorch's generator in another process than the first is called."""
+    return f"rank.{rank}.generator.cpu"
+
+
+def _tensors_of(
+    number: int, optimizer: Optimizer, known: set[int], part_of: Callable[..., torch.Tensor | Part]
+) -> Named:
     found: Named = []
     for index, group in enumerate(optimizer.param_groups):
         found += [
@@ -125,28 +280,33 @@ def _tensors_of(number: int, optimizer: Optimizer, known: set[int]) -> Named:
         ]
     for place, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) not in known:
-            found.append((f"optimizer.{number}.parameter.{place}", parameter))
+            found.append((f"optimizer.{number}.parameter.{place}", part_of(parameter, parameter)))
         entries = optimizer.state.get(parameter, {})
         found += [
-            (f"optimizer.{number}.state.{place}.{name}", value)
+            (f"optimizer.{number}.state.{place}.{name}", part_of(parameter, value))
             for name, value in entries.items()
             if isinstance(value, torch.Tensor)
         ]
     return found
 
 
-def _write(path: Path, tensors: Named, faces: Faces | None, buffer: memoryview) -> dict[str, int]:
+def _write(
+    path: Path, tensors: Named, faces: Faces | None, buffer: memoryview, together: Together | None
+) -> dict[str, int]:
     with OutFile(path) as out:
-        out.write(header_for(tensors))
-        for _, tensor in tensors:
-            pour(tensor, out, faces, buffer)
+        out.write(header_for([(name, item.whole if isinstance(item, Part) else item) for name, item in tensors]))
+        for _, item in tensors:
+            if not isinstance(item, Part):
+                pour(item, out, faces, buffer)
+            elif together is not None:
+                together.pour(item, out, buffer)
         out.finish()
         return {"bytes": out.bytes, "crc32": out.crc32}
 
 
 def _check_devices(number: int, tensors: Named) -> None:
     for name, tensor in tensors:
-        if tensor.device.type != "cpu":
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
             raise InputError(
                 f"{name} of model {number} is on {tensor.device}, and a checkpoint is written from the CPU; move the "
                 "model there, or give a model that has been materialized"

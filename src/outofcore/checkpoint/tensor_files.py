@@ -320,7 +320,7 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
         return
     with torch.no_grad():
         for piece in _pieces(tensor.detach(), len(buffer), tensor.element_size()):
-            out.write(_bytes_of(piece.contiguous()))
+            out.write(bytes_of(piece.contiguous()))
             _forget(tensor, faces)
 
 
@@ -368,6 +368,45 @@ def fill(
     return crc32
 
 
+def fill_range(
+    tensor: torch.Tensor,
+    start: int,
+    entry: Entry,
+    source: InFile,
+    faces: Faces | None,
+    buffer: memoryview,
+    crc32: int = 0,
+) -> int:
+    """Fill a row with a range of what a file has; all of it is read, for the checksum.
+
+    Args:
+        tensor: a row of elements on the CPU.
+        start: which element of the entry, in row-major order, is its first one.
+        entry: where the elements are in the file.
+        source, faces, buffer, crc32: as for ``fill``.
+
+    Returns:
+        the checksum gone on with.
+
+    Raises:
+        TransferError: the file cannot be read.
+    """
+    itemsize = entry.dtype.itemsize
+    step = len(buffer) // itemsize
+    count = (entry.end - entry.begin) // itemsize
+    with torch.no_grad():
+        for first in range(0, count, step):
+            piece = buffer[: min(step, count - first) * itemsize]
+            source.read(entry.begin + first * itemsize, piece)
+            crc32 = zlib.crc32(piece, crc32)
+            low, high = max(first, start), min(first + step, start + tensor.numel())
+            if low < high:
+                wanted = piece[(low - first) * itemsize : (high - first) * itemsize]
+                tensor[low - start : high - start].copy_(torch.frombuffer(wanted, dtype=entry.dtype))
+                _forget(tensor, faces)
+    return crc32
+
+
 def _whole_slot(tensor: torch.Tensor, faces: Faces | None) -> tuple[HomeStore, int] | None:
     """The home and the slot of a tensor that takes all of it, in the order of a file."""
     whole = (
@@ -392,7 +431,7 @@ def _pieces(tensor: torch.Tensor, most: int, itemsize: int) -> Iterator[torch.Te
         yield from _pieces(row, most, itemsize)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     start = tensor.storage_offset() * tensor.element_size()
     return memory_of(storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])

@@ -201,6 +201,13 @@ def train(
     save: Annotated[Path | None, typer.Option(help="Save a checkpoint into this folder at the end.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on from the checkpoint in this folder.")] = None,
     bits: Annotated[bool, typer.Option("--bits", help="Print all bits of the losses, to compare runs.")] = False,
+    elastic: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many logical workers, shared by all processes that torchrun has started."),
+    ] = None,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Spread the model over the processes that torchrun has started.")
+    ] = False,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     **zoo: Any,
@@ -212,6 +219,12 @@ def train(
         )
     if eager and (budget is not None or picture is not None):
         raise typer.BadParameter("plain PyTorch knows no budget and gives no picture", param_hint="--eager")
+    if elastic is not None and (eager or picture is not None):
+        raise typer.BadParameter("logical workers train within a budget, and give no picture", param_hint="--elastic")
+    if shard and (eager or elastic is not None):
+        raise typer.BadParameter(
+            "a model is spread by a compiled step, and not for logical workers", param_hint="--shard"
+        )
     limit = None if budget is None else parse_bytes(budget)
     import_module("outofcore.cli.train").train(
         model,
@@ -227,6 +240,8 @@ def train(
         bits=bits,
         cache=_cache(cache, no_cache),
         host_budget=_bytes(host_budget),
+        elastic=elastic,
+        shard=shard,
     )
 
 
@@ -260,6 +275,19 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Plan for one of --ranks processes over which the model is spread.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="With --shard: how many processes; none of them has to be here.")
+    ] = None,
+    between: Annotated[
+        str | None,
+        typer.Option(
+            help="With --shard: bytes a second that each process sends to others, such as 10GiB; by default 1GiB, and "
+            "on a simulated device as many as reach it from its host."
+        ),
+    ] = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     **zoo: Any,
@@ -269,6 +297,12 @@ def plan(
     Exit status 1: it does not fit.
     """
     _check_plan(model, graph, device)
+    if shard != (ranks is not None) or (shard and graph is not None) or (between is not None and not shard):
+        raise typer.BadParameter(
+            "a step of your own or of the zoo is planned for processes that share a model by --shard --ranks 8; "
+            "--between goes with these",
+            param_hint="--shard",
+        )
     if compare and sweep:
         raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
     preset = simulated(device)
@@ -287,7 +321,16 @@ def plan(
     if compare and picture is not None:
         raise typer.BadParameter("--compare draws nothing; --sweep does", param_hint="--picture")
     subject = _subject(
-        model, {**zoo, "batch": batch}, graph, device, home, host_budget, _cache(cache, no_cache), as_json
+        model,
+        {**zoo, "batch": batch},
+        graph,
+        device,
+        home,
+        host_budget,
+        _cache(cache, no_cache),
+        as_json,
+        ranks,
+        _bytes(between),
     )
     if several:
         if save_graph is not None:
@@ -328,6 +371,8 @@ def _subject(
     host_budget: str | None,
     cache: bool | Path,
     quiet: bool,
+    ranks: int | None = None,
+    between: int | None = None,
 ) -> answer.Subject:
     """What is to be planned for. Only what is not from a file needs PyTorch."""
     if graph is not None:
@@ -340,6 +385,8 @@ def _subject(
         quiet=quiet,
         cache=cache,
         host_budget=_bytes(host_budget),
+        ranks=ranks,
+        between=between,
     )
 
 

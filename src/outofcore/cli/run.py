@@ -267,12 +267,11 @@ class _Follower:
             raise SystemExit(2) from error
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AfterTorch(importlib.abc.MetaPathFinder):
     """Finds PyTorch as others do, and calls a function once it has been imported."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
-        self._loader: importlib.abc.Loader | None = None
 
     def forget(self) -> None:
         if self in sys.meta_path:
@@ -286,15 +285,20 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.forget()
         found = importlib.util.find_spec("torch")
         if found is not None and found.loader is not None:
-            self._loader, found.loader = found.loader, self
+            found.loader = _ThenCalling(found.loader, self._then)
         return found
 
+
+class _ThenCalling(importlib.abc.Loader):
+    """Loads a module as its own loader does, and then calls a function."""
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        assert self._loader is not None
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        assert self._loader is not None
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -16,17 +16,26 @@ import torch
 from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.errors import InputError, OutOfCoreError
-from outofcore.estimation.costing import costed
+from outofcore.estimation.costing import Sharing, costed
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graphfile import GraphFile
 from outofcore.planning import smallest_budget
-from outofcore.presets import simulated
+from outofcore.presets import Device, simulated
 from outofcore.profiling.cache import open_cache
+from outofcore.profiling.groups import GroupCost
 from outofcore.progress import following, silent
-from outofcore.units import format_bytes
+from outofcore.units import GIB, format_bytes
 
 _TARGET = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 _EXAMPLE = "a function that returns (step, model, optimizer, inputs)"
+# What a collective takes before the first byte goes out, and what processes on a usual network send. Assumed.
+_LATENCY_S, _SENT_PER_S = 50e-6, 1.0 * GIB
+
+
+def _link_between(preset: Device | None, between: int | None) -> GroupCost:
+    """What a collective takes among processes that need not be here."""
+    usual = _SENT_PER_S if preset is None else preset.in_bytes_per_s
+    return GroupCost(_LATENCY_S, usual if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
@@ -162,6 +171,8 @@ def subject_of(
     quiet: bool = True,
     cache: bool | Path = True,
     host_budget: int | None = None,
+    ranks: int | None = None,
+    between: int | None = None,
 ) -> Subject:
     """What a step costs: measured here, or worked out for a device that is not here.
 
@@ -172,11 +183,14 @@ def subject_of(
         quiet: show no progress.
         cache: as for ``outofcore.compile``; ignored for a preset.
         host_budget: as for ``outofcore.compile``; ignored for a preset.
+        ranks: how many processes share the model, of which this is one; None: it is alone.
+        between: bytes a second that each of them sends; None: what is usual.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured.
     """
     preset = simulated(device)
+    sharing = None if ranks is None else Sharing(ranks, _link_between(preset, between))
     backend = open_backend("cpu" if preset else device)
     kept = open_cache(cache)
     with following(silent if quiet else None) as tell:
@@ -192,6 +206,7 @@ def subject_of(
                 cache=kept,
                 tell=tell,
                 backend=backend,
+                sharing=sharing,
             )
         finally:
             for store in stores:
@@ -201,5 +216,12 @@ def subject_of(
         beside = backend.beside(smallest_budget(graph, costs), 0, 0)
         title += (
             f", on {backend.device} (bytes of the arena; of a budget, {format_bytes(beside)} or more lie beside it)"
+        )
+    if sharing is not None:
+        lasting = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
+        rate = format_bytes(int(sharing.cost.bytes_per_s))
+        title += (
+            f", spread over {ranks} processes that each send {rate}/s (assumed); each has {lasting} from step to step, "
+            "and a batch of its own"
         )
     return Subject(title, GraphFile.of(graph, costs), preset.describe() if preset else "")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import outofcore
+from outofcore.cli.processes import Processes, joined
 from outofcore.cli.subjects import build, find_workload, is_script
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
@@ -104,6 +105,8 @@ def train(
     cache: bool | Path = True,
     host_budget: int | None = None,
     device: str = "cpu",
+    elastic: int | None = None,
+    shard: bool = False,
 ) -> None:
     """Train and print progress and a summary; arguments are as on the command line, without a budget plain PyTorch.
 
@@ -111,19 +114,71 @@ def train(
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
     """
     work = find_workload(model, options)
-    print(work.describe())
-    display = (_Live if sys.stdout.isatty() else _Lines)(steps)
-    if budget is None:
-        _train_eagerly(work, device, display, steps, save, resume, bits)
+    if elastic is not None and budget is not None:
+        places = {"device": device, "home": home, "host_budget": host_budget, "policy": policy, "cache": cache}
+        _train_elastically(work, elastic, budget, steps, save, resume, bits, places)
         return
+    with joined(device) as processes:
+        print(work.describe())
+        if processes.count > 1:
+            print(f"{processes.count} processes, a batch for each; what is told is of the first")
+        display = (_Live if sys.stdout.isatty() else _Lines)(steps)
+        if budget is None:
+            _train_eagerly(work, processes, display, steps, save, resume, bits)
+            return
+        _train_within(
+            work,
+            processes,
+            display,
+            budget,
+            steps,
+            home,
+            policy,
+            picture,
+            save,
+            resume,
+            bits,
+            cache,
+            host_budget,
+            shard=shard and processes.count > 1,
+        )
+
+
+def _train_within(
+    work: Workload,
+    processes: Processes,
+    display: _Lines | _Live,
+    budget: int,
+    steps: int,
+    home: str | None,
+    policy: str,
+    picture: Path | None,
+    save: Path | None,
+    resume: Path | None,
+    bits: bool,
+    cache: bool | Path,
+    host_budget: int | None,
+    *,
+    shard: bool,
+) -> None:
     with (
-        _built(work, device, home, host_budget, resume) as (plain, network, optimizer, begun, places),
-        outofcore.compile(plain, network, optimizer, budget=budget, policy=policy, cache=cache, **places) as step,
+        _built(work, processes, home, host_budget, resume, shard=shard) as (plain, network, optimizer, begun, places),
+        outofcore.compile(
+            plain, network, optimizer, budget=budget, policy=policy, cache=cache, shard=shard or None, **places
+        ) as step,
     ):
         step.on_progress = display.stage
-        done = _loop(work, step, steps, display, step, begun, bits)
-        if save is not None:
+        done = _loop(work, step, steps, display, step, begun, bits, processes)
+        if save is not None and (shard or not processes.rank):
             step.save(save, extra={"steps": begun + steps})
+        if shard:
+            graph = step.captured.graph
+            lasting = sum(graph.storages[storage].bytes for storage in graph.persistent)
+            print(f"of the model, its gradients and the optimizer's state {format_bytes(lasting)} are in each process")
+            step.close(whole=False)
+        if processes.rank:
+            return
+        if save is not None:
             print(f"saved: {save}")
         _print_summary(done, step, budget)
         if picture is not None:
@@ -138,40 +193,106 @@ def train(
 
 def _train_eagerly(
     work: Workload,
-    device: str,
+    processes: Processes,
     display: _Lines | _Live,
     steps: int,
     save: Path | None,
     resume: Path | None,
     bits: bool,
 ) -> None:
-    where = open_backend(device).device
+    where = open_backend(processes.device).device
     network = work.build().to(where)
     optimizer = work.optimizer(network)
-    torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+    torch.manual_seed(work.options.seed + processes.rank)  # for dropout; the weights have a generator of their own
     begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
-    plain = work.make_step(network, optimizer)
+    plain = work.make_step(processes.wrapped(network), optimizer)
 
     def on_device(*batch: torch.Tensor) -> torch.Tensor:
         return plain(*(tensor.to(where) for tensor in batch))
 
-    done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits)
-    if save is not None:
+    done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits, processes)
+    if save is not None and not processes.rank:
         outofcore.save(save, network, optimizer, extra={"steps": begun + steps})
     _print_summary(done, None, None)
 
 
+def _train_elastically(
+    work: Workload,
+    workers: int,
+    budget: int,
+    steps: int,
+    save: Path | None,
+    resume: Path | None,
+    bits: bool,
+    places: dict[str, Any],
+) -> None:
+    """Train with logical workers; process 0 tells of them.
+
+    Of the batches, which come in the order of the steps and within a step of the workers, each process takes its own.
+    """
+    with ExitStack() as stack:
+        if open_backend(places["device"]).device.type == "cpu":
+            opened = stack.enter_context(outofcore.open_home(places.pop("home"), places.pop("host_budget")))
+            places["home"] = opened
+            network = outofcore.build(work.build, home=opened)
+        else:
+            network = work.build()
+        optimizer = work.optimizer(network)
+        run = stack.enter_context(
+            outofcore.elastic(
+                work.make_turn(network),
+                network,
+                optimizer,
+                workers=workers,
+                budget=budget,
+                update=work.make_update(network, optimizer),
+                seed=work.options.seed,
+                **places,
+            )
+        )
+        if resume is not None:
+            run.load(resume)
+        batches = itertools.islice(work.batches(), run.steps * workers, None)
+        told: list[_Done] = []
+        display = (_Live if sys.stdout.isatty() else _Lines)(steps) if run.rank == 0 else None
+        if display is not None:
+            processes = "process" if run.processes == 1 else "processes"
+            print(f"{work.describe()}; {workers} logical workers on {run.processes} {processes}")
+            run.step.on_progress = display.stage
+        with nullcontext() if display is None else display.shown:
+            for number in range(1, steps + 1):
+                together = list(itertools.islice(batches, workers))
+                losses = run({worker: together[worker] for worker in run.workers})
+                if display is not None:
+                    told.append(_Done(losses[0].item(), run.stats.seconds, bits=bits))
+                    display.step(number, told[-1])
+        if save is not None:
+            run.save(save)
+        if display is not None:
+            if save is not None:
+                print(f"saved: {save}")
+            _print_summary(told, None, None)
+            sent, least = run.stats.bytes_sent, run.stats.least_bytes
+            print(f"  sent in a step: {format_bytes(sent)} by this process, {format_bytes(least)} on average in a ring")
+
+
 @contextmanager
 def _built(
-    work: Workload, device: str, home: str | None, host_budget: int | None, resume: Path | None = None
+    work: Workload,
+    processes: Processes,
+    home: str | None,
+    host_budget: int | None,
+    resume: Path | None = None,
+    *,
+    shard: bool = False,
 ) -> Generator[tuple[TrainStep, nn.Module, Optimizer, int, dict[str, Any]]]:
     """A workload ready to be compiled: its step, model, optimizer, steps behind it, and ``compile``'s device and home.
 
     On the CPU the model is made at the home; on a GPU in ordinary memory, and the step opens homes of its own.
     """
     with ExitStack() as stack:
-        opened, places = None, {"device": device, "home": home, "host_budget": host_budget}
-        if open_backend(device).device.type == "cpu":
+        opened, places = None, {"device": processes.device, "home": home, "host_budget": host_budget}
+        if open_backend(processes.device).device.type == "cpu":
             opened = stack.enter_context(outofcore.open_home(home, host_budget))
             places = {"home": opened}
         if opened is None:
@@ -179,8 +300,9 @@ def _built(
         else:
             network = outofcore.build(work.build, home=opened) if resume is None else work.skeleton()
         optimizer = work.optimizer(network)
-        torch.manual_seed(work.options.seed)  # for dropout; the weights have a generator of their own
+        torch.manual_seed(work.options.seed + processes.rank)  # for dropout; the weights have a generator of their own
         begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=opened))
+        network = processes.wrapped(network, shard=shard)
         yield work.make_step(network, optimizer), network, optimizer, begun, places
 
 
@@ -205,6 +327,7 @@ def report(
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
     """
     with ExitStack() as stack:
+        processes = Processes(device=device)
         if is_script(model):
             own = build(model)
             plain, network, optimizer, title = own.step, own.models, own.optimizers, own.title
@@ -212,8 +335,10 @@ def report(
             batches: Iterator[tuple[Any, ...]] = itertools.repeat(own.inputs)
         else:
             work = find_workload(model, options)
-            batches, title = work.batches(), work.describe()
-            made = stack.enter_context(_built(work, device, home, host_budget))
+            title = work.describe()
+            processes = stack.enter_context(joined(device))
+            made = stack.enter_context(_built(work, processes, home, host_budget))
+            batches = processes.share(work.batches(), 0)
             plain, network, optimizer, _, places = made
         step = stack.enter_context(
             outofcore.compile(plain, network, optimizer, budget=budget, policy=policy, cache=cache, **places)
@@ -221,6 +346,8 @@ def report(
         for number in range(1, steps + 1):
             step(*next(batches))
             print(f"step {number}/{steps}  {format_seconds(step.stats.seconds)}", flush=True)
+        if processes.rank:
+            return
         step.report(output, title=title, budgets=None if curve else 0)
         print(f"report: {output}")
         if trace is not None:
@@ -246,8 +373,9 @@ def _loop(
     step: outofcore.Step | None,
     begun: int,
     bits: bool,
+    processes: Processes,
 ) -> list[_Done]:
-    batches = itertools.islice(work.batches(), begun, None)
+    batches = processes.share(work.batches(), begun)
     told: list[_Done] = []
     with display.shown:
         for number in range(1, steps + 1):

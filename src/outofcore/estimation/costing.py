@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -22,9 +22,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import tree_flatten, tree_unflatten
+from outofcore._torch_internals import OpOverload, tree_flatten, tree_unflatten
 from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.collectives import Collective
+from outofcore.capture.operators import by_name
 from outofcore.capture.passes import leanest
+from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, OpCost
@@ -35,6 +38,7 @@ from outofcore.graph import Op, StepGraph
 from outofcore.planning import smallest_budget
 from outofcore.presets import Device, Number, Work
 from outofcore.profiling.cache import Cache
+from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
@@ -46,6 +50,19 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 # Products of matrices in fused attention; backward computes the scores again.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Processes that share a model, of which none has to be here.
+
+    Attributes:
+        ranks: how many there are.
+        cost: of a collective among them.
+    """
+
+    ranks: int
+    cost: GroupCost
 
 
 @contextmanager
@@ -102,6 +119,7 @@ def costed(
     cache: Cache | None,
     tell: Tell,
     backend: Backend | None = None,
+    sharing: Sharing | None = None,
 ) -> tuple[StepGraph, Costs]:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
@@ -117,13 +135,14 @@ def costed(
         cache: where measurements are kept.
         tell: progress callback ``(stage, done, total)``.
         backend: where the step is to run, and ops are measured; None: on the CPU.
+        sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
     tell("capture", 0, 1)
     with given_memory(models, (args, kwargs)) as (given, named):
-        return _costed(step, models, optimizers, given, named, where, cache, tell, backend or CpuBackend())
+        return _costed(step, models, optimizers, given, named, where, cache, tell, backend or CpuBackend(), sharing)
 
 
 def _costed(
@@ -136,9 +155,11 @@ def _costed(
     cache: Cache | None,
     tell: Tell,
     backend: Backend,
+    sharing: Sharing | None,
 ) -> tuple[StepGraph, Costs]:
     # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
-    capture = partial(capture_step, step, models, optimizers, args, kwargs, backend.device)
+    shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
+    capture = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
     traced = capture()
     captured = leanest(traced)
     if backend.driver is not None:
@@ -146,7 +167,7 @@ def _costed(
     tell("capture", 1, 1)
     if isinstance(where, Device):
         later = settled_capture(traced, capture, backend.alignment)
-        found = [(each.graph, estimated_costs(each, where)) for each in (captured, later) if each is not None]
+        found = [(each, estimated_costs(each, where)) for each in (captured, later) if each is not None]
     else:
         backend.prepare()
         advance = partial(tell, "profile")
@@ -156,10 +177,22 @@ def _costed(
         tell("measure the home", 0, 1)
         links = links_to(where, cache, backend, 64 * MIB)
         tell("measure the home", 1, 1)
-        found = [(captured.graph, Costs(tuple(profile.cost for profile in profiles), links))]
+        found = [(captured, Costs(tuple(profile.cost for profile in profiles), links))]
         if settled is not None:
-            found.append((settled[0].graph, replace(settled[1], homes=links)))
-    return max(found, key=lambda each: smallest_budget(*each))
+            found.append((settled[0], replace(settled[1], homes=links)))
+    costed = [(each.graph, _with_collectives(each, costs, sharing)) for each, costs in found]
+    return max(costed, key=lambda each: smallest_budget(*each))
+
+
+def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:
+    """The costs with what collectives take among processes that share a model."""
+    if sharing is None:
+        return costs
+    ops = [
+        OpCost(sharing.cost.seconds(call.func)) if isinstance(call.func, Collective) else cost
+        for call, cost in zip(captured.calls, costs.ops, strict=True)
+    ]
+    return replace(costs, ops=tuple(ops))
 
 
 def estimated_costs(captured: Captured, device: Device) -> Costs:
@@ -200,7 +233,11 @@ def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
         # Backward is given the gradient of the result before query and key.
         query, key = shapes[1:3] if "backward" in name else shapes[:2]
         products = _ATTENTION_BACKWARD if "backward" in name else _ATTENTION_FORWARD
-        return Work.ATTENTION, 2.0 * products * prod(query) * key[-2]
+        # Fused kernels leave out what causal attention does not look at.
+        func = call.func
+        causal = isinstance(func, OpOverload) and by_name(func, call.args, call.kwargs).get("is_causal")
+        share = 0.5 if causal else 1.0
+        return Work.ATTENTION, 2.0 * products * share * prod(query) * key[-2]
     if name in _PRODUCTS:
         left, right = (shapes[place] for place in _PRODUCTS[name])
         return Work.MATMUL, 2.0 * prod(left) * right[-1]

@@ -495,6 +495,7 @@ class Owned:
         ]
         self._pairs = [pair for pairs in together.values() for pair in pairs]
         self._bindings = [binding for binding, _ in self._pairs]
+        self._seen: list[torch.Tensor | None] | None = None
 
     def _live(self) -> list[torch.Tensor | None]:
         live: list[torch.Tensor | None] = []
@@ -503,8 +504,9 @@ class Owned:
         return live
 
     def any_gone(self) -> bool:
-        """Whether an optimizer lacks state that a step has."""
-        return not all(map(is_not, self._live(), repeat(None)))
+        """Whether an optimizer lacks state that a step has. What it has is told to ``replaced``, once."""
+        self._seen = self._live()
+        return not all(map(is_not, self._seen, repeat(None)))
 
     def replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
@@ -514,7 +516,8 @@ class Owned:
         Args:
             shown_as: the tensor that is shown for a binding.
         """
-        live, shown = self._live(), list(map(shown_as, self._bindings))
+        live, self._seen = self._seen or self._live(), None
+        shown = list(map(shown_as, self._bindings))
         if all(map(is_, live, shown)):
             return []
         triples = zip(self._pairs, live, shown, strict=True)

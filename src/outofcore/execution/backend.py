@@ -41,6 +41,11 @@ class Backend(Protocol):
         """The device itself, where it has streams; None: the CPU."""
         ...
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first run of an op may ask for other memory than all later ones."""
+        ...
+
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
         """Memory for planned addresses.
 
@@ -138,6 +143,7 @@ class CpuBackend:
     device = torch.device("cpu")
     driver = None
     alignment = SMALL_ALIGNMENT
+    warms_up = False
     timer = None
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:

@@ -15,6 +15,8 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.capture.captured import Captured, Ref, Value
+from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.passes import Over
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
 from outofcore.execution.arena import STOCK, Memory
@@ -22,8 +24,10 @@ from outofcore.graph import StepGraph
 from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
 
-# Queues are numbered: ops first, then for each home copies out and copies in.
+# Queues are numbered: ops first, then for each home copies out and copies in; collectives are the last, however many
+# homes there are, as a list counts from its end.
 COMPUTE = 0
+COMMUNICATE = -1
 
 
 class Draws(Enum):
@@ -43,7 +47,8 @@ class BoundRun:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[tuple[int, int, torch.Tensor], ...]  # leaf, the address it should have, the tensor to be
+    # The leaf, the address that it should have, the tensor to be, and its strides.
+    results: tuple[tuple[int, int, torch.Tensor, tuple[int, ...]], ...]
     waits: tuple[tuple[int, int], ...]  # number of the queue, count
     number: int  # place in its queue, from 1
     awaited: bool  # whether an instruction of another queue waits for this one
@@ -70,6 +75,7 @@ class Bound:
 
     Attributes:
         runs: the ops.
+        collectives: those of them that run on a queue of their own.
         copies: for each home the copies out and the copies in, in the order in which queues are numbered.
     """
 
@@ -77,11 +83,14 @@ class Bound:
     program: Program
     runs: tuple[BoundRun, ...]
     copies: tuple[tuple[BoundCopy, ...], ...]
+    collectives: tuple[BoundRun, ...] = ()
 
 
 def queue_number(queue: Queue, home: int) -> int:
     """The number of a queue."""
-    return COMPUTE if queue is Queue.COMPUTE else 2 * home + (1 if queue is Queue.COPY_OUT else 2)
+    if queue in (Queue.COMPUTE, Queue.COMMUNICATE):
+        return COMPUTE if queue is Queue.COMPUTE else COMMUNICATE
+    return 2 * home + (1 if queue is Queue.COPY_OUT else 2)
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
@@ -149,8 +158,9 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
         i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
     }
     unseen = unseen_results(captured.graph)
-    counts = [0] * (1 + 2 * homes)
+    counts = [0] * (2 + 2 * homes)
     runs: list[BoundRun] = []
+    collectives: list[BoundRun] = []
     copies: list[list[BoundCopy]] = [[] for _ in range(2 * homes)]
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not 0 <= instruction.home < homes:
@@ -164,7 +174,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
         if isinstance(instruction, Run):
             op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
             blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
-            results: list[tuple[int, int, torch.Tensor]] = []
+            results: list[tuple[int, int, torch.Tensor, tuple[int, ...]]] = []
             for leaf, value_index in enumerate(call.results):
                 if value_index is None:
                     continue
@@ -172,20 +182,25 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                 target = binder.tensor(value_index, blocks[value.storage])
                 # What nobody looks at need not be in its place, nor be there at all.
                 if target.numel() and value.storage not in unseen:
-                    results.append((leaf, target.data_ptr(), target))
+                    results.append((leaf, target.data_ptr(), target, target.stride()))
 
             def to_tensor(ref: Ref, blocks: dict[int, Block] = blocks) -> torch.Tensor:
                 return binder.tensor(ref.value, blocks[captured.values[ref.value].storage])
 
             args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
+            func = call.func
+            if isinstance(func, OptimizerUpdate):
+                func = func.on(*args)
+            elif isinstance(func, Over):
+                func, kwargs = func.run, func.completed(args, kwargs)
             draws = Draws.FREELY
             if op.id in random_again:
                 draws = Draws.AGAIN if instruction.again else Draws.FIRST
-            runs.append(
+            (collectives if instruction.communicates else runs).append(
                 BoundRun(
                     index,
                     op.id,
-                    call.func,
+                    func,
                     args,
                     kwargs,
                     tuple(results),
@@ -211,13 +226,15 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                     is_awaited,
                 )
             )
-    return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)))
+    return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
 
 
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int]]]:
     """For each op that a placed program runs, in order, the bytes and the offset in the arena of its requests.
+
+    Collectives are left out: they ask for nothing.
 
     Args:
         captured: the step.
@@ -226,7 +243,7 @@ def scopes(
     """
     found: list[list[tuple[int, int]]] = []
     for run in program.instructions:
-        if not isinstance(run, Run):
+        if not isinstance(run, Run) or run.communicates:
             continue
         blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
         scratch = program.blocks[run.workspace].offset if run.workspace is not None else STOCK
@@ -252,6 +269,7 @@ def scopes(
 
 
 __all__ = [
+    "COMMUNICATE",
     "COMPUTE",
     "Bound",
     "BoundCopy",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -84,6 +85,11 @@ class CheckedHome:
         """See ``HomeStore.capacity``."""
         return self.inner.capacity
 
+    @property
+    def edges(self) -> Sequence[int]:
+        """See ``HomeStore.edges``."""
+        return self.inner.edges
+
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""
         self.inner.check(count)
@@ -91,6 +97,10 @@ class CheckedHome:
     def ensure(self, count: int) -> None:
         """See ``HomeStore.ensure``."""
         self.inner.ensure(count)
+
+    def grow(self, count: int) -> None:
+        """See ``HomeStore.grow``."""
+        self.inner.grow(count)
 
     def reserve(self, count: int) -> int:
         """See ``HomeStore.reserve``."""

@@ -1,4 +1,7 @@
-"""Runs a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home."""
+"""Runs a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home.
+
+Collectives have a thread of their own, which blocks in each until the other processes have come to it as well.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.errors import OutOfCoreError, StateError, TransferError
+from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
-from outofcore.execution.binding import COMPUTE, Bound, BoundCopy, Draws
+from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
+from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Program, Timeline
+
+_Item = TypeVar("_Item", BoundCopy, BoundRun)
 
 # A signal that comes as its thread falls asleep is handled when the thread next wakes: without a copy that ends, never.
 _SIGNALS_SECONDS = 1.0
@@ -59,24 +66,24 @@ class _Progress:
                 raise StateError("another queue of the step failed") from self.failure
 
 
-class _Copier(threading.Thread):
-    """Runs one copy queue, step after step, until it is closed."""
+class _Worker(threading.Thread, Generic[_Item]):
+    """Runs one queue of copies, or that of collectives, step after step, until it is closed."""
 
-    def __init__(self, queue: int, name: str, progress: _Progress, copy: Callable[[BoundCopy], None]) -> None:
+    def __init__(self, queue: int, name: str, progress: _Progress, do: Callable[[_Item], None]) -> None:
         super().__init__(name=f"outofcore-{name}", daemon=True)
         self._queue = queue
         self._progress = progress
-        self._copy = copy
+        self._do = do
         self._condition = threading.Condition()
-        self._work: Sequence[BoundCopy] | None = None
+        self._work: Sequence[_Item] | None = None
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._closed = False
 
-    def begin(self, copies: Sequence[BoundCopy], starts: list[float], ends: list[float]) -> None:
+    def begin(self, work: Sequence[_Item], starts: list[float], ends: list[float]) -> None:
         with self._condition:
             self._starts, self._ends = starts, ends
-            self._work = copies
+            self._work = work
             self._condition.notify_all()
 
     def finish(self) -> None:
@@ -109,20 +116,20 @@ class _Copier(threading.Thread):
                 self._work = None
                 self._condition.notify_all()
 
-    def _run_all(self, work: Sequence[BoundCopy]) -> None:
+    def _run_all(self, work: Sequence[_Item]) -> None:
         progress, queue, starts, ends = self._progress, self._queue, self._starts, self._ends
-        for copy in work:
-            if copy.waits:
-                progress.wait(copy.waits)
+        for one in work:
+            if one.waits:
+                progress.wait(one.waits)
             elif progress.failure is not None:
                 return
-            starts[copy.index] = perf_counter()
-            self._copy(copy)
-            ends[copy.index] = perf_counter()
-            if copy.awaited:
-                progress.publish(queue, copy.number)
+            starts[one.index] = perf_counter()
+            self._do(one)
+            ends[one.index] = perf_counter()
+            if one.awaited:
+                progress.publish(queue, one.number)
             else:
-                progress.done[queue] = copy.number
+                progress.done[queue] = one.number
 
 
 class _Inline:
@@ -162,7 +169,9 @@ class _Inline:
 
 
 class CpuEngine:
-    """The copy threads, two for each home, and the loop that runs ops; one at a time per process is sensible.
+    """The copy threads, two for each home, the thread of collectives, and the loop that runs ops.
+
+    One at a time per process is sensible.
 
     Args:
         homes: where blocks go to and come from, nearest first.
@@ -170,11 +179,12 @@ class CpuEngine:
 
     def __init__(self, homes: Sequence[HomeStore]) -> None:
         self._homes = tuple(homes)
-        self._progress = _Progress(1 + 2 * len(self._homes))
+        self._progress = _Progress(2 + 2 * len(self._homes))
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
         self._ports: dict[int, Port] = {}
         self._arena: Arena | None = None
-        self._copiers: list[_Copier] = []
+        self._copiers: list[_Worker[BoundCopy]] = []
+        self._communicator: _Worker[BoundRun] | None = None
         self._starts: list[float] = []
         self._ends: list[float] = []
 
@@ -183,21 +193,26 @@ class CpuEngine:
         return Reached([at > 0 for at in self._starts], [at > 0 for at in self._ends])
 
     def close(self) -> None:
-        """End the copy threads."""
-        for copier in self._copiers:
-            copier.close()
+        """End the threads."""
+        for worker in (*self._copiers, *([self._communicator] if self._communicator is not None else [])):
+            worker.close()
         self._copiers.clear()
+        self._communicator = None
 
     def synchronize(self) -> None:
         """Nothing is under way between two steps."""
 
-    def _started(self) -> list[_Copier]:
+    def forget(self) -> None:
+        """See ``Engine.forget``."""
+        self._arena, self._slots, self._ports = None, {}, {}
+
+    def _started(self) -> list[_Worker[BoundCopy]]:
         if not self._copiers:
             for number, home in enumerate(self._homes):
                 out, into = 2 * number + 1, 2 * number + 2
                 self._copiers += [
-                    _Copier(out, f"{home.name}-out", self._progress, partial(self._copy, True)),
-                    _Copier(into, f"{home.name}-in", self._progress, partial(self._copy, False)),
+                    _Worker(out, f"{home.name}-out", self._progress, partial(self._copy, True)),
+                    _Worker(into, f"{home.name}-in", self._progress, partial(self._copy, False)),
                 ]
             for copier in self._copiers:
                 copier.start()
@@ -236,13 +251,18 @@ class CpuEngine:
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        inline = None if slots else self._inline(bound)
-        copiers: list[tuple[_Copier, Sequence[BoundCopy]]] = []
+        inline = None if slots or bound.collectives else self._inline(bound)
+        copiers: list[tuple[_Worker[BoundCopy], Sequence[BoundCopy]]] = []
         if inline is None:
             copiers = [(copier, work) for copier, work in zip(self._started(), bound.copies, strict=True) if work]
+        workers: list[_Worker[BoundCopy] | _Worker[BoundRun]] = [copier for copier, _ in copiers]
         begin = perf_counter()
         for copier, work in copiers:
             copier.begin(work, starts, ends)
+        if bound.collectives:
+            communicator = self._talking()
+            workers.append(communicator)
+            communicator.begin(bound.collectives, starts, ends)
         try:
             with internals.below_autograd():
                 self._compute(bound, table, starts, ends, inline)
@@ -253,7 +273,7 @@ class CpuEngine:
             raise
         finally:
             table.end()
-            self._finish([copier for copier, _ in copiers])
+            self._finish(workers)
         if progress.failure is not None:
             raise _explained(progress.failure)
         end = perf_counter()
@@ -261,13 +281,21 @@ class CpuEngine:
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
 
-    def _finish(self, copiers: Sequence[_Copier]) -> None:
-        """Return when no copy is under way any more, whatever happens meanwhile."""
+    def _talking(self) -> _Worker[BoundRun]:
+        """The thread of collectives, started."""
+        if self._communicator is None:
+            end_when_threads_rest()
+            self._communicator = _Worker(COMMUNICATE, "collectives", self._progress, _communicate)
+            self._communicator.start()
+        return self._communicator
+
+    def _finish(self, workers: Sequence[_Worker[BoundCopy] | _Worker[BoundRun]]) -> None:
+        """Return when no copy and no collective is under way any more, whatever happens meanwhile."""
         interrupted: BaseException | None = None
-        for copier in copiers:
+        for worker in workers:
             while True:
                 try:
-                    copier.finish()
+                    worker.finish()
                     break
                 except BaseException as error:  # the handler of a signal
                     self._progress.fail(error)
@@ -317,6 +345,17 @@ class CpuEngine:
                 progress.publish(COMPUTE, run.number)
             else:
                 done[COMPUTE] = run.number
+
+
+def _communicate(run: BoundRun) -> None:
+    try:
+        with internals.below_autograd():
+            run.func(*run.args, **run.kwargs)
+    except Exception as error:
+        raise CommunicationError(
+            f"{run.func} failed: {error}. Another process has ended, or did not come to it within the timeout of the "
+            "process group; end this one as well, and let torchrun start all of them again"
+        ) from error
 
 
 def _explained(failure: BaseException) -> BaseException:

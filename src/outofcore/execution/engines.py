@@ -53,12 +53,16 @@ class Engine(Protocol):
         """
         ...
 
-    def reached(self) -> Reached:
-        """How far the last step came, of which nothing is under way any more."""
+    def reached(self) -> Reached | None:
+        """How far the last step came, of which nothing is under way any more; None: the device failed, who knows."""
         ...
 
     def synchronize(self) -> None:
         """Return when everything issued is done."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of what was kept of the last step, which would keep its arena's memory; nothing is under way."""
         ...
 
     def close(self) -> None:
@@ -91,6 +95,11 @@ class GeneratorStates:
         """Let the generators go on from where they were before the op ran again."""
         self._set(self._current)
 
+    def forget(self) -> None:
+        """Let go of the states that were saved: the step has ended."""
+        self._saved.clear()
+        self._current = []
+
     def _set(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
@@ -108,9 +117,9 @@ def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
         for scratch memory (see ``requests_seen``).
     """
     elsewhere: list[torch.Tensor] = []
-    for leaf, address, target in run.results:
+    for leaf, address, target, stride in run.results:
         result = results[leaf]
-        if result.data_ptr() != address or result.stride() != target.stride():
+        if result.data_ptr() != address or result.stride() != stride:
             target.copy_(result.clone() if result.data_ptr() == address else result)
             elsewhere.append(result)
     return elsewhere

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.compiling import private_folder, user_cache_folder
 
 # File systems whose "disk" is memory: spilling there frees nothing.
@@ -53,6 +54,6 @@ def default_spill_directory() -> Path:
     warnings.warn(
         f"the spill directory {temporary} is kept in memory by the system, so that spilling to it frees none; "
         "name a directory on a disk as the spill directory",
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     return temporary

@@ -11,17 +11,25 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
-from outofcore.execution.memory import Region, address_of, advise_pages, map_anonymous, tensor_over, unmap
+from outofcore.execution.memory import (
+    Region,
+    address_of,
+    advise_pages,
+    map_anonymous,
+    populate,
+    tensor_over,
+    unmap,
+)
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
-from outofcore.units import KIB, PAGE_BYTES, format_bytes, round_up
+from outofcore.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(Protocol):
@@ -56,6 +64,11 @@ class HomeStore(Protocol):
         """Bytes that slots could occupy at most, as far as can be told."""
         ...
 
+    @property
+    def edges(self) -> Sequence[int]:
+        """Offsets that no slot may lie across, in order; the end is one of them where what is added lies apart."""
+        ...
+
     def check(self, count: int) -> None:
         """Refuse a total of ``count`` bytes that the home cannot hold, before anything is allocated.
 
@@ -69,6 +82,13 @@ class HomeStore(Protocol):
 
         Raises:
             SpillError: there is not so much room.
+        """
+        ...
+
+    def grow(self, count: int) -> None:
+        """The same as ``ensure``, with more room at once where it is dear to make room often.
+
+        Raises: as ``ensure``.
         """
         ...
 
@@ -164,17 +184,24 @@ class HostHome:
     Args:
         limit: bytes that slots may take, of which whole pages count; by default all physical memory.
         release: gives address and bytes back to the system when nothing refers to them any more.
+        shared: whether the child of a fork has the same memory, and not a copy of its own.
 
     Raises:
         SpillError: the system will not reserve the addresses.
     """
 
-    def __init__(self, limit: int | None = None, release: Callable[[int, int], object] = unmap) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        release: Callable[[int, int], object] = unmap,
+        *,
+        shared: bool = False,
+    ) -> None:
         given = limit if limit is not None else _physical_bytes()
         self._limit = max(given // PAGE_BYTES, 1) * PAGE_BYTES
         self._bytes = 0
         try:
-            address = map_anonymous(self._limit, accessible=False)
+            address = map_anonymous(self._limit, accessible=False, shared=shared)
         except OSError as error:
             raise SpillError(
                 f"no addresses for {format_bytes(self._limit)} of host memory can be reserved ({error.strerror}); "
@@ -205,7 +232,12 @@ class HostHome:
     @property
     def capacity(self) -> int:
         """Bytes that slots could occupy at most: the limit, or what they have and the memory available."""
-        return min(self._limit, self._bytes + _available_bytes())
+        return min(self._limit, self._bytes + self._available())
+
+    @property
+    def edges(self) -> Sequence[int]:
+        """See ``HomeStore.edges``: all is one stretch."""
+        return ()
 
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""
@@ -214,12 +246,16 @@ class HostHome:
                 f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
                 "raise the limit or the budget, or use a disk home"
             )
-        available = _available_bytes()
+        available = self._available()
         if count - self._bytes > available:
             raise SpillError(
                 f"the step needs {format_bytes(count - self._bytes)} more of host memory, and the system has "
                 f"{format_bytes(available)} available; raise the budget or use a disk home"
             )
+
+    def _available(self) -> int:
+        """Bytes of memory that can be taken beyond what slots may occupy now."""
+        return _available_bytes()
 
     def ensure(self, count: int) -> None:
         """See ``HomeStore.ensure``."""
@@ -236,6 +272,10 @@ class HostHome:
                 f"({error.strerror}); raise the budget or use a disk home"
             ) from error
         self._bytes = wanted
+
+    def grow(self, count: int) -> None:
+        """See ``HomeStore.grow``: memory that nothing touches costs nothing, and neither does making room for it."""
+        self.ensure(count)
 
     def reserve(self, count: int) -> int:
         """See ``HomeStore.reserve``."""
@@ -304,17 +344,30 @@ def _available_bytes() -> int:
     return _physical_bytes()
 
 
+# What is pinned at once: as much again as a fourth of what there is, and within these bounds. Pinning has a price for
+# each call, and no copy may lie across two stretches that were pinned apart.
+_LEAST_GROWTH, _MOST_GROWTH = 16 * MIB, GIB
+
+
 class PinnedHome(HostHome):
-    """Slots in one slab of host memory that is pinned where it lies, slot by slot, to the page.
+    """Slots in one slab of host memory that is pinned where it lies, in a few large stretches.
 
     No allocator of pinned memory stands between, which would round sizes up to powers of two. Where the system pins no
     more, slots from there on are pageable, and a warning says so: copies to and from them are slower, and the host
     waits for them.
 
+    A copy between a device and host memory must not lie across two stretches (CUDA refuses it with
+    cudaErrorInvalidValue), be it one of a step or the user's own of a parameter that lives here. So their ends are
+    ``edges``, and no slot lies across one.
+
+    The slab is memory that processes share: pages that are pinned for a device are copied as a whole when a process
+    forks, all of them, unless they are shared. The child of a fork sees the model as it is, and as it changes.
+
     Args:
         pin: pins whole pages from an address on; False if it could not.
         unpin: undoes that, by the address.
-        limit: as for ``HostHome``.
+        limit: as for ``HostHome``. One that is given is believed: some virtual machines have more memory than their
+            system says, and get it as it is used. Without one what the system says counts.
 
     Raises:
         SpillError: the system will not reserve the addresses.
@@ -330,11 +383,12 @@ class PinnedHome(HostHome):
                 unpin(piece)
             unmap(address, count)
 
-        super().__init__(limit, release)
+        super().__init__(limit, release, shared=True)
         self._pin = pin
         self._unpin = unpin
+        self._believed = limit is not None
         self._addresses = pinned
-        self._seams: list[int] = []  # offsets where one pinned piece ends and the next one begins
+        self._seams: list[int] = []  # offsets where one stretch ends and the next one begins
         self._refused = False
 
     @property
@@ -347,8 +401,19 @@ class PinnedHome(HostHome):
         """Whether all slots so far are pinned."""
         return not self._refused
 
+    @property
+    def edges(self) -> Sequence[int]:
+        """See ``HomeStore.edges``: where stretches end. What is pageable is one stretch, however often it grew."""
+        return self._seams if self._refused else [*self._seams, self.bytes]
+
+    def _available(self) -> int:
+        return self._limit - self.bytes if self._believed else super()._available()
+
     def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``: what one call adds is pinned in one piece, and no copy may span two."""
+        """See ``HomeStore.ensure``: what one call adds is one stretch.
+
+        Its pages are made by several threads: a device's driver, which needs them all, would make one after the other.
+        """
         before = self.bytes
         super().ensure(count)
         added = self.bytes - before
@@ -357,6 +422,16 @@ class PinnedHome(HostHome):
         address = self._opened().address + before
         if before:
             self._seams.append(before)
+        try:
+            populate(address, added)
+        except OSError as error:
+            self._bytes = before
+            if before:
+                self._seams.pop()
+            raise SpillError(
+                f"the system does not give {format_bytes(added)} more of host memory ({error.strerror}); lower "
+                "host_budget, raise the budget or use a disk home"
+            ) from error
         if self._pin(address, added):
             self._addresses.append(address)
             return
@@ -364,17 +439,24 @@ class PinnedHome(HostHome):
         warnings.warn(
             f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(before)}; copies will "
             "be slower and make the host wait: raise the limit on locked memory (ulimit -l), or lower host_budget",
-            stacklevel=2,
+            stacklevel=stacklevel_of_user(),
         )
 
-    def unbroken(self, offset: int, count: int) -> list[tuple[int, int]]:
-        """The bytes [offset, offset + count) as stretches (offset, bytes) that each lie in one pinned piece.
+    def grow(self, count: int) -> None:
+        """See ``HomeStore.grow``: in large stretches, as far as there is room for them."""
+        wanted = round_up(count, PAGE_BYTES)
+        if wanted <= self.bytes:
+            return
+        ahead = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
+        # A machine is not to run short of memory for what may never be needed.
+        spare = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
+        try:
+            self.ensure(max(wanted, min(self.bytes + ahead, spare)))
+        except SpillError:
+            self.ensure(wanted)
 
-        A copy that spans two pieces is refused by CUDA (cudaErrorInvalidValue).
-        """
-        cuts = [seam for seam in self._seams if offset < seam < offset + count]
-        edges = [offset, *cuts, offset + count]
-        return [(start, end - start) for start, end in pairwise(edges)]
+    def discard(self, offset: int, count: int) -> None:
+        """See ``HomeStore.discard``: pinned pages stay where they are, since the device knows them by their place."""
 
     def sibling(self, count: int) -> PinnedHome:
         """See ``HomeStore.sibling``: another slab, pinned as well."""
@@ -405,7 +487,7 @@ class DiskHome:
             warnings.warn(
                 f"the spill directory {self.directory} is kept in memory by the system, so that spilling to it frees "
                 "none; name a directory on a disk",
-                stacklevel=2,
+                stacklevel=stacklevel_of_user(),
             )
 
     @property
@@ -434,6 +516,11 @@ class DiskHome:
         """Bytes that slots could occupy at most: the limit, or what they have and the free space."""
         room = self.bytes + free_bytes(self.directory)
         return room if self._limit is None else min(self._limit, room)
+
+    @property
+    def edges(self) -> Sequence[int]:
+        """See ``HomeStore.edges``: a file is one stretch."""
+        return ()
 
     @property
     def direct(self) -> bool:
@@ -468,6 +555,10 @@ class DiskHome:
         if self._file is None:
             self._file = SpillFile(self.directory)
         self._file.grow(count)
+
+    def grow(self, count: int) -> None:
+        """See ``HomeStore.grow``: as much as is needed."""
+        self.ensure(count)
 
     def reserve(self, count: int) -> int:
         """See ``HomeStore.reserve``."""

@@ -8,11 +8,13 @@ without memory.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _HUGE_PAGE = 2 * MIB
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # absent from the mmap module before Python 3.13
+_MADV_POPULATE_WRITE = 23  # absent from the mmap module
+# Pages are made in runs of so many bytes, by so many threads at most: more of them wait for each other.
+_RUN_BYTES, _MAKERS = 128 * MIB, 8
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -111,7 +116,32 @@ class Region:
         return int(np.count_nonzero(flags & 1)) * mmap.PAGESIZE
 
 
-def map_anonymous(count: int, *, accessible: bool = True) -> int:
+def populate(address: int, count: int) -> None:
+    """Have whole pages in physical memory, made by several threads: the system makes them one by one for each.
+
+    Where the kernel does not know how (before Linux 5.14), pages come as they are touched.
+
+    Raises:
+        OSError: there is no memory for them.
+    """
+    runs = [(address + at, min(_RUN_BYTES, count - at)) for at in range(0, count, _RUN_BYTES)]
+
+    def make(run: tuple[int, int]) -> int:
+        # By ctypes, which lets go of the GIL.
+        return ctypes.get_errno() if _libc.madvise(*run, _MADV_POPULATE_WRITE) else 0
+
+    workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
+    if workers < 2:
+        found = list(map(make, runs))
+    else:
+        with ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool:
+            found = list(pool.map(make, runs))
+    for code in found:
+        if code in (errno.ENOMEM, errno.EFAULT):
+            raise OSError(code, os.strerror(code))
+
+
+def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
     """The address of fresh zeroed memory of ``count`` bytes, physical only where it is touched.
 
     From 2 MiB on it is aligned to huge pages and asks for them: a hundredth of the page faults.
@@ -119,13 +149,14 @@ def map_anonymous(count: int, *, accessible: bool = True) -> int:
     Args:
         count: bytes; a multiple of the page size.
         accessible: False reserves addresses only, for ``Region.make_accessible``.
+        shared: with the children of forks.
 
     Raises:
         OSError: the system refuses.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     start = _map(count + slack, protection, flags, -1, 0)
     address = round_up(start, _HUGE_PAGE) if slack else start
     if address > start:

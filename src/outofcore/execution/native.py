@@ -24,6 +24,7 @@ from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kep
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp")
+_CUDA_SOURCE = _FOLDER / "cuda" / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -49,6 +50,14 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_record_data": (_POINTER, (_POINTER,)),
     "outofcore_record_free": (None, (_POINTER,)),
     "outofcore_transfer": (None, (_POINTER,)),
+    "outofcore_post": (None, (_POINTER,)),
+    "outofcore_lane_new": (_POINTER, (_POINTER,)),
+    "outofcore_lane_free": (None, (_POINTER,)),
+}
+_CUDA_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
+    "outofcore_issue": (ctypes.c_int, None),
+    "outofcore_lane_holds": (ctypes.c_int, (_POINTER, _POINTER)),
+    "outofcore_cuda_error": (ctypes.c_char_p, (ctypes.c_int,)),
 }
 
 
@@ -79,7 +88,10 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
     if sys.platform != "linux":
         return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
     library, reason = load_kept(
-        build_key(flavor), f"{flavor.value}.so", lambda folder: build(folder, flavor=flavor), load_library
+        build_key(flavor),
+        f"{flavor.value}.so",
+        lambda folder: build(folder, flavor=flavor),
+        lambda path: load_library(path, flavor),
     )
     return Native(library, reason and f"the native allocator could not be built: {reason}")
 
@@ -87,7 +99,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
     """Names the build: torch version, Python, machine and a hash of everything else that goes into it."""
     hashed = hashlib.sha256()
-    for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h"))):
+    for path in (*_sources(flavor), *sorted(_FOLDER.glob("*.h"))):
         hashed.update(path.read_bytes())
     hashed.update("\0".join((str(_torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
@@ -103,19 +115,20 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
     """
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
-    first, *others = _SOURCES
+    first, *others = _sources(flavor)
     flags = [*_flags(flavor), *map(str, others)]
     return compile_library(first, folder / f"{flavor.value}.so", flags, _link_flags(flavor), compilers=compilers)
 
 
-def load_library(path: Path) -> ctypes.PyDLL:
+def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions.
 
     Raises:
         OSError: it cannot be loaded, or lacks a function.
     """
     library = ctypes.PyDLL(str(path))
-    for name, (result, arguments) in _PROTOTYPES.items():
+    prototypes = _PROTOTYPES | (_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})
+    for name, (result, arguments) in prototypes.items():
         try:
             function = getattr(library, name)
         except AttributeError as error:
@@ -138,16 +151,27 @@ def cuda_headers() -> Path | None:
     return None
 
 
+def _sources(flavor: Flavor) -> tuple[Path, ...]:
+    return (*_SOURCES, _CUDA_SOURCE) if flavor is Flavor.CUDA else _SOURCES
+
+
 def _torch_folder() -> Path:
     return Path(torch.__file__).resolve().parent
 
 
-def _flags(flavor: Flavor) -> list[str]:
+def device_flags(flavor: Flavor) -> list[str]:
+    """What tells a compiler of C++ that comes with the package which device it is for."""
     headers = cuda_headers() if flavor is Flavor.CUDA else None
     return [
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
         # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
         *([f"-I{headers}", f"-idirafter{_FOLDER / 'cuda' / 'shim'}"] if headers else []),
+    ]
+
+
+def _flags(flavor: Flavor) -> list[str]:
+    return [
+        *device_flags(flavor),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{_torch_folder() / 'include'}",
     ]
@@ -155,5 +179,5 @@ def _flags(flavor: Flavor) -> list[str]:
 
 def _link_flags(flavor: Flavor) -> list[str]:
     library = _torch_folder() / "lib"
-    cuda = ["-lc10_cuda"] if flavor is Flavor.CUDA else []
-    return [f"-L{library}", "-lc10", *cuda, f"-Wl,-rpath,{library}"]
+    cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
+    return [f"-L{library}", "-lc10", *cuda, "-pthread", f"-Wl,-rpath,{library}"]

@@ -21,7 +21,7 @@ from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.slots import Layout, Piece, lay_out
+from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.undo import Undo
 from outofcore.graph import StorageKind
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
@@ -121,6 +121,9 @@ class Runner:
         try:
             bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
             self._take_over()
+            needed = needed_bytes(self.captured.graph, self._costs, self.program)
+            for slots, count in zip(keeper.slots, needed, strict=False):
+                slots.expect(count)
             keeper.enter(self._states, self.program, arena)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
@@ -192,7 +195,7 @@ class Runner:
         if placed is None:
             raise StateError("the step was run before its program was in the arena")
         self._begun = False
-        self._take_over()
+        to_publish = self._take_over()
         ports, results = self._ports(leaves)
         table = self._table = placed.table
         if placed.first_table is not None:
@@ -206,9 +209,12 @@ class Runner:
         placed.undo.begin(placed.arena)
         self._begun = True
         timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        for replica in captured.replicas:
+            replica.apply()
         self._check_left()
         self._show_gradients(placed.arena, results)
-        self._publish()
+        if to_publish:
+            self._publish()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
         returned: list[Any] = []
@@ -233,13 +239,16 @@ class Runner:
         """
         if self._placed is None or not self._begun:
             return True
+        reached = engine.reached()
+        if reached is None:
+            return False
         for index in self._staying:
             parameter, state = self._gradients[index]
             if state.place is Place.ARENA:  # other bytes may be there now
                 if parameter_of(parameter).grad is state.windows[0].tensor:
                     parameter_of(parameter).grad = None
                 self._keeper.taken(state)
-        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, engine.reached())
+        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
 
     def _check_left(self) -> None:
         """Nobody else has moved a state meanwhile, and what was left at a home is what was written there."""
@@ -315,8 +324,12 @@ class Runner:
         """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
         return self._begun and self._owned.any_gone()
 
-    def _take_over(self) -> None:
-        """Take note of gradients and optimizer state that the user has put in place of the ones shown."""
+    def _take_over(self) -> bool:
+        """Take note of gradients and optimizer state that the user has put in place of the ones shown.
+
+        Returns:
+            whether optimizers lack state that the step will bring into being.
+        """
         for binding, state in self._gradients.values():
             # What the step clears lives on for others who have it.
             held = references_to(state.windows[0].tensor) > state.references
@@ -334,6 +347,7 @@ class Runner:
         if cleared:
             for update in self._updates:
                 update.forget()
+        return cleared
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
@@ -380,7 +394,7 @@ def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], ali
             live[event.pointer] = event.bytes
         else:
             live.pop(event.pointer, None)
-    addresses = {leaf: address for leaf, address, _ in run.results}
+    addresses = {leaf: address for leaf, address, *_ in run.results}
     pointers: dict[int, int] = {}
     missing: list[tuple[int, int]] = []
     for request in planned.requests:

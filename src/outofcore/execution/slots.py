@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from outofcore.costs import Costs
@@ -35,7 +37,7 @@ class Slots:
     """Hands out the pages of one home, the lowest first, and takes them back.
 
     What the user sees between steps gets pages in a row. What never outlives a step may lie in several pieces, so that
-    a home of limited size can be filled to the last page.
+    a home of limited size can be filled to the last page. Nothing lies across one of the ``edges`` of the home.
 
     Args:
         home: where the slots are; room is made for them as they are handed out.
@@ -43,7 +45,8 @@ class Slots:
 
     def __init__(self, home: HomeStore) -> None:
         self.home = home
-        self._free: list[tuple[int, int]] = []  # start and end of what was given back, in order, none touching another
+        # Start and end of what is free, in order; two touch each other at an edge of the home alone.
+        self._free: list[tuple[int, int]] = []
         self._end = 0
 
     @property
@@ -81,6 +84,8 @@ class Slots:
         try:
             return (Piece(self._extend(count), count),)
         except SpillError:
+            if self.home.edges and self._end < self.home.bytes:
+                self._leave_out(self.home.bytes)
             if not self._free:
                 raise
         found: list[Piece] = []
@@ -100,22 +105,45 @@ class Slots:
             raise
         return tuple(found)
 
+    def expect(self, count: int) -> None:
+        """Make room at once for slots of so many bytes in all, where what is added bit by bit lies apart.
+
+        Where there is no such room nothing is done: whoever takes a slot is told.
+        """
+        if self.home.edges:
+            with contextlib.suppress(SpillError):
+                self.home.ensure(max(self._end, count))
+
     def _extend(self, count: int) -> int:
-        """Take from the end, with free pages that lie there already."""
-        start = self._free[-1][0] if self._free and self._free[-1][1] == self._end else self._end
-        self.home.ensure(start + count)
-        if start < self._end:
+        """Take from the end, with free pages that lie there already, or behind an edge that is in the way."""
+        edges = self.home.edges
+        tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
+        first = start = self._free[-1][0] if tail else self._end
+        for edge in edges:
+            if first < edge < first + count:
+                first = edge
+        self.home.grow(first + count)
+        if first == start and tail:
             self._free.pop()
-        self._end = start + count
-        return start
+        elif first > start:
+            self._leave_out(first)
+        self._end = first + count
+        return first
+
+    def _leave_out(self, first: int) -> None:
+        """Take up as free what lies between the end and a slot behind an edge."""
+        cuts = [edge for edge in self.home.edges if self._end < edge < first]
+        for start, end in pairwise([self._end, *cuts, first]):
+            self._end = end
+            self.give(start, end - start)
 
     def give(self, offset: int, count: int) -> None:
         """Take back a slot or a piece."""
-        start, end = offset, offset + round_up(count, PAGE_BYTES)
+        start, end, edges = offset, offset + round_up(count, PAGE_BYTES), self.home.edges
         at = bisect_left(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end:
+        if at < len(self._free) and self._free[at][0] == end and end not in edges:
             end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start:
+        if at and self._free[at - 1][1] == start and start not in edges:
             at -= 1
             start = self._free.pop(at)[0]
         self._free.insert(at, (start, end))

@@ -1,34 +1,52 @@
-// One transfer between a file and host memory, for a stream of CUDA: see cuda/transfers.py.
+// Transfers between a file and host memory, for streams of CUDA: see cuda/staging.py.
 //
-// CUDA calls this on a thread of its own, in the order of the stream: it takes neither the GIL nor a lock, and calls
-// nothing of CUDA.
+// CUDA calls a host function on a thread of its own, which may serve all streams of a process one after the other. So a
+// transfer is not done there but posted to a thread of ours, one for each direction: files are read and written side by
+// side. Nothing here takes the GIL or calls CUDA, and no memory is asked for where a stream waits.
+
+#include "transfer.h"
 
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
+#include <chrono>
+#include <new>
+#include <system_error>
 
 namespace {
 
-// As ``Transfer`` in cuda/transfers.py.
-struct Transfer {
-  int64_t address, bytes, offset;
-  int32_t descriptor, writes, forgets;
-  int32_t failure;  // 0: done; -1: the file ended; else what errno said
-  int64_t done;     // bytes that were moved
-};
-static_assert(sizeof(Transfer) == 6 * sizeof(int64_t), "Python fills it in by the same layout");
-
 constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
+
+void serve(Lane& lane) {
+  while (true) {
+    Transfer* next = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(lane.mutex);
+      lane.posted.wait(lock, [&lane] { return lane.first != nullptr || lane.ends; });
+      if (lane.first == nullptr) return;
+      next = lane.first;
+      lane.first = next->next;
+    }
+    outofcore_transfer(next);
+    // What was read is there before the count says so. From here on the transfer may be posted anew.
+    lane.done->fetch_add(1, std::memory_order_release);
+  }
+}
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void outofcore_transfer(void* data) noexcept {
+EXPORT void outofcore_transfer(void* data) noexcept {
   auto& t = *static_cast<Transfer*>(data);
   t.done = 0;
   t.failure = 0;
+  if (t.descriptor == kPause) {
+    std::this_thread::sleep_for(std::chrono::microseconds(t.offset));
+    return;
+  }
   while (t.done < t.bytes) {
     auto* memory = reinterpret_cast<char*>(t.address) + t.done;
     const int64_t left = t.bytes - t.done;
@@ -49,4 +67,46 @@ extern "C" __attribute__((visibility("default"))) void outofcore_transfer(void* 
     t.done += kept;
   }
   if (t.forgets) posix_fadvise(t.descriptor, t.offset, t.bytes, POSIX_FADV_DONTNEED);
+}
+
+// A host function: hands a transfer to the thread of its lane, and returns at once.
+EXPORT void outofcore_post(void* data) noexcept {
+  auto& t = *static_cast<Transfer*>(data);
+  Lane& lane = *t.lane;
+  {
+    const std::lock_guard<std::mutex> guard(lane.mutex);
+    t.next = nullptr;
+    (lane.first == nullptr ? lane.first : lane.last->next) = &t;
+    lane.last = &t;
+  }
+  lane.posted.notify_one();
+}
+
+// A lane that counts at an address, which begins at 0 there; null where the system gives no thread.
+EXPORT Lane* outofcore_lane_new(void* count) noexcept {
+  auto* lane = new (std::nothrow) Lane(static_cast<std::atomic<uint32_t>*>(count));
+  if (lane == nullptr) return nullptr;
+  // Signals are for the interpreter's threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    lane->thread = std::thread([lane] { serve(*lane); });
+  } catch (const std::system_error&) {
+    delete lane;
+    lane = nullptr;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return lane;
+}
+
+// Does what was posted, and ends the thread. Nothing is posted any more.
+EXPORT void outofcore_lane_free(Lane* lane) noexcept {
+  {
+    const std::lock_guard<std::mutex> guard(lane->mutex);
+    lane->ends = true;
+  }
+  lane->posted.notify_one();
+  lane->thread.join();
+  delete lane;
 }

@@ -5,6 +5,10 @@ addresses), ``homes.h`` (where storages lie that are away) and ``history.h`` (wh
 needs next). ``native.py`` builds and loads it; ``loop.py`` is the context in which a loop runs, ``addresses.py``
 notices who takes the address of a tensor, and ``stats.py`` tells what happened.
 
+What differs between devices is in ``device_cpu.h`` and ``device_cuda.h``, of which one is compiled into each of two
+libraries. On a GPU, which it has never run on, ``streams.h`` says who waits for which work, ``pinned.h`` is the home,
+and ``gpu.py`` what is asked of PyTorch.
+
 ``record.h`` writes down each step, and knows where in such a record the loop is. ``records.py`` makes a graph of one,
 ``background.py`` plans it in another process, ``plan_store.py`` keeps plans for the next one, and ``observed.h`` and
 ``observed.py`` tell what happened in the last step. ``calls.py`` follows the calls of a compiled step whose inputs come

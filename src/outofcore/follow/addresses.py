@@ -16,9 +16,9 @@ import torch
 
 from outofcore._torch_internals import TENSOR_MODULE
 
-# By class, what hands out an address, or something that has it.
+# By class, what hands out an address, or something that has it: methods, and a property.
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__")),
+    (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__")),
     (torch.UntypedStorage, ("data_ptr",)),
 )
 
@@ -61,7 +61,7 @@ def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[No
     Contexts may overlap, as those of several steps that are followed do.
 
     Args:
-        fix: is told of storages in CPU memory only; the same function in all contexts that overlap.
+        fix: is told of storages in memory of the CPU or of a GPU; the same function in all contexts that overlap.
     """
     with _watch.lock:
         if _watch.open == 0:
@@ -84,7 +84,7 @@ def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitSt
                 pass
             elif isinstance(self, torch.UntypedStorage):
                 fix(self)
-            elif self.layout is torch.strided and self.device.type == "cpu":
+            elif self.layout is torch.strided and self.device.type in {"cpu", "cuda"}:
                 fix(self.untyped_storage())
             return method(self, *args, **kwargs)
 
@@ -96,7 +96,9 @@ def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitSt
     for kind, names in _METHODS:
         for name in names:
             own = vars(kind).get(name)
-            setattr(kind, name, wrapped(getattr(kind, name)))
+            plain: Any = getattr(kind, name)
+            getter: Any = getattr(plain, "fget", None)  # of a property
+            setattr(kind, name, wrapped(plain) if getter is None else property(wrapped(getter)))
             if own is None:  # what the class inherits, it inherits again
                 undo.callback(delattr, kind, name)
             else:

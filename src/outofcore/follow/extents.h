@@ -15,6 +15,8 @@ namespace follow {
 // kernel of bytes that are only free.
 class Extents {
  public:
+  static constexpr int64_t kHuge = int64_t{2} << 20;  // bytes of a huge page; offset 0 begins one
+
   explicit Extents(int64_t size) { insert(0, size); }
 
   // The lowest bytes of a free stretch that is large enough: of the one with the most of them in memory, and of those
@@ -63,20 +65,41 @@ class Extents {
     insert(offset, bytes);
   }
 
+  // The most that ``take`` could give.
+  int64_t longest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
+
   // Bytes of free stretches that may be in physical memory.
   int64_t idle() const { return idle_; }
 
-  // Forgets one of these stretches, of which there must be one, and returns it for the caller to give to the kernel: the
-  // last that ends behind `core`, where nothing is put on purpose, else the longest.
-  std::pair<int64_t, int64_t> forget_some(int64_t core) {
+  // Takes it that all free bytes before `end` may be in physical memory.
+  void fill(int64_t end) {
+    for (const auto& [offset, bytes] : free_) {
+      const int64_t count = std::min(bytes, end - offset);
+      if (count <= 0) break;
+      if (resident_in(offset, count) == count) continue;
+      forget(offset, count);
+      idle_ += count;
+      join(resident_, offset, count);
+    }
+  }
+
+  // Forgets one of these stretches, of which there must be one, or about `wanted` bytes at its end, and returns it for the
+  // caller to give to the kernel: of the last that ends behind `core`, where nothing is put on purpose, else of the
+  // longest. As far as it can it is made of whole huge pages: what is given back of one comes again in small ones.
+  std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t wanted) {
     auto most = std::prev(resident_.end());
     if (most->first + most->second <= core)
       most = std::max_element(resident_.begin(), resident_.end(),
                               [](const auto& a, const auto& b) { return a.second < b.second; });
-    const std::pair<int64_t, int64_t> longest = *most;
-    idle_ -= longest.second;
+    const int64_t begin = most->first, end = begin + most->second;
+    int64_t to = end / kHuge * kHuge;
+    int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
+    if (from >= to) from = begin, to = end;
     resident_.erase(most);
-    return longest;
+    if (begin < from) resident_.emplace(begin, from - begin);
+    if (to < end) resident_.emplace(to, end - to);
+    idle_ -= to - from;
+    return {from, to - from};
   }
 
  private:

@@ -190,6 +190,7 @@ class Homes {
   }
 
   Home& of(const Slot& slot) const { return *homes_[slot.home]; }
+  char* window(const Slot& slot) const { return of(slot).window(slot.offset); }
 
   // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.
   void before_fork() {

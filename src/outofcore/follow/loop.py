@@ -26,13 +26,15 @@ from outofcore._torch_internals import (
     storage_address,
 )
 from outofcore.capture.provenance import users_part
-from outofcore.errors import BudgetError, SpillError, StateError, TransferError
+from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
 from outofcore.execution.folders import default_spill_directory
 from outofcore.execution.memory import trim_heap
+from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
-from outofcore.follow.native import call, load_paging
+from outofcore.follow.gpu import graphs_refused, make_workspaces
+from outofcore.follow.native import call, load_paging, loaded_paging, open_paging
 from outofcore.follow.observed import (
     LINKS,
     Observed,
@@ -64,6 +66,8 @@ REPORT_PATH = "outofcore-report.html"
 _DISK_CAPACITY = 1 << 40
 # Models from so many bytes on take long to move to the home, so that progress is shown.
 _LONG = 256 * MIB
+_CPU = torch.device("cpu")
+_FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the plans that were made, so many are told in reports.
 _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
@@ -98,6 +102,7 @@ class Loop:
         limit: int,
         models: Sequence[nn.Module],
         *,
+        device: torch.device = _CPU,
         home: str | os.PathLike[str] | None = None,
         host_limit: int | None = None,
         policy: PolicyLike | None = "auto",
@@ -107,6 +112,8 @@ class Loop:
     ) -> None:
         self._limit = limit
         self._models = tuple(models)
+        self._device = device  # of a GPU, with its index
+        self._on_gpu = device.type == "cuda"
         self._home = home
         self._host_limit = host_limit
         self._verified = verified
@@ -156,31 +163,36 @@ class Loop:
         """
         if self._space is not None:
             raise StateError("this loop is followed already; stop() it first")
-        library = load_paging()
+        library = self._native()
         self._paused = False
         self._steps = self._plans = self._reruns = 0
         self._leader, self._trial, self._planner, self._made = None, None, None, []
+        if self._on_gpu:
+            make_workspaces(self._device)
         with contextlib.ExitStack() as undo:
             space = self._opened(library)
             undo.callback(library.follow_close, space)
             try:
-                call(library, "follow_open", space, int(self._beside))
+                open_paging(library, space, self._beside)
             except StateError:  # perhaps because of a compiled step that nobody refers to any more
                 gc.collect()
-                call(library, "follow_open", space, int(self._beside))
+                open_paging(library, space, self._beside)
             self._space, self._thread = space, threading.get_ident()
             undo.callback(self._forget)
             undo.enter_context(addresses_seen(_fix))
             undo.callback(self._forget_optimizers)
             self._watch_optimizers()
             self._adopt_models()
+            if self._on_gpu:  # once the model has left the device
+                self._reserve(library, space)
+                undo.enter_context(graphs_refused())
             trim_heap()
             undo.callback(self._leave_thread)
             library.follow_thread(1)
             if self._policy is not None:
                 self._planner = BackgroundPlanner(self._limit, self._policy)
                 undo.callback(self._planner.close)
-                if isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0:
+                if not self._on_gpu and isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0:
                     self._trial = RecomputeTrial(Recipes(space))
             self._undo = undo.pop_all()
         return self
@@ -203,8 +215,8 @@ class Loop:
         """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
         if self._space is not None and not self._paused:
             self._forget_optimizers()
-            load_paging().follow_thread(0)
-            call(load_paging(), "follow_pause", self._space)
+            self._native().follow_thread(0)
+            call(self._native(), "follow_pause", self._space)
             self._paused = True
 
     def resume(self) -> None:
@@ -215,19 +227,19 @@ class Loop:
         """
         if self._space is not None and self._paused:
             self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
-            call(load_paging(), "follow_open", self._space, int(self._beside))
+            open_paging(self._native(), self._space, self._beside)
             self._watch_optimizers()
-            load_paging().follow_thread(1)
+            self._native().follow_thread(1)
 
     def vacate(self) -> None:
         """Bring everything home, and give the arena's memory to the system until it is used again."""
         if self._space is not None:
-            call(load_paging(), "follow_vacate", self._space)
+            call(self._native(), "follow_vacate", self._space)
 
     def release(self) -> None:
         """Give all tensors memory of their own, as plain PyTorch has it."""
         if self._space is not None:
-            call(load_paging(), "follow_release_all", self._space)
+            call(self._native(), "follow_release_all", self._space)
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of some tensors, those of 64 KiB and more that are not in this loop's arena or homes."""
@@ -237,7 +249,7 @@ class Loop:
         pointers = (ctypes.c_void_p * count)(*addresses)
         while begin < count:
             rest = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
-            begin += call(load_paging(), "follow_strangers", self._space, rest, count - begin)
+            begin += call(self._native(), "follow_strangers", self._space, rest, count - begin)
             if begin < count:
                 found.append(tensors[begin])
             begin += 1
@@ -323,14 +335,16 @@ class Loop:
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _opened(self, library: ctypes.CDLL) -> int:
-        space = call(library, "follow_new", self._limit, int(self._verified))
+        index, planned = self._device.index or 0, self._policy is not None
+        space = call(library, "follow_new", self._limit, index, int(self._verified), int(planned))
         try:
+            if self._on_gpu:
+                call(library, "follow_add_home", space, -1, -1, 1, self._host_capacity())
+                return space
             in_memory = self._home == "host"
             if in_memory or self._host_limit is not None:
-                memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-                capacity = memory if self._host_limit is None else min(memory, self._host_limit)
                 file = os.memfd_create("outofcore")
-                call(library, "follow_add_home", space, file, file, 1, capacity)
+                call(library, "follow_add_home", space, file, file, 1, self._host_capacity())
             if not in_memory:
                 named = self._home is not None and self._home != "disk"
                 spill = SpillFile(Path(self._home) if named and self._home else default_spill_directory())
@@ -338,10 +352,32 @@ class Loop:
                     call(library, "follow_add_home", space, *spill.duplicate(), 0, _DISK_CAPACITY)
                 finally:
                     spill.close()
+            self._reserve(library, space)
         except BaseException:
             library.follow_close(space)
             raise
         return space
+
+    def _native(self) -> ctypes.CDLL:
+        return load_paging(Flavor.CUDA) if self._on_gpu else load_paging()
+
+    def _planned_by(self) -> str:
+        return f"{self._policy!r} on {self._device.type}" if self._on_gpu else repr(self._policy)
+
+    def _host_capacity(self) -> int:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return memory if self._host_limit is None else min(memory, self._host_limit)
+
+    def _reserve(self, library: ctypes.CDLL, space: int) -> None:
+        if call(library, "follow_reserve", space) == 0:
+            raise ArenaError(
+                f"{self._device} does not give {format_bytes(self._limit)} for the arena; lower the budget, or free "
+                "what else lies there"
+            )
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        ours = tensor.device == self._device if self._on_gpu else tensor.device.type == "cpu"
+        return tensor.layout is torch.strided and ours
 
     def _watch_optimizers(self) -> None:
         self._hooks = [
@@ -355,7 +391,7 @@ class Loop:
 
     def _leave_thread(self) -> None:
         if not self._paused:  # else another loop may be followed here
-            load_paging().follow_thread(0)
+            self._native().follow_thread(0)
 
     def _forget(self) -> None:
         try:
@@ -378,7 +414,7 @@ class Loop:
         return seen
 
     def _observe(self) -> tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]]:
-        library = load_paging()
+        library = self._native()
         count = call(library, "follow_observed", self._space, None, 0)
         while True:  # other threads may go on meanwhile
             numbers = (ctypes.c_int64 * count)()
@@ -395,7 +431,7 @@ class Loop:
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not _followed(tensor):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not self._is_ours(tensor):
                 return
             try:
                 storage = tensor.untyped_storage()
@@ -427,28 +463,28 @@ class Loop:
     def _read_stats(self) -> LoopStats:
         expected = len(fields(LoopStats)) - 2  # steps and plans are counted here
         counts = (ctypes.c_int64 * expected)()
-        told = load_paging().follow_counters(self._space, counts, expected)
+        told = self._native().follow_counters(self._space, counts, expected)
         if told != expected:
             raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=self._steps, plans=self._plans)
 
     def _adopt_models(self) -> None:
         tensors = [tensor for model in self._models for tensor in tensors_of(model)]
-        is_long = sum(tensor.nbytes for tensor in tensors if _followed(tensor)) >= _LONG
+        is_long = sum(tensor.nbytes for tensor in tensors if self._is_ours(tensor)) >= _LONG
         with following(self.on_progress, show=None if is_long else False) as tell:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
         """Move tensors to the home, whosever memory they lie in."""
-        library = load_paging()
+        library = self._native()
         for done, tensor in enumerate(tensors, 1):
             tell("move the model to its home", done - 1, count)
-            if not _followed(tensor):
+            if not self._is_ours(tensor):
                 continue
             storage = tensor.untyped_storage()
             # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
-            # processes see stays where they see it.
-            if not storage.is_shared():
+            # processes see stays where they see it; of a GPU's memory PyTorch says that always.
+            if self._on_gpu or not storage.is_shared():
                 call(library, "follow_adopt", storage_address(storage))
         if count:
             tell("move the model to its home", count, count)
@@ -469,7 +505,7 @@ class Loop:
 
     def end_of_step(self) -> None:
         """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
-        library, planner = load_paging(), self._planner
+        library, planner = self._native(), self._planner
         wanted = call(library, "follow_end_of_step", self._space)
         if planner is None:
             return
@@ -486,7 +522,7 @@ class Loop:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
                 self._follow_plan(library, record, plan, answer.seconds)
-                self._store.keep(record, self._limit, repr(self._policy), plan)
+                self._store.keep(record, self._limit, self._planned_by(), plan)
         if wanted and not planner.is_busy:
             self._remade = remade
             self._plan_step(library, planner)
@@ -510,7 +546,7 @@ class Loop:
         call(library, "follow_proposal", self._space, numbers, count)
         names = library.follow_names(self._space).decode().splitlines()
         record = read_record(numbers[:], names)
-        kept = self._store.find(record, self._limit, repr(self._policy))
+        kept = self._store.find(record, self._limit, self._planned_by())
         if kept is None:
             planner.start(record)
         else:
@@ -535,12 +571,10 @@ class Loop:
 
 
 def _fix(storage: torch.UntypedStorage) -> None:
-    if storage.device.type == "cpu":
-        call(load_paging(), "follow_fix", storage_address(storage))
-
-
-def _followed(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+    flavor = _FLAVORS.get(storage.device.type)
+    library = None if flavor is None else loaded_paging(flavor)
+    if library is not None:
+        call(library, "follow_fix", storage_address(storage))
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Builds and loads the native code that follows a loop (``paging.cpp``) on first use.
+"""Builds and loads the native code that follows a loop (``paging.cpp``) on first use, for the CPU or for CUDA.
 
 It needs the headers of PyTorch's dispatcher, so the build takes some ten seconds; it is kept in the user's cache for
-each version of PyTorch.
+each version of PyTorch. The libraries of both devices use one dispatch key, which belongs to the one whose loop was
+started last. That for CUDA has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import functools
 import hashlib
 import platform
 import sys
+import threading
 from pathlib import Path
 
 import torch
 
 from outofcore._torch_internals import has_python_kernel
-from outofcore.compiling import compile_library, load_kept
+from outofcore.compiling import BuildError, compile_library, load_kept
 from outofcore.errors import StateError
+from outofcore.execution.native import Flavor, cuda_headers, device_flags
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "paging.cpp"
+_FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
+# Of the allocators that compiled steps wrap as well.
+_BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -29,7 +35,9 @@ _PREDICATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_failure": (ctypes.c_char_p, ()),
     "follow_load": (_COUNT, (_PREDICATE,)),
-    "follow_new": (_POINTER, (_COUNT, ctypes.c_int)),
+    "follow_unload": (None, ()),
+    "follow_new": (_POINTER, (_COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
+    "follow_reserve": (_COUNT, (_POINTER,)),
     "follow_add_home": (_COUNT, (_POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, _COUNT)),
     "follow_end_of_step": (_COUNT, (_POINTER,)),
     "follow_proposal": (_COUNT, (_POINTER, _POINTER, _COUNT)),
@@ -74,29 +82,78 @@ def _is_python(name: bytes, overload: bytes) -> int:
     return has_python_kernel(name.decode(), overload.decode())
 
 
-@functools.cache
-def load_paging() -> ctypes.CDLL:
+class _Key:
+    """Which of the libraries has the dispatch key; it stays there until another one needs it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holder: ctypes.CDLL | None = None
+        self.loaded: dict[Flavor, ctypes.CDLL] = {}
+
+
+_key = _Key()
+
+
+def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
     """The library of this process: from the cache folder, else built now.
+
+    Args:
+        flavor: whose tensors are followed: those of the CPU, or of one CUDA device.
 
     Raises:
         StateError: it cannot be built, or PyTorch has no place for it.
     """
+    return _loaded(flavor)
+
+
+def loaded_paging(flavor: Flavor) -> ctypes.CDLL | None:
+    """The library, if this process has needed it yet."""
+    return _key.loaded.get(flavor)
+
+
+@functools.cache
+def _loaded(flavor: Flavor) -> ctypes.CDLL:
     if sys.platform != "linux":
         raise StateError(f"loops are followed by native code that is written for Linux, and this is {sys.platform}")
-    library, reason = load_kept(_build_key(), "paging.so", _build, _load)
+    library, reason = load_kept(_build_key(flavor), _FILES[flavor], functools.partial(_build, flavor=flavor), _load)
     if library is None:
         raise StateError(f"loops are followed by native code, which could not be built: {reason}")
+    with _key.lock:
+        if _key.holder is None:
+            _take_key(library)
+        _key.loaded[flavor] = library
+    return library
+
+
+def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
+    """Begin to follow with a library, which gets the dispatch key.
+
+    Raises:
+        StateError: a loop is followed already, or a compiled step is open.
+    """
+    with _key.lock:
+        if _key.holder is not library:
+            if is_followed():
+                raise StateError("a loop is followed already, on another device; stop() it first")
+            if _key.holder is not None:
+                _key.holder.follow_unload()
+                _key.holder = None
+            _take_key(library)
+        call(library, "follow_open", space, int(beside))
+
+
+def _take_key(library: ctypes.CDLL) -> None:
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
             f"torch {torch.__version__} uses the dispatch key for itself by which loops are followed; "
             "use outofcore.compile, or another release of torch"
         )
-    return library
+    _key.holder = library
 
 
 def is_followed() -> bool:
     """Whether a loop is followed now, in whichever thread."""
-    return bool(load_paging.cache_info().currsize) and bool(load_paging().follow_current())
+    return any(library.follow_current() for library in _key.loaded.values())
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
@@ -111,26 +168,30 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
     return result
 
 
-def _flags() -> list[str]:
+def _flags(flavor: Flavor) -> list[str]:
     folder = Path(torch.__file__).resolve().parent
     return [
         "-O3",
+        *device_flags(flavor),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{folder / 'include'}",
     ]
 
 
-def _build_key() -> str:
-    hashed = hashlib.sha256("\0".join(_flags()).encode())
-    for path in (_SOURCE, *sorted(_FOLDER.glob("*.h"))):
+def _build_key(flavor: Flavor) -> str:
+    hashed = hashlib.sha256("\0".join(_flags(flavor)).encode())
+    for path in (_SOURCE, *sorted(_FOLDER.glob("*.h")), *_BENEATH):
         hashed.update(path.read_bytes())
     return f"torch-{torch.__version__}-{platform.machine()}-{hashed.hexdigest()[:16]}"
 
 
-def _build(folder: Path) -> Path:
+def _build(folder: Path, flavor: Flavor) -> Path:
+    if flavor is Flavor.CUDA and cuda_headers() is None:
+        raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
     libraries = Path(torch.__file__).resolve().parent / "lib"
-    link = [f"-L{libraries}", "-ltorch_cpu", "-lc10", "-lpthread", f"-Wl,-rpath,{libraries}"]
-    return compile_library(_SOURCE, folder / "paging.so", _flags(), link)
+    cuda = ["-lc10_cuda"] if flavor is Flavor.CUDA else []
+    link = [f"-L{libraries}", "-ltorch_cpu", "-lc10", *cuda, "-lpthread", f"-Wl,-rpath,{libraries}"]
+    return compile_library(_SOURCE, folder / _FILES[flavor], _flags(flavor), link)
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-// Runs the ops of somebody else's loop within a byte budget.
+// Runs the ops of somebody else's loop within a byte budget, on the CPU or (OUTOFCORE_CUDA) on a GPU.
 //
 // A fallback on a dispatch key below autograd sees every op. Storages of 64 KiB and more live in an arena; those that
 // come from outside are adopted when they are first touched. Before an op, what it touches is brought in and pinned.
@@ -6,16 +6,24 @@
 // at the beginning of an op, or inside one while it allocates, never under what a running op touches. What is away has a
 // valid pointer too (see homes.h), so that code that nobody sees reads the right bytes.
 //
-// The arena has more addresses than the budget has bytes, so no request fails for want of a hole that is large enough:
-// it then gets fresh addresses, and free pages elsewhere go back to the kernel.
+// On the CPU the arena has more addresses than the budget has bytes, so no request fails for want of a hole that is large
+// enough: it then gets fresh addresses, and free pages elsewhere go back to the kernel. On a GPU, holes are joined.
 //
-// Two threads copy beside the ops: one brings in what is needed next, the other writes what is to leave, so that it can
-// leave at once. What that is, says a plan of the step (``Follower``, record.h), and where there is none, what the loop
-// did before (``History``). They touch bytes alone; what they have done takes effect at the beginning of an op
-// (``commit``).
+// Copies are made beside the ops: some bring in what is needed next, others write what is to leave, so that it can leave
+// at once. What that is, says a plan of the step (``Follower``, record.h), and where there is none, what the loop did
+// before (``History``). On the CPU two threads make them. They touch bytes alone; what they have done takes effect at the
+// beginning of an op (``commit``). On a GPU they are work on streams, which takes effect when it is issued: what comes
+// after it waits for it there.
+//
+// What the device decides is in device_cpu.h and device_cuda.h, of which one is compiled in.
 //
 // All state is behind one lock, which is never held while PyTorch runs an op or Python, or bytes are copied beside ops.
 
+#ifdef OUTOFCORE_CUDA
+#include "device_cuda.h"
+#else
+#include "device_cpu.h"
+#endif
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
@@ -57,6 +65,7 @@ namespace {
 
 using c10::DispatchKey;
 using c10::StorageImpl;
+using follow::Device;
 using follow::kPage;
 
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
@@ -129,27 +138,29 @@ struct Block {
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
+  [[no_unique_address]] Device::Order order;
   int64_t copy_start = 0, copy_end = 0;
 };
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
 struct Space {
-  explicit Space(int64_t budget_bytes) : budget(budget_bytes), extents(kAddresses * budget_bytes) {}
-  // Addresses for each byte of the budget.
-  static constexpr int64_t kAddresses = 64;
+  Space(int64_t budget_bytes, int device_index)
+      : budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
 
   int64_t budget;
-  char* base = nullptr;
+  Device device;
+  char* base = nullptr;  // null: not reserved yet
   follow::Extents extents;
-  follow::Homes homes;
+  Device::Homes homes;
   follow::History history;
   follow::Recorder recorder;
   follow::Follower follower;
   follow::Observer observer;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
+  bool torn = false;                     // memory of the arena was given back in pieces
   std::deque<int32_t> due;               // storages of the record that are to be fetched
-  std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes, and planned offsets, of what the op that runs is to make
-  int64_t scratch_at = -1;               // where it is to have its scratch memory
+  std::vector<follow::Request> requests;  // of the op that runs
+  std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes and planned offsets of what it is to ask for; -1: anywhere
   std::optional<follow::Record> proposed;  // a step that a plan is wanted for
   int64_t proposed_for = -1;             // the number of the record
   std::string names;                     // of its operators
@@ -157,7 +168,6 @@ struct Space {
   int64_t anchors = 0;                   // there ever were
   std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();  // the last op ended
   int64_t waited = 0;                    // microseconds of transfers until then
-  int64_t scratch = 0, most_scratch = 0;  // bytes that the op that runs has asked for
   int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds
   std::map<int64_t, Block*> at;  // by offset
   std::unordered_set<Block*> known;
@@ -177,8 +187,13 @@ struct Space {
   bool ahead = true;             // whether to copy beside ops
   int64_t counters[kCounters] = {};
   std::shared_ptr<follow::Recipes> recipes;
+  // On a GPU, where what the host's clock says of ops means little: whether steps are timed, and the one under way; when
+  // each of its ops arrived and began; the same of the step before, with its end.
+  bool timed = false, timing = false;
+  std::vector<Device::Span> moments, moments_before;
+  bool unseen = false;           // code that nobody sees may have written to what is here
 
-  ~Space() { munmap(base, kAddresses * budget); }
+  ~Space() { device.unreserve(base, Device::kAddresses * budget); }
   char* address(const Block& block) const { return base + block.offset; }
 };
 
@@ -187,7 +202,12 @@ std::recursive_mutex& mutex = *new std::recursive_mutex;
 using Guard = std::lock_guard<std::recursive_mutex>;
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
-std::unordered_map<void*, int64_t>& outside = *new std::unordered_map<void*, int64_t>;  // bytes by address
+// Memory of the stock allocator's for requests that were not served in an arena.
+struct Outside {
+  int64_t bytes;
+  Space* charged;  // whose budget they count in; null: nobody's
+};
+std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Outside>;  // by address
 std::atomic<int64_t> outside_count{0};
 c10::Allocator* stock = nullptr;
 c10::Allocator* beneath = nullptr;  // what was installed before ours: the stock allocator, or that of compiled steps
@@ -240,7 +260,7 @@ struct Stopwatch {
 // ---- blocks: here and away -----------------------------------------------------------------------------------------
 
 at::DataPtr pointer_to(Block& block, void* address) {
-  return {address, &block, &release_block, at::Device(at::kCPU)};
+  return {address, &block, &release_block, block.space->device.ours()};
 }
 
 // Shows another address to the tensors of a block. The storage must own it.
@@ -257,7 +277,9 @@ c10::intrusive_ptr<StorageImpl> owner_of(const Block& block) {
   return storage;
 }
 
-bool movable(const Block& block) { return block.here && block.storage && block.pins == 0 && !block.busy; }
+bool movable(const Block& block) {
+  return block.here && block.storage && block.pins == 0 && !block.busy && (Device::kFixedLeave || !block.fixed);
+}
 
 void destroy(Block* block);
 
@@ -270,13 +292,16 @@ void count_use(Space& space, int64_t bytes) {
 // Gives memory that nothing uses to the kernel, as far as the budget wants it.
 void let_go_of_idle(Space& space) {
   while (space.charged + space.extents.idle() > space.budget) {
-    const auto [offset, bytes] = space.extents.forget_some(space.budget);
-    madvise(space.base + offset, bytes, MADV_DONTNEED);
+    const int64_t excess = space.charged + space.extents.idle() - space.budget;
+    const auto [offset, bytes] = space.extents.forget_some(space.budget, excess);
+    space.device.discard(space.base + offset, bytes);
+    space.torn = true;
   }
 }
 
 // Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
 void place(Space& space, Block& block, int64_t wanted = -1) {
+  TORCH_CHECK(space.base != nullptr, "outofcore: a tensor was used before the loop had its arena");
   count_use(space, block.bytes);
   block.charged = true;
   if (block.offset < 0) {
@@ -290,6 +315,7 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left");
     }
     space.at[block.offset] = &block;
+    space.device.take(block.order, space.address(block), block.bytes);
   }
   let_go_of_idle(space);
   block.here = true;
@@ -308,56 +334,62 @@ void unplace(Space& space, Block& block) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
   }
-  if (block.fixed && !block.here)  // a window lies at its addresses
-    mmap(space.address(block), block.bytes, PROT_READ | PROT_WRITE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (block.fixed && !block.here) space.device.uncover(space.address(block), block.bytes);  // a window lies there
   if (block.offset >= 0) {
+    space.device.give(block.order, space.address(block), block.bytes);
     space.at.erase(block.offset);
     space.extents.give(block.offset, block.bytes, block.charged);
     if (!space.open && space.extents.idle() > 0) {
-      const auto [offset, bytes] = space.extents.forget_some(space.budget);
-      madvise(space.base + offset, bytes, MADV_DONTNEED);
+      const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
+      space.device.discard(space.base + offset, bytes);
     }
   }
   block.offset = -1;
   block.here = block.charged = false;
 }
 
-// Lets copies beside ops take effect that have ended; `waited`: for one of them.
+// Lets a copy beside ops take effect that has ended; `waited`: for it.
+void take_effect(Space& space, Block* block, bool waited) {
+  const auto observe = [&](follow::Event event) {
+    const auto how = waited ? follow::Copied::kWaited : follow::Copied::kBeside;
+    space.observer.add(event, block->copy_start, block->copy_end, block->id, block->bytes, static_cast<int32_t>(how));
+  };
+  const bool in = block->copying == Copying::kIn;
+  --(in ? space.copying_in : space.copying_out);
+  block->copying = Copying::kNothing;
+  const auto storage = block->dead ? c10::intrusive_ptr<StorageImpl>() : owner_of(*block);
+  if (in && storage && block->copied && space.device.was_touched(space.homes, block->slot)) {
+    unplace(space, *block);  // code that nobody sees may have written there after it was read: fetched when needed
+  } else if (in && storage && block->copied) {
+    if (block->dirty) block->sum = block->copied_sum;
+    block->dirty = false;
+    block->here = true;
+    space.device.use(block->order);
+    show(*block, *storage, space.address(*block));
+    ++space.counters[kFetches];
+    ++space.counters[kFetchesAhead];
+    space.counters[kFetchedBytes] += block->bytes;
+    space.counters[kAway] -= block->bytes;
+    observe(follow::Event::kIn);
+  } else if (in) {
+    unplace(space, *block);
+  } else if (block->copied && block->version == block->copied_version) {
+    block->dirty = false;
+    block->sum = block->copied_sum;
+    ++space.counters[kWrites];
+    space.counters[kWrittenBytes] += block->bytes;
+    observe(follow::Event::kOut);
+  }
+  if (block->dead && block->pins == 0) destroy(block);
+}
+// Lets copies beside ops take effect that have ended; `waited`: for one of them. In the order of streams they do so when
+// they are used, since the stream waits for them then.
 void commit(Space& space, bool waited = false) {
+  if (Device::kStreams && !waited) return;
   while (!space.finished.empty()) {
     Block* block = space.finished.back();
     space.finished.pop_back();
-    const auto observe = [&](follow::Event event) {
-      const auto how = waited ? follow::Copied::kWaited : follow::Copied::kBeside;
-      space.observer.add(event, block->copy_start, block->copy_end, block->id, block->bytes, static_cast<int32_t>(how));
-    };
-    const bool in = block->copying == Copying::kIn;
-    --(in ? space.copying_in : space.copying_out);
-    block->copying = Copying::kNothing;
-    const auto storage = block->dead ? c10::intrusive_ptr<StorageImpl>() : owner_of(*block);
-    if (in && storage && block->copied && space.homes.of(block->slot).was_touched(block->slot.offset, block->bytes)) {
-      unplace(space, *block);  // code that nobody sees may have written there after it was read: fetched when needed
-    } else if (in && storage && block->copied) {
-      if (block->dirty) block->sum = block->copied_sum;
-      block->dirty = false;
-      block->here = true;
-      show(*block, *storage, space.address(*block));
-      ++space.counters[kFetches];
-      ++space.counters[kFetchesAhead];
-      space.counters[kFetchedBytes] += block->bytes;
-      space.counters[kAway] -= block->bytes;
-      observe(follow::Event::kIn);
-    } else if (in) {
-      unplace(space, *block);
-    } else if (block->copied && block->version == block->copied_version) {
-      block->dirty = false;
-      block->sum = block->copied_sum;
-      ++space.counters[kWrites];
-      space.counters[kWrittenBytes] += block->bytes;
-      observe(follow::Event::kOut);
-    }
-    if (block->dead && block->pins == 0) destroy(block);
+    take_effect(space, block, waited);
   }
 }
 
@@ -381,7 +413,6 @@ void copy_on_demand(std::deque<Block*>& queue) {
     Block* block = queue.front();
     queue.pop_front();
     Space& space = *block->space;
-    follow::Home& home = space.homes.of(block->slot);
     char* at = space.address(*block);
     const bool in = block->copying == Copying::kIn, sums = space.verified && (!in || block->dirty);
     lock.unlock();
@@ -391,7 +422,8 @@ void copy_on_demand(std::deque<Block*>& queue) {
     try {
       // The sum comes first: what is written meanwhile, and not seen, differs from it later.
       if (!in && sums) sum = sum_of(at, block->bytes);
-      in ? home.read(at, block->slot.offset, block->bytes) : home.write(at, block->slot.offset, block->bytes);
+      in ? space.device.load(space.homes, block->slot, block->order, at)
+         : space.device.save(space.homes, block->slot, block->order, at);
       if (in && sums) sum = sum_of(at, block->bytes);
     } catch (...) {  // whoever needs the copy makes it again, and tells
       copied = false;
@@ -409,7 +441,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
   }
 }
 void start_copiers() {
-  if (copiers == getpid()) return;
+  if (Device::kStreams || copiers == getpid()) return;
   copiers = getpid();
   to_fetch.clear();
   to_write.clear();
@@ -417,12 +449,19 @@ void start_copiers() {
   std::thread(copy_on_demand, std::ref(to_write)).detach();
 }
 
+void give_slot(Space& space, Block& block) {
+  if (!block.slot) return;
+  space.device.give_slot(block.order, space.homes.window(block.slot), block.slot.bytes);
+  space.homes.give(block.slot);
+  block.slot = {};
+}
 // A slot to write to that no other process sees.
 void take_slot(Space& space, Block& block) {
   if (block.slot && !space.homes.frozen(block.slot)) return;
   const follow::Slot fresh = space.homes.take(block.bytes);
-  space.homes.give(block.slot);
+  give_slot(space, block);
   block.slot = fresh;
+  space.device.take_slot(block.order, space.homes.window(fresh), fresh.bytes);
 }
 
 std::string name_of(const void* schema) {
@@ -435,7 +474,7 @@ std::string name_of_running();
 void observe_surprise(Space& space, const Block& block, follow::Cause cause) {
   if (space.anchor == nullptr || block.released || !space.follower.on_course()) return;
   const int32_t at = space.follower.position();
-  const auto& ops = space.follower.known()->ops;
+  const auto& ops = space.follower.known()->usual.ops;
   space.observer.depart(at, cause, name_of(ops[at].op), name_of_running(), block.bytes);
 }
 
@@ -446,9 +485,9 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
   if (!storage) return false;
   const Stopwatch watch{space.counters[kTransferMicros]};
   const char* from = space.address(block);
-  bool write = block.dirty || !block.slot || (block.fixed && !space.verified);
+  bool write = block.dirty || !block.slot || (block.fixed && !space.verified) || space.unseen;
   uint64_t sum = 0;
-  if (space.verified || write) sum = sum_of(from, block.bytes);
+  if (Device::kReadable && (space.verified || write)) sum = sum_of(from, block.bytes);
   if (!write && space.verified && sum != block.sum) {
     ++space.counters[kUnseenWrites];
     if (block.origin) block.origin->changed();
@@ -458,7 +497,7 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
     take_slot(space, block);
     block.dirty = true;
     const int64_t start = follow::nanos_now();
-    space.homes.of(block.slot).write(from, block.slot.offset, block.bytes);
+    space.device.save(space.homes, block.slot, block.order, from);
     space.observer.add(follow::Event::kOut, start, follow::nanos_now(), block.id, block.bytes,
                        static_cast<int32_t>(follow::Copied::kOnDemand));
     ++space.counters[kWrites];
@@ -473,13 +512,14 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
   block.released = false;
   space.counters[kAway] += block.bytes;
   if (block.fixed) {
-    space.homes.of(block.slot).show(space.address(block), block.slot.offset, block.bytes, false);
+    space.device.cover(space.homes, block.slot, space.address(block), false);
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
     block.here = block.charged = false;
     return true;
   }
-  show(block, *storage, space.homes.of(block.slot).window(block.slot.offset));
+  space.device.use_slot(block.order);
+  show(block, *storage, space.homes.window(block.slot));
   unplace(space, block);
   return true;
 }
@@ -640,7 +680,9 @@ std::string name_of_running() {
 // Moves a block within the arena, to where the plan has it if that is free, but out of a stretch; false: it stays.
 bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
   const auto storage = owner_of(block);
-  if (!storage || block.copying != Copying::kNothing || space.charged + block.bytes > space.budget) return false;
+  if (!storage || block.copying != Copying::kNothing) return false;
+  // Where free addresses have no memory, both places have some for a moment.
+  if (Device::kAddresses > 1 && space.charged + block.bytes > space.budget) return false;
   const int64_t wanted = planned_offset(space, block), before = block.offset;
   const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
   int64_t to = wanted;
@@ -655,16 +697,70 @@ bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
     space.extents.give(to, block.bytes, false);
     return false;
   }
-  count_use(space, block.bytes);
+  count_use(space, Device::kAddresses > 1 ? block.bytes : 0);
   let_go_of_idle(space);
-  std::memcpy(space.base + to, space.base + before, block.bytes);
+  space.device.move(block.order, space.base + to, space.base + before, block.bytes);
   space.at.erase(before);
   block.offset = to;
   space.at[to] = &block;
   show(block, *storage, space.address(block));
   space.extents.give(before, block.bytes, true);
-  count_use(space, -block.bytes);
+  count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
   return true;
+}
+
+// Moves what lies behind the addresses that plans speak of, since there was no plan when it came, to where its plan has it.
+// What never leaves would stay there for good, and as much of the planned addresses could not have memory.
+void move_into_core(Space& space) {
+  const int64_t end = Device::kAddresses * space.budget;
+  std::vector<Block*> behind;
+  for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.budget; ++it)
+    behind.push_back(it->second);
+  for (Block* block : behind)
+    if (movable(*block) && !block->fixed) move_away(space, *block, space.budget, end - space.budget);
+  // What was given back in pieces has come again in small pages, which take longer to walk through. As long as something
+  // lies behind, the core cannot have all of its memory.
+  if (!space.torn || Device::kAddresses == 1) return;
+  if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.budget) return;
+  space.torn = false;
+  space.device.collapse(space.base, space.budget);
+  space.extents.fill(space.budget);
+  let_go_of_idle(space);
+}
+
+// Where the arena has no more addresses than bytes: makes a hole of so many bytes, by moving what parts holes, and (unless
+// `gently`) letting leave what cannot be moved. False: what has to stay parts them.
+bool make_hole(Space& space, int64_t bytes, bool gently = false) {
+  if (Device::kAddresses > 1) return true;
+  constexpr int kTries = 4;
+  for (int tries = 0; tries < kTries && space.extents.longest() < bytes; ++tries) {
+    // Of the runs of blocks that may go, and that have room for it with the holes between them, the smallest.
+    std::vector<Block*> all, best;
+    for (const auto& [offset, block] : space.at) all.push_back(block);
+    const auto end_of = [&](size_t i) { return all[i]->offset + all[i]->bytes; };
+    int64_t best_bytes = INT64_MAX, from = 0;
+    for (size_t first = 0; first < all.size(); ++first) {
+      const int64_t begin = first == 0 ? 0 : end_of(first - 1);
+      int64_t taken = 0;
+      for (size_t last = first; last < all.size() && movable(*all[last]) && !all[last]->fixed; ++last) {
+        taken += all[last]->bytes;
+        const int64_t end = last + 1 == all.size() ? space.budget : all[last + 1]->offset;
+        if (end - begin < bytes) continue;
+        if (taken < best_bytes) {
+          best_bytes = taken, from = begin;
+          best.assign(all.begin() + static_cast<int64_t>(first), all.begin() + static_cast<int64_t>(last) + 1);
+        }
+        break;
+      }
+    }
+    if (best.empty()) return false;
+    for (Block* block : best)
+      if (!move_away(space, *block, from, bytes) && (gently || !evict(space, *block, follow::Cause::kPlace))) {
+        if (!owner_of(*block)) block->storage.reset();  // found again when it is next touched
+        return false;
+      }
+  }
+  return space.extents.longest() >= bytes;
 }
 
 // Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan
@@ -690,34 +786,38 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
 }
 
 void fetch(Space& space, Block& block) {
+  if (Device::kStreams && block.copying == Copying::kIn) {
+    std::erase(space.finished, &block);
+    take_effect(space, &block, false);
+  }
   while (block.copying == Copying::kIn) {
     const Stopwatch watch{space.counters[kTransferMicros]};
     wait_for_copy(space);
   }
-  if (block.here) return;
+  if (block.here) return space.device.use(block.order);
+  if (block.fixed && !Device::kFixedLeave) return space.device.use_slot(block.order);  // its address is its window's
   const auto storage = owner_of(block);
   if (!storage) return;  // served through its window
   if (!make_room(space, block.bytes)) refuse(space, block.bytes);
   const Stopwatch watch{space.counters[kTransferMicros]};
-  follow::Home& home = space.homes.of(block.slot);
   int64_t start = follow::nanos_now();
   if (block.fixed) {
-    // Filled elsewhere first, since others may look at its addresses meanwhile.
-    void* filled = mmap(nullptr, block.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
-    home.read(static_cast<char*>(filled), block.slot.offset, block.bytes);
+    void* filled = space.device.load_aside(space.homes, block.slot);
     place(space, block);
-    mremap(filled, block.bytes, block.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, space.address(block));
+    space.device.uncover_with(filled, space.address(block), block.bytes);
   } else {
     const int64_t wanted = planned_offset(space, block);
-    place(space, block, wanted >= 0 && clear(space, wanted, block.bytes, true) ? wanted : -1);
+    const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, true);
+    if (!clears && !make_hole(space, block.bytes)) return space.device.use_slot(block.order);  // through its window
+    place(space, block, clears ? wanted : -1);
     start = follow::nanos_now();
     try {
-      home.read(space.address(block), block.slot.offset, block.bytes);
+      space.device.load(space.homes, block.slot, block.order, space.address(block));
     } catch (...) {
       unplace(space, block);
       throw;
     }
+    space.device.use(block.order);
     show(block, *storage, space.address(block));
   }
   // What was adopted at home has no sum yet.
@@ -732,6 +832,8 @@ void fetch(Space& space, Block& block) {
 
 void forget_space(Space* space) {
   spaces.erase(space);
+  for (auto& [pointer, piece] : outside)
+    if (piece.charged == space) piece.charged = nullptr;
   delete space;
 }
 
@@ -757,6 +859,7 @@ void play(Space& space, follow::Known& known, Block& block, int32_t storage) {
     if (known.persistent[storage] == block.id) known.playing[storage] = &block;
     return;
   }
+  if (known.of_block.count(block.id) != 0) return;  // it is another one of the record, which the op uses in its place
   if (block.role_in != known.number || block.role != storage) leave_role(space, block);
   known.playing[storage] = &block;
   block.role_in = known.number;
@@ -774,7 +877,7 @@ void destroy(Block* block) {
   if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
-  space.homes.give(block->slot);
+  give_slot(space, *block);
   space.known.erase(block);
   block->storage.reset();
   delete block;
@@ -794,48 +897,48 @@ Block* new_block(Space& space, int64_t bytes) {
 
 // ---- the allocator under PyTorch -----------------------------------------------------------------------------------
 
-void* serve(Space& space, int64_t bytes) {
-  if (!make_room(space, whole_pages(bytes))) refuse(space, bytes);
-  Block* block = new_block(space, bytes);
-  int64_t wanted = -1;
-  const auto planned = std::find_if(space.wanted.begin(), space.wanted.end(),
-                                    [&](const auto& each) { return each.first == block->bytes; });
-  if (planned != space.wanted.end()) {
-    wanted = planned->second;
-    space.wanted.erase(planned);
-  } else if (space.scratch_at >= 0 && depth > 0) {
-    wanted = space.scratch_at;
-    space.scratch_at += block->bytes;
-  }
-  try {
-    place(space, *block, wanted >= 0 && clear(space, wanted, block->bytes, true) ? wanted : -1);
-  } catch (...) {
-    destroy(block);
-    throw;
-  }
-  block->last_use = space.history.now();
-  if (depth > 0) {
-    space.scratch += block->bytes;
-    space.most_scratch = std::max(space.most_scratch, space.scratch);
-  }
-  return space.address(*block);
-}
-
-void* serve_outside(Space& space, int64_t bytes) {
+void* serve_outside(Space& space, int64_t bytes, bool charged) {
   void* pointer = stock->raw_allocate(bytes);
-  outside[pointer] = bytes;
+  outside[pointer] = {bytes, charged ? &space : nullptr};
   ++outside_count;
+  if (charged) count_use(space, bytes);
   int64_t& now = space.counters[kOutside];
   now += bytes;
   space.counters[kOutsidePeak] = std::max(space.counters[kOutsidePeak], now);
   return pointer;
 }
 
+void* serve(Space& space, int64_t bytes) {
+  if (!make_room(space, whole_pages(bytes))) refuse(space, bytes);
+  Block* block = new_block(space, bytes);
+  int64_t wanted = -1;
+  if (depth > 0) {
+    if (const size_t number = space.requests.size();
+        number < space.wanted.size() && space.wanted[number].first >= block->bytes)
+      wanted = space.wanted[number].second;
+    space.requests.push_back({block->id, block->bytes});
+  }
+  try {
+    const bool clears = wanted >= 0 && clear(space, wanted, block->bytes, true);
+    if (!clears && !make_hole(space, block->bytes)) {
+      destroy(block);
+      return serve_outside(space, bytes, true);
+    }
+    place(space, *block, clears ? wanted : -1);
+  } catch (...) {
+    destroy(block);
+    throw;
+  }
+  space.device.use(block->order);
+  block->last_use = space.history.now();
+  return space.address(*block);
+}
+
 Block* block_at(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   for (const Space* space : spaces) {
     const auto base = reinterpret_cast<uintptr_t>(space->base);
-    if (address < base || address >= base + Space::kAddresses * space->budget) continue;
+    if (space->base == nullptr || address < base || address >= base + Device::kAddresses * space->budget) continue;
     const auto found = space->at.find(static_cast<int64_t>(address - base));
     return found == space->at.end() ? nullptr : found->second;
   }
@@ -850,7 +953,9 @@ void release_raw(void* pointer) {
   if (address >= lowest && address < highest) {
     const Guard guard(mutex);
     if (Block* block = block_at(pointer)) {
-      if (depth > 0) block->space->scratch -= block->bytes;
+      if (depth > 0)
+        for (follow::Request& request : block->space->requests)
+          if (request.id == block->id) request.until = static_cast<int32_t>(block->space->requests.size());
       if (block->pins > 0) {
         block->dead = true;
         block->storage.reset();
@@ -863,7 +968,8 @@ void release_raw(void* pointer) {
   if (outside_count.load(std::memory_order_relaxed) != 0) {
     const Guard guard(mutex);
     if (const auto found = outside.find(pointer); found != outside.end()) {
-      if (Space* space = current) space->counters[kOutside] -= found->second;
+      if (Space* space = current) space->counters[kOutside] -= found->second.bytes;
+      if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
       outside.erase(found);
       --outside_count;
     }
@@ -874,6 +980,11 @@ void release_raw(void* pointer) {
 void release_block(void* context) {
   const Guard guard(mutex);
   auto* block = static_cast<Block*>(context);
+  if (Device::kStreams && block->copying == Copying::kIn) {  // whoever gets its memory waits for the copy
+    std::erase(block->space->finished, block);
+    block->copying = Copying::kNothing;
+    --block->space->copying_in;
+  }
   if (block->pins > 0 || block->copying != Copying::kNothing) {
     block->dead = true;
     block->storage.reset();
@@ -883,28 +994,42 @@ void release_block(void* context) {
   destroy(block);
 }
 
-struct PagedAllocator final : c10::Allocator {
+struct PagedAllocator final : follow::WrappingAllocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
     void* pointer = nullptr;
-    if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr) {
+    if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr && Device::is_current()) {
       const Guard guard(mutex);
       if (Space* space = current) {
         if (tracked() || ops_running > 0) {
+          // Compiled code asks for memory without an op, and writes to what it likes.
+          if (Device::kStreams && depth == 0) space->unseen = true;
           try {
             pointer = serve(*space, bytes);
           } catch (...) {
             if (tracked()) throw;  // another thread's request is served all the same
           }
         }
-        if (pointer == nullptr) pointer = serve_outside(*space, bytes);
+        if (pointer == nullptr) pointer = serve_outside(*space, bytes, false);
       }
     }
-    if (pointer == nullptr) pointer = stock->raw_allocate(count);
-    return {pointer, pointer, &release_raw, c10::Device(c10::kCPU)};
+    if (pointer == nullptr) {
+      if (::device::kOwnDeleter) return stock->allocate(count);
+      pointer = stock->raw_allocate(count);
+    }
+    return {pointer, pointer, &release_raw, ::device::current()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
-  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+
+ protected:
+  Whose remember(const c10::DataPtr& data, void* stream) override {
+    if (data.get_deleter() != &release_raw && data.get_deleter() != &release_block) return Whose::kStocks;
+    const Guard guard(mutex);
+    Block* block = data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : block_at(data.get());
+    if (block == nullptr) return Whose::kOutside;
+    block->space->device.record(block->order, stream);
+    return Whose::kOurs;
+  }
 };
 PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages keep a pointer to it
 
@@ -940,7 +1065,7 @@ Block* enroll(StorageImpl& storage) {
 // `given`: whose memory it is does not matter, since the user has put it under the budget.
 bool adoptable(const StorageImpl& storage, bool given) {
   const at::DataPtr& data = const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks();
-  if (data.device().type() != c10::kCPU || data.get() == nullptr) return false;
+  if (!Device::is_ours(data.device()) || data.get() == nullptr) return false;
   if (given) return true;
   return data.get() == data.get_context() &&
          (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw ||
@@ -948,33 +1073,27 @@ bool adoptable(const StorageImpl& storage, bool given) {
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
-// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours.
+// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours. Null: the arena has no
+// hole for it.
 Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   if (!away && !make_room(space, whole_pages(bytes))) refuse(space, bytes);
+  if (!away && !make_hole(space, whole_pages(bytes))) return nullptr;
   Block* block = new_block(space, bytes);
-  const void* from = storage._mutable_data_ptr_no_checks().get();
+  const char* from = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
   void* to = nullptr;
   try {
     if (away) {
-      block->slot = space.homes.take(block->bytes);
-      follow::Home& home = space.homes.of(block->slot);
-      to = home.window(block->slot.offset);
-      // By way of a buffer that direct I/O can use, and that leaves no page of the window in memory.
-      constexpr int64_t kPiece = int64_t{1} << 20;
-      void* buffer = mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, "outofcore: the system gave no memory");
-      const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kPiece); });
-      for (int64_t done = 0; done < bytes; done += kPiece) {
-        const int64_t count = std::min(kPiece, bytes - done);
-        std::memcpy(buffer, static_cast<const char*>(from) + done, count);
-        home.write(static_cast<char*>(buffer), block->slot.offset + done, whole_pages(count));
-      }
+      take_slot(space, *block);
+      to = space.homes.window(block->slot);
+      space.device.save_foreign(space.homes, block->slot, block->order, from, bytes);
       space.counters[kAway] += block->bytes;
     } else {
       place(space, *block);
       to = space.address(*block);
-      std::memcpy(to, from, bytes);
+      space.device.use(block->order);
+      space.device.copy(space.address(*block), from, bytes);
+      space.device.used(block->order);
     }
   } catch (...) {
     destroy(block);
@@ -985,12 +1104,13 @@ Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   ++space.counters[kAdoptions];
   space.counters[kAdoptedBytes] += bytes;
   left = storage.set_data_ptr(pointer_to(*block, to));
+  space.device.retire(left);
   return block;
 }
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
 Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& left) {
-  if (!is_large(storage.nbytes()) || storage.device_type() != c10::kCPU) return nullptr;
+  if (!is_large(storage.nbytes()) || !Device::is_ours(storage.device())) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr) {
@@ -998,7 +1118,8 @@ Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& lef
     // From a loop that has ended. An address that somebody took is not moved.
     return block->fixed || block->busy ? nullptr : adopt(space, storage, given, left);
   }
-  if (adoptable(storage, given)) return adopt(space, storage, given, left);
+  if (adoptable(storage, given))
+    if (Block* adopted = adopt(space, storage, given, left)) return adopted;
   ++space.counters[kForeign];
   return nullptr;
 }
@@ -1019,6 +1140,7 @@ enum class Kind {
 struct Operator {
   Kind kind;
   bool sliced;              // works through lists of tensors, each place for itself
+  bool lists;               // and gives a list of results
   bool communicates;        // goes on after it has returned
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
@@ -1040,7 +1162,7 @@ Operator describe(const c10::OperatorHandle& op) {
     writes |= found.writes.back();
   }
   for (const auto& result : schema.returns()) (result.alias_info() != nullptr ? aliases : fresh) = true;
-  const bool kernel = op.hasKernelForDispatchKey(DispatchKey::CPU);
+  const bool kernel = op.hasKernelForDispatchKey(Device::kKernels);
   const bool implicit = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
   const bool listed = starts(name, "aten::_foreach_") && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
   // Other composites, such as copy_, have kernels that touch memory. A kernel in Python runs ops that are seen.
@@ -1053,7 +1175,12 @@ Operator describe(const c10::OperatorHandle& op) {
     found.kind = Kind::kView;
   else
     found.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
+  found.lists = schema.returns().size() == 1 && schema.returns()[0].type()->str() == "Tensor[]";
   found.sliced = (starts(name, "aten::_fused_") || starts(name, "aten::_amp_foreach_")) && schema.returns().empty();
+  // On a GPU, lists have kernels of their own. Scalars in a tensor have their places there.
+  found.sliced |= found.kind == Kind::kAtom && starts(name, "aten::_foreach_") &&
+                  (schema.returns().empty() || found.lists) &&
+                  !(schema.overload_name() == "Tensor" && starts(name, "aten::_foreach_addc"));
   found.communicates = starts(name, "c10d::") || starts(name, "_c10d_functional::");
   found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
   if (found.again != follow::Again::kNo && is_python != nullptr &&
@@ -1073,7 +1200,7 @@ void each_storage(const c10::IValue& value, Action&& action) {
   const auto visit = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    if (impl->has_storage() && impl->device_type() == c10::kCPU) action(*impl->unsafe_storage().unsafeGetStorageImpl());
+    if (impl->has_storage() && Device::is_ours(impl->device())) action(*impl->unsafe_storage().unsafeGetStorageImpl());
   };
   if (value.isTensor()) {
     visit(value.toTensor());
@@ -1081,7 +1208,7 @@ void each_storage(const c10::IValue& value, Action&& action) {
     for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) each_storage(element, action);
-  } else if (value.isStorage()) {
+  } else if (value.isStorage() && Device::is_ours(value.toStorage().device())) {
     action(*value.toStorage().unsafeGetStorageImpl());
   }
 }
@@ -1089,6 +1216,31 @@ void each_storage(const c10::IValue& value, Action&& action) {
 struct Operand {
   Block* block;
   bool written;
+};
+
+// When an op arrived and began, in the order of its stream; back to the device unless somebody keeps it.
+class Timed {
+ public:
+  explicit Timed(Space& space) : space_(space) {}
+  Timed(const Timed&) = delete;
+  ~Timed() {
+    if (!moments_) return;
+    const Guard guard(mutex);
+    space_.device.forget(*moments_);
+  }
+  void arrive() {
+    if (space_.timing) moments_ = Device::Span{space_.device.moment(), space_.device.moment()};
+  }
+  void begin() {
+    if (moments_) space_.device.again(moments_->second);
+  }
+  void keep() {
+    if (moments_) space_.moments.push_back(*std::exchange(moments_, std::nullopt));
+  }
+
+ private:
+  Space& space_;
+  std::optional<Device::Span> moments_;
 };
 
 // What an op touches, pinned while it runs.
@@ -1099,6 +1251,7 @@ class Pinned {
   ~Pinned() {
     const Guard guard(mutex);
     for (auto& [block, written] : operands) {
+      space_.device.used(block->order);
       // An op that failed may have written as well.
       if (written) {
         block->dirty = true;
@@ -1141,8 +1294,27 @@ struct Running {
 // Ops ahead within which what is used stays where it is for what is only fetched ahead.
 constexpr int64_t kNear = 40;
 
+// The same on streams. What is written is at home from now on, in their order; what comes is here once it is used.
+void issue_copy(Space& space, Block& block, Copying copying) {
+  block.copy_start = block.copy_end = follow::nanos_now();
+  if (copying == Copying::kIn) {
+    space.device.load(space.homes, block.slot, block.order, space.address(block));
+    block.copying = copying;
+    block.copied = true;
+    ++space.copying_in;
+    space.finished.push_back(&block);
+    return;
+  }
+  space.device.save(space.homes, block.slot, block.order, space.address(block));
+  block.dirty = false;
+  ++space.counters[kWrites];
+  space.counters[kWrittenBytes] += block.bytes;
+  space.observer.add(follow::Event::kOut, block.copy_start, block.copy_end, block.id, block.bytes,
+                     static_cast<int32_t>(follow::Copied::kBeside));
+}
 // Has a block copied beside the ops.
 void begin_copy(Space& space, Block& block, Copying copying) {
+  if (Device::kStreams) return issue_copy(space, block, copying);
   block.copying = copying;
   block.copied_version = block.version;
   ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
@@ -1160,10 +1332,12 @@ bool fetchable(Block& block) {
 bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   if (!make_room(space, block.bytes, distance + kNear)) return false;
   const int64_t wanted = planned_offset(space, block);
-  place(space, block, wanted >= 0 && clear(space, wanted, block.bytes, false) ? wanted : -1);
+  const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, false);
+  if (!clears && !make_hole(space, block.bytes, true)) return false;
+  place(space, block, clears ? wanted : -1);
   block.here = false;
   block.early = true;
-  space.homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+  space.device.begin_watch(space.homes, block.slot);
   space.early += block.bytes;
   begin_copy(space, block, Copying::kIn);
   return true;
@@ -1255,7 +1429,7 @@ follow::Anchor* usual_anchor(follow::Known& known) {
 void follow_plan(Space& space) {
   const follow::Known& known = *space.follower.known();
   const follow::Schedule& plan = *space.anchor->schedule;
-  const auto count = static_cast<int32_t>(known.ops.size());
+  const auto count = static_cast<int32_t>(known.usual.ops.size());
   for (int32_t behind = std::min(space.follower.passed(), count - 1); behind >= 0; --behind) {
     const int32_t at = (space.follower.position() - behind + count) % count;
     for (const int32_t storage : plan.write[(at - 1 + count) % count])
@@ -1277,14 +1451,21 @@ void fetch_due(Space& space) {
   }
 }
 
-// What an op of the record makes is to lie where the plan has it.
+// What an op of the record asks for is to lie where the plan has it.
 void want(Space& space, int32_t position) {
   space.wanted.clear();
-  for (const auto& touch : space.follower.known()->ops[position].touched)
-    if (touch.created)
-      if (const int64_t offset = space.anchor->schedule->offset(touch.storage, position); offset >= 0)
-        space.wanted.emplace_back(space.anchor->bytes[touch.storage], offset);
-  space.scratch_at = space.anchor->schedule->scratch[position];
+  const follow::Schedule& plan = *space.anchor->schedule;
+  const auto& touched = space.follower.known()->usual.ops[position].touched;
+  const auto made_at = [&](int32_t place) {
+    for (const auto& touch : touched)
+      if (touch.place == place) return plan.offset(touch.storage, position);
+    return int64_t{-1};
+  };
+  for (const follow::Request& request : space.anchor->requests[position]) {
+    const bool result = request.place != 0;
+    const int64_t room = result ? made_at(request.place) : request.in != 0 ? made_at(request.in) : plan.scratch[position];
+    space.wanted.emplace_back(request.bytes, room < 0 || result ? room : room + request.at);
+  }
 }
 
 // Takes an op to its place in the records, with the blocks that it touches.
@@ -1294,7 +1475,7 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
   const bool before = follower.active();
   const follow::Known* known = follower.known();
   const int32_t planned_at = space.anchor != nullptr && follower.on_course() ? follower.next() : -1;
-  const void* planned = planned_at >= 0 ? known->ops[planned_at].op : nullptr;
+  const void* planned = planned_at >= 0 ? known->usual.ops[planned_at].op : nullptr;
   follower.advance(op, touched);
   if (planned != nullptr && (!follower.on_course() || follower.known() != known || follower.position() != planned_at))
     space.observer.depart(planned_at, follow::Cause::kOp, name_of(planned), name_of(op));
@@ -1315,14 +1496,15 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
     }
   if (space.anchor == nullptr) return;
   ++space.counters[kPlanned];
+  if (follower.position() == 0) move_into_core(space);
   want(space, follower.position());
   if (space.ahead) follow_plan(space);
 }
 
 void forget_idle(Space& space) {
   while (space.extents.idle() > 0) {
-    const auto [offset, bytes] = space.extents.forget_some(space.budget);
-    madvise(space.base + offset, bytes, MADV_DONTNEED);
+    const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
+    space.device.discard(space.base + offset, bytes);
   }
 }
 
@@ -1332,7 +1514,7 @@ void evict_everything(Space& space) {
     if (movable(*block)) {
       const int64_t offset = block->offset, bytes = block->bytes;
       const bool poison = space.stress && !block->fixed;
-      if (evict(space, *block) && poison) std::memset(space.base + offset, 0xAB, bytes);
+      if (evict(space, *block) && poison) space.device.fill(space.base + offset, bytes);
     }
 }
 
@@ -1484,6 +1666,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   if (space.recipes->any()) spare_recipes(space, about, *stack);
   Pinned pinned(space);
   Lineage lineage(space, op, about);
+  Timed timed(space);
   const Running inside(op);
   std::vector<follow::Touched> touched;
   const int64_t arrived = follow::nanos_now();
@@ -1493,10 +1676,15 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   };
   {
     const Guard guard(mutex);
+    timed.arrive();
     commit(space);
+    if (space.unseen) {
+      for (Block* block : space.known) block->dirty |= block->here;
+      space.unseen = false;
+    }
     planned = space.counters[kPlanned];
+    space.requests.clear();
     space.wanted.clear();
-    space.scratch_at = -1;
     std::vector<follow::History::Touch> noted;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
@@ -1526,7 +1714,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     // What a collective touches may change until it is waited for; whoever touches it next has waited.
     for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
     if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
-    space.scratch = space.most_scratch = 0;
+    timed.begin();
     start = follow::nanos_now();
   }
   {
@@ -1539,7 +1727,6 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     if (!space.open) return;
     lineage.ran();
     int32_t place = 0;
-    int64_t made = 0;
     std::vector<std::pair<int32_t, Block*>> places;
     const bool operands = !touched.empty();
     const size_t results = op.schema().returns().size();
@@ -1550,11 +1737,13 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         Block* block = enroll(storage);
         if (block == nullptr || block->space != &space) return;
         block->last_use = space.history.now();
+        space.device.used(block->order);
         space.history.note({place, block->id});
         if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
         touch(place, *block, true, true);
         places.emplace_back(place, block);
-        made += block->bytes;
+        for (follow::Request& request : space.requests)
+          if (request.id == block->id) request.place = place;
         lineage.made(*block, place);
       });
     lineage.after(*stack);
@@ -1573,13 +1762,26 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
                          space.counters[kPlanned] != planned);
     for (const follow::Touched& each : touched)
       space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
+    if (!touched.empty()) timed.keep();
     const int64_t waited = space.counters[kTransferMicros] - space.waited;
     space.recorder.add(&op.schema(), touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
-                       std::max<int64_t>(0, space.most_scratch - made));
+                       std::move(space.requests));
+    space.requests.clear();
     space.since = std::chrono::steady_clock::now();
     space.waited = space.counters[kTransferMicros];
     if (!space.stress) copy_ahead(space);
   }
+}
+
+// An argument of which each place of the lists has its own: a list of tensors, or of numbers. 0: it is not one.
+size_t places_of(const c10::IValue& value) {
+  return value.isList() ? value.toList().size() : 0;
+}
+c10::IValue slice_of(const c10::IValue& value, size_t begin, size_t end) {
+  const c10::List<c10::IValue> list = value.toList();
+  c10::List<c10::IValue> part(list.elementType());
+  for (size_t k = begin; k < end; ++k) part.push_back(list.get(k));
+  return c10::IValue(std::move(part));
 }
 
 // An op that works through lists, such as a fused optimizer: in slices that fit, one after the other.
@@ -1606,23 +1808,24 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
   if (total <= space.budget / 2) return run_atom(space, op, about, below, stack);
   const torch::jit::Stack arguments(stack->end() - count, stack->end());
   stack->resize(first);
+  c10::List<at::Tensor> results;
   for (size_t begin = 0, end = 0; begin < length; begin = end) {
     int64_t taken = 0;
     for (end = begin; end < length && (end == begin || taken + bytes[end] <= space.budget / 4); ++end)
       taken += bytes[end];
     torch::jit::Stack part;
     for (const c10::IValue& value : arguments) {
-      if (!value.isTensorList() || value.toTensorList().empty()) {
+      // Numbers for all places at once, such as sizes, are not in lists of that length but by chance, and not in such ops.
+      if (places_of(value) == length)
+        part.push_back(slice_of(value, begin, end));
+      else
         part.push_back(value);
-        continue;
-      }
-      c10::List<at::Tensor> slice;
-      const auto tensors = value.toTensorList();
-      for (size_t k = begin; k < end; ++k) slice.push_back(tensors.get(k));
-      part.emplace_back(std::move(slice));
     }
     run_atom(space, op, about, below, &part);
+    if (about.lists)
+      for (const at::Tensor& result : part.back().toTensorVector()) results.push_back(result);
   }
+  if (about.lists) stack->emplace_back(std::move(results));
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -1663,13 +1866,29 @@ void observe_held(Space& space) {
     if (block->charged) space.observer.add(follow::Event::kHeld, block->id, block->bytes);
 }
 
+// The moments of a step are kept until the next one has ended. False: there are none.
+bool end_of_timing(Space& space) {
+  if (!Device::kStreams) return false;
+  constexpr int64_t kTimed = 4;  // one step in so many is timed while a plan is followed
+  const bool timed = space.timing;
+  if (timed) space.moments.push_back(Device::Span{space.device.moment(), space.device.moment()});
+  for (const Device::Span& span : space.moments_before) space.device.forget(span);
+  space.moments_before = std::exchange(space.moments, {});
+  space.timing = space.timed && (space.anchor == nullptr || space.follower.steps() % kTimed == 0);
+  return timed;
+}
+
 bool end_of_step(Space& space) {
   // Steps that make up to so much less than an anchor follow its plan for good.
   constexpr double kClose = 1.15;
+  const bool timed = end_of_timing(space);
   std::optional<follow::Record> record = space.recorder.take();
   space.since = std::chrono::steady_clock::now();
   if (!record) return false;
-  follow::Known* known = space.follower.end_of_step(*record);
+  record->variant = space.recipes->variant();
+  const size_t count = record->ops.size();
+  std::vector<int32_t> ops;
+  follow::Known* known = space.follower.end_of_step(*record, ops);
   if (!space.follower.active()) space.anchor = nullptr;  // what it belonged to may be gone
   if (known == nullptr) return false;
   if (known->anchors.empty())
@@ -1678,7 +1897,7 @@ bool end_of_step(Space& space) {
         known->playing[found->second] = block;
   const follow::Known* before = space.follower.known();
   if (space.anchor != nullptr && space.follower.on_course() && space.follower.next() != 0)
-    space.observer.depart(space.follower.next(), follow::Cause::kEnd, name_of(before->ops[space.follower.next()].op), "");
+    space.observer.depart(space.follower.next(), follow::Cause::kEnd, name_of(before->usual.ops[space.follower.next()].op), "");
   space.follower.stand_after(*known);
   if (before != space.follower.known()) {
     space.anchor = usual_anchor(*space.follower.known());
@@ -1690,6 +1909,13 @@ bool end_of_step(Space& space) {
       anchor.used = space.follower.steps();
       return false;
     }
+  if (Device::kStreams) {
+    // Each op has its moments, unless one failed or the record is too long; then comes the end.
+    if (!timed || space.moments_before.size() != count + 1) return false;
+    const std::vector<int64_t> nanos = space.device.nanos_between(space.moments_before);
+    for (size_t i = 0; i < record->nanos.size(); ++i)
+      if (const int64_t op = ops.empty() ? static_cast<int64_t>(i) : ops[i]; op >= 0) record->nanos[i] = nanos[op];
+  }
   space.proposed = std::move(record);
   space.proposed_for = known->number;
   return true;
@@ -1740,7 +1966,7 @@ void accept_proposal(Space& space) {
     if (&*oldest == space.anchor) space.anchor = nullptr;
     known->anchors.erase(oldest);
   }
-  follow::Anchor anchor{space.anchors++, {}, made_by(*space.proposed), space.follower.steps(), nullptr};
+  follow::Anchor anchor{space.anchors++, {}, std::move(space.proposed->requests), made_by(*space.proposed), space.follower.steps(), nullptr};
   for (const follow::StepStorage& storage : space.proposed->storages) anchor.bytes.push_back(storage.bytes);
   known->anchors.push_back(std::move(anchor));
   space.proposed.reset();
@@ -1753,7 +1979,7 @@ int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
       if (anchor.number != number) continue;
       auto schedule = std::make_unique<follow::Schedule>();
       for (auto* list : {&schedule->leave, &schedule->fetch, &schedule->write}) {
-        list->resize(known->ops.size());
+        list->resize(known->usual.ops.size());
         for (int64_t left = *numbers++; left > 0; --left, numbers += 2)
           list->at(numbers[0]).push_back(static_cast<int32_t>(numbers[1]));
       }
@@ -1761,7 +1987,7 @@ int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
       for (int64_t left = *numbers++; left > 0; --left, numbers += 3)
         if (numbers[2] % kPage == 0)
           schedule->offsets.at(numbers[1]).emplace_back(static_cast<int32_t>(numbers[0]), numbers[2]);
-      schedule->scratch.assign(known->ops.size(), -1);
+      schedule->scratch.assign(known->usual.ops.size(), -1);
       for (int64_t left = *numbers++; left > 0; --left, numbers += 2)
         if (numbers[1] % kPage == 0) schedule->scratch.at(numbers[0]) = numbers[1];
       anchor.schedule = std::move(schedule);
@@ -1790,7 +2016,7 @@ void after_fork_in_child() {
     space->homes.after_fork_in_child();
     for (const Block* block : space->known)
       if (block->fixed && !block->here)
-        space->homes.of(block->slot).show(space->address(*block), block->slot.offset, block->bytes, true);
+        space->device.cover(space->homes, block->slot, space->address(*block), true);
   }
   // A recursive lock belongs to a thread of the parent, which no thread of the child can unlock; and those that waited
   // are not here.
@@ -1802,21 +2028,45 @@ void after_fork_in_child() {
 // Gives memory back that only shows what is at home.
 void forget_window(const Block& block) {
   if (!block.here && !block.fixed && block.slot && block.copying == Copying::kNothing)
-    block.space->homes.of(block.slot).begin_watch(block.slot.offset, block.bytes);
+    block.space->device.begin_watch(block.space->homes, block.slot);
 }
 
 // Moves the bytes of a storage to memory of PyTorch's own allocator, and forgets its block.
-bool release_from(const Block& block, StorageImpl& storage) {
+bool release_from(Block& block, StorageImpl& storage) {
   if (block.fixed || block.pins > 0) return false;
-  wait_for_copies(*block.space);
+  Space& space = *block.space;
+  wait_for_copies(space);
   at::DataPtr own = stock->allocate(storage.nbytes());
-  std::memcpy(own.get(), storage._mutable_data_ptr_no_checks().get(), storage.nbytes());
+  block.here ? space.device.use(block.order) : space.device.use_slot(block.order);
+  space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
+                    static_cast<int64_t>(storage.nbytes()));
+  space.device.used(block.order);
   forget_window(block);
   const at::DataPtr old = storage.set_data_ptr(std::move(own));
   return true;
 }
 
 std::string& failure = *new std::string;  // of the last call that failed, for Python
+std::optional<c10::RegistrationHandleRAII>& registration = *new std::optional<c10::RegistrationHandleRAII>;
+
+// How fast copies are, so that the first plan does not guess: on the CPU those tell that are made.
+void measure_copies(Space& space) {
+  constexpr int64_t kMost = int64_t{16} << 20, kEnough = int64_t{32} << 20;
+  follow::Slot slot;
+  try {
+    slot = space.homes.take(std::min(space.budget, kMost));
+  } catch (const c10::OutOfMemoryError&) {  // what does not fit is told when it has to leave
+    return;
+  }
+  char* window = space.homes.window(slot);
+  while (space.out_bytes < kEnough) {
+    space.out_nanos += space.device.nanos_of_copy(window, space.base, slot.bytes, false);
+    space.in_nanos += space.device.nanos_of_copy(window, space.base, slot.bytes, true);
+    space.in_bytes += slot.bytes;
+    space.out_bytes += slot.bytes;
+  }
+  space.homes.give(slot);
+}
 
 template <class Action>
 int64_t guarded(Action&& action) noexcept {
@@ -1837,31 +2087,36 @@ int64_t guarded(Action&& action) noexcept {
 
 EXPORT const char* follow_failure() noexcept { return failure.c_str(); }
 
-// Once in a process. 0: done; 1: PyTorch uses the dispatch key for something else.
+// Takes the dispatch key, which is one for all devices. 0: done; 1: PyTorch uses it for something else.
 EXPORT int64_t follow_load(int (*python_kernel)(const char*, const char*)) noexcept {
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
+    if (registration) return 0;
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
-    static auto& registration = *new c10::RegistrationHandleRAII(dispatcher.registerFallback(
-        kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "outofcore follows the ops of a loop"));
-    static_cast<void>(registration);
-    pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+    registration.emplace(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
+                                                     "outofcore follows the ops of a loop"));
+    static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+    static_cast<void>(once);
+    return 0;
+  });
+}
+// Leaves it to the library of another device. No loop is followed.
+EXPORT void follow_unload() noexcept {
+  guarded([&]() -> int64_t {
+    registration.reset();
     return 0;
   });
 }
 
-// A space without homes yet. The descriptors of homes are its own from then on.
-EXPORT Space* follow_new(int64_t budget, int verified) noexcept {
+// A space without homes and without memory yet. The descriptors of homes are its own from then on. `timed`: steps are to
+// be planned.
+EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed) noexcept {
   Space* made = nullptr;
   guarded([&]() -> int64_t {
-    auto space = std::make_unique<Space>(budget / kPage * kPage);
-    const int64_t bytes = Space::kAddresses * space->budget;
-    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(base != MAP_FAILED, bytes, " bytes of addresses could not be mapped for the arena");
-    madvise(base, bytes, MADV_HUGEPAGE);
-    space->base = static_cast<char*>(base);
-    space->verified = verified != 0;
+    auto space = std::make_unique<Space>(budget / kPage * kPage, device);
+    space->verified = Device::kReadable && verified != 0;
+    space->timing = space->timed = Device::kStreams && timed != 0;
     space->recipes = std::make_shared<follow::Recipes>(mutex, our_pager, smallest);
     made = space.release();
     return 0;
@@ -1935,25 +2190,40 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     TORCH_CHECK(current == nullptr, "a loop is followed already");
-    c10::Allocator* installed = c10::GetCPUAllocator();
+    c10::Allocator* installed = ::device::installed();
     if (installed != &allocator) {
-      TORCH_CHECK(beside != 0 || installed == c10::GetDefaultCPUAllocator(),
+      TORCH_CHECK(beside != 0 || Device::is_stock(installed),
                   "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
       TORCH_CHECK(installed->raw_deleter() != nullptr, "the allocator under PyTorch cannot be wrapped");
-      stock = c10::GetDefaultCPUAllocator();
+      stock = Device::stock_beneath(installed);
       beneath = installed;
-      c10::SetCPUAllocator(&allocator);
-      TORCH_CHECK(c10::GetCPUAllocator() == &allocator, "PyTorch's allocator was installed with a higher priority");
+      ::device::beneath(allocator, installed);
+      ::device::install(&allocator);
+      TORCH_CHECK(::device::installed() == &allocator, "PyTorch's allocator was installed with a higher priority");
     }
-    const auto base = reinterpret_cast<uintptr_t>(space->base);
-    lowest = std::min(lowest.load(), base);
-    highest = std::max(highest.load(), base + Space::kAddresses * space->budget);
+    space->device.enter();
     spaces.insert(space);
     start_copiers();
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
     current = space;
     return 0;
+  });
+}
+// Gives an open space its arena. 1: done; 0: the device does not have the memory.
+EXPORT int64_t follow_reserve(Space* space) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    try {
+      space->base = space->device.reserve(Device::kAddresses * space->budget);
+    } catch (const c10::OutOfMemoryError&) {
+      return 0;
+    }
+    const auto base = reinterpret_cast<uintptr_t>(space->base);
+    lowest = std::min(lowest.load(), base);
+    highest = std::max(highest.load(), base + Device::kAddresses * space->budget);
+    if (space->timed) measure_copies(*space);
+    return 1;
   });
 }
 // Follows nothing until it is opened again. Storages stay where they are.
@@ -1967,7 +2237,7 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
       for (Block* block : space->known)
         if (block->here) block->dirty = true;
     current = nullptr;
-    if (c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(beneath);
+    if (::device::installed() == &allocator) ::device::install(beneath);
     return 0;
   });
 }
@@ -2004,7 +2274,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
       }
       current = nullptr;
     }
-    if (current == nullptr && c10::GetCPUAllocator() == &allocator) c10::SetCPUAllocator(beneath);
+    if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
     space->open = false;
     forget_idle(*space);
     if (space->pieces == 0) forget_space(space);
@@ -2040,7 +2310,7 @@ EXPORT int follow_plain(const StorageImpl* storage) noexcept {
 EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
-    const Block* block = known(*storage);
+    Block* block = known(*storage);
     if (block == nullptr) block = enroll(*storage);
     return block != nullptr && release_from(*block, *storage);
   });
@@ -2049,7 +2319,7 @@ EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
 EXPORT int64_t follow_release_all(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
-    for (const Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
+    for (Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
       if (const auto storage = owner_of(*block)) release_from(*block, *storage);
     return 0;
   });

@@ -128,7 +128,12 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   bool any() const { return !shelf_->recipes.empty(); }
 
+  // Differs where steps make other storages again.
+  int64_t variant() const {
+    return mode == Recompute::kChosen ? choices_ : mode == Recompute::kEverything ? -1 : 0;
+  }
   void choose(const int64_t* ids, int64_t count) {
+    ++choices_;
     chosen_.clear();
     chosen_.insert(ids, ids + count);
     most_chosen_ = 4 * chosen_.size() + 1024;
@@ -464,6 +469,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   const int64_t large_;
   std::shared_ptr<Shelf> shelf_;
   std::set<int64_t> chosen_;
+  int64_t choices_ = 0;  // there ever were
   size_t most_chosen_ = 0;
   std::map<int64_t, Note> notes_;
 };

@@ -1,9 +1,8 @@
 // What a step of a loop does, as a plan is made of it, and where in such a record the loop is now.
 //
 // A step lasts from one update of the optimizer to the next, whatever lies between: micro-steps, evaluations, logging.
-// Steps that run the same ops on storages in the same relations are one record, whatever the sizes; for some sizes
-// ("anchors") there is a plan. Storages have numbers in the order of their first touch, so that these numbers mean the
-// same in all steps of a record.
+// Steps that run the same ops on storages in the same relations, or nearly so, are of one kind, whatever the sizes; for
+// some sizes ("anchors") there is a plan.
 
 #pragma once
 
@@ -18,53 +17,15 @@
 #include <utility>
 #include <vector>
 
+#include "alignment.h"
+#include "step.h"
+
 namespace follow {
-
-// How an op has touched a storage: operands are numbered from 1 on, results from -1 downwards.
-struct Touched {
-  int32_t place;
-  int64_t id;  // of the block
-  int64_t bytes;
-  bool written, created;
-};
-
-struct StepOp {
-  struct Touch {
-    int32_t place;
-    int32_t storage;
-    bool written, created;
-  };
-  const void* op;  // the schema of its operator
-  std::vector<Touch> touched;
-};
-
-struct StepStorage {
-  int64_t id;  // of the block
-  int64_t bytes;
-  int32_t freed = -1;  // the ops that had begun when it was freed; -1: not in this step
-  bool created = false;
-};
-
-// One step that has been.
-struct Record {
-  // A storage that an earlier step made, that this one does not touch, and that it frees.
-  struct Leftover {
-    int32_t storage;  // its number in the step before
-    int32_t freed;
-  };
-
-  std::vector<StepOp> ops;
-  std::vector<StepStorage> storages;
-  std::vector<int64_t> nanos, workspaces;  // by op: what it took with what Python did before it; its scratch memory
-  std::vector<Leftover> leftovers;
-  uint64_t signature = 14695981039346656037ull;  // equal: the same ops on storages in the same relations
-
-};
 
 // Writes the record of the step under way.
 class Recorder {
  public:
-  void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, int64_t workspace) {
+  void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests) {
     if (touched.empty() || overflown_) {
       waiting_ += nanos;
       return;
@@ -87,7 +48,8 @@ class Recorder {
     }
     now_.ops.push_back(std::move(made));
     now_.nanos.push_back(nanos + waiting_);
-    now_.workspaces.push_back(workspace);
+    now_.workspaces.push_back(place_scratch(requests));
+    now_.requests.push_back(std::move(requests));
     waiting_ = 0;
   }
   void free(int64_t id) {
@@ -103,8 +65,7 @@ class Recorder {
     std::optional<Record> done;
     if (!overflown_ && !now_.ops.empty()) done = std::move(now_);
     before_.clear();
-    // Numbers of a step of another kind mean other storages.
-    if (done && done->signature != signature_before_) done->leftovers.clear();
+    if (done) done->before = signature_before_;
     signature_before_ = done ? done->signature : 0;
     if (done)
       for (size_t i = 0; i < done->storages.size(); ++i)
@@ -153,6 +114,7 @@ struct Schedule {
 struct Anchor {
   int64_t number;
   std::vector<int64_t> bytes;  // by storage
+  std::vector<std::vector<Request>> requests;  // by op
   int64_t size = 0;
   int64_t used = 0;            // the step in which it was last of use
   std::unique_ptr<Schedule> schedule;  // none: not planned yet
@@ -161,8 +123,8 @@ struct Anchor {
 // All that is known of steps of one kind.
 struct Known {
   int64_t number;
-  uint64_t signature;
-  std::vector<StepOp> ops;
+  Record usual;                                     // one of them
+  std::vector<bool> other;                          // by op: others of the kind run the operator on other storages
   std::vector<std::vector<int32_t>> uses;           // by storage
   std::vector<int64_t> persistent;                  // by storage: the block that it always is; -1: another in each step
   std::unordered_map<int64_t, int32_t> of_block;    // the persistent ones
@@ -185,10 +147,12 @@ class Follower {
         return arrive(next);
       }
       // A few ops may be left out once, and a few may come in between.
-      const auto n = static_cast<int32_t>(known_->ops.size());
+      const auto n = static_cast<int32_t>(known_->usual.ops.size());
       if (strange_ > 0)
         for (int32_t ahead = 2; ahead <= std::min(kAhead, n); ++ahead)
-          if (const int32_t next = (position_ + ahead) % n; has_anchor(*known_, next, touched) && fits(*known_, next, op, touched)) {
+          if (const int32_t next = (position_ + ahead) % n;
+              fits(*known_, next, op, touched) &&
+              (has_anchor(*known_, next, touched) || same_before(*known_, next, kLikely) == kLikely)) {
             remember(op);
             return arrive(next);
           }
@@ -201,11 +165,11 @@ class Follower {
   // Whether an op without large operands is, if it makes something large, the next one.
   bool may_make(const void* op) const {
     if (!on_course()) return false;
-    const StepOp& there = known_->ops[next()];
+    const StepOp& there = known_->usual.ops[next()];
     return there.op == op && std::all_of(there.touched.begin(), there.touched.end(),
                                          [](const auto& touch) { return touch.place < 0; });
   }
-  int32_t next() const { return (position_ + 1) % static_cast<int32_t>(known_->ops.size()); }
+  int32_t next() const { return (position_ + 1) % static_cast<int32_t>(known_->usual.ops.size()); }
   bool on_course() const { return known_ != nullptr && strange_ == 0; }
   bool active() const { return known_ != nullptr; }
   Known* known() const { return known_; }
@@ -213,7 +177,7 @@ class Follower {
   // Ops that were passed over when the position was reached.
   int32_t passed() const { return passed_; }
 
-  const StepOp& op() const { return known_->ops[position_]; }
+  const StepOp& op() const { return known_->usual.ops[position_]; }
   // The storage at a place of the op where the loop is now; -1: none.
   int32_t storage_at(int32_t place) const {
     for (const auto& touch : op().touched)
@@ -226,7 +190,7 @@ class Follower {
     const auto next = std::upper_bound(uses.begin(), uses.end(), position_);
     if (next != uses.end()) return *next - position_;
     if (known_->persistent[storage] < 0) return kNever;
-    return static_cast<int64_t>(known_->ops.size()) - position_ + uses.front();
+    return static_cast<int64_t>(known_->usual.ops.size()) - position_ + uses.front();
   }
 
   // The op, this one or a later one, that uses a storage of the record next; -1: none.
@@ -237,47 +201,51 @@ class Follower {
     return known_->persistent[storage] < 0 ? -1 : uses.front();
   }
 
-  // A step has ended: what is known of such steps, if anything; and whether another like it is to be planned for.
-  Known* end_of_step(Record& record) {
+  // A step has ended: what is known of such steps, if anything. Where they differ a little the record is then in terms
+  // of the usual one, and `ops` says of each of its ops which one of the step that was; empty: they are the same.
+  Known* end_of_step(Record& record, std::vector<int32_t>& ops) {
     ++steps_;
+    ops.clear();
     for (auto& each : known_ones_)
-      if (each->signature == record.signature && each->ops.size() == record.ops.size()) {
-        return ended(*each);
-      }
-    const auto before = std::find_if(seen_once_.begin(), seen_once_.end(),
-                                     [&](const Record& each) { return each.signature == record.signature; });
-    if (before == seen_once_.end()) {
-      if (seen_once_.size() >= kSeenOnce) seen_once_.pop_front();
-      seen_once_.push_back(std::move(record));
+      if (each->usual.signature == record.signature && each->usual.ops.size() == record.ops.size()) return ended(*each);
+    const auto same = std::find_if(seen_once_.begin(), seen_once_.end(),
+                                   [&](const Record& each) { return each.signature == record.signature; });
+    if (same != seen_once_.end()) {
+      const Record before = std::move(*same);
+      seen_once_.erase(same);
+      return ended(made_known(record, before, nullptr));
+    }
+    Known* like = nullptr;
+    std::optional<Alignment> with_it;
+    for (auto& each : known_ones_)
+      if (auto found = align(each->usual, record, with_it ? with_it->share : kAlike))
+        like = each.get(), with_it = std::move(found);
+    if (like != nullptr) {
+      for (size_t i = 0; i < with_it->other.size(); ++i) like->other[i] = like->other[i] || with_it->other[i];
+      Record in_its_terms = translated(record, like->usual, *with_it);
+      see_once(std::move(record));
+      record = std::move(in_its_terms);
+      ops = std::move(with_it->ops);
+      return ended(*like);
+    }
+    auto nearest = seen_once_.end();
+    for (auto each = seen_once_.begin(); each != seen_once_.end(); ++each)
+      if (auto found = align(record, *each, with_it ? with_it->share : kAlike))
+        nearest = each, with_it = std::move(found);
+    if (nearest == seen_once_.end()) {
+      see_once(std::move(record));
       return nullptr;
     }
-    if (known_ones_.size() >= kKnown) forget_one();
-    auto made = std::make_unique<Known>();
-    made->number = numbers_++;
-    made->signature = record.signature;
-    made->ops = record.ops;
-    made->uses.resize(record.storages.size());
-    made->playing.assign(record.storages.size(), nullptr);
-    made->persistent.assign(record.storages.size(), -1);
-    for (size_t i = 0; i < record.ops.size(); ++i)
-      for (const auto& touch : record.ops[i].touched)
-        if (auto& uses = made->uses[touch.storage]; uses.empty() || uses.back() != static_cast<int32_t>(i))
-          uses.push_back(static_cast<int32_t>(i));
-    for (size_t i = 0; i < record.storages.size(); ++i)
-      if (record.storages[i].id == before->storages[i].id && record.storages[i].freed < 0) {
-        made->persistent[i] = record.storages[i].id;
-        made->of_block.emplace(record.storages[i].id, static_cast<int32_t>(i));
-      }
-    seen_once_.erase(before);
-    known_ones_.push_back(std::move(made));
-    return ended(*known_ones_.back());
+    const Record before = std::move(*nearest);
+    seen_once_.erase(nearest);
+    return ended(made_known(record, before, &*with_it));
   }
   // After such a step: the loop is about to do what it did after the last one of the kind.
   void stand_after(Known& known) {
     known_ = &known;
     for (auto& each : known_ones_)
       if (each->number == known.then) known_ = each.get();
-    position_ = static_cast<int32_t>(known_->ops.size()) - 1;
+    position_ = static_cast<int32_t>(known_->usual.ops.size()) - 1;
     strange_ = passed_ = 0;
   }
   // A block is gone.
@@ -302,11 +270,51 @@ class Follower {
     return &known;
   }
 
-  static constexpr int32_t kAhead = 24, kStrange = 12, kContext = 16, kShortest = 2;
+  // Makes two sightings a kind; `alignment` from the later to the earlier, null: they are the same.
+  Known& made_known(Record& record, const Record& before, const Alignment* alignment) {
+    if (known_ones_.size() >= kKnown) forget_one();
+    // What the step before had left is known by its numbers there.
+    if (record.before != before.signature) {
+      record.leftovers.clear();
+    } else if (alignment != nullptr) {
+      std::vector<Record::Leftover> left;
+      for (size_t i = 0; i < alignment->storages.size(); ++i)
+        for (const Record::Leftover& each : record.leftovers)
+          if (each.storage == alignment->storages[i]) left.push_back({static_cast<int32_t>(i), each.freed});
+      record.leftovers = std::move(left);
+    }
+    auto made = std::make_unique<Known>();
+    made->number = numbers_++;
+    made->usual = record;
+    made->other = alignment != nullptr ? alignment->other : std::vector<bool>(record.ops.size(), false);
+    made->uses.resize(record.storages.size());
+    made->playing.assign(record.storages.size(), nullptr);
+    made->persistent.assign(record.storages.size(), -1);
+    for (size_t i = 0; i < record.ops.size(); ++i)
+      for (const auto& touch : record.ops[i].touched)
+        if (auto& uses = made->uses[touch.storage]; uses.empty() || uses.back() != static_cast<int32_t>(i))
+          uses.push_back(static_cast<int32_t>(i));
+    for (size_t i = 0; i < record.storages.size(); ++i) {
+      const int32_t there = alignment != nullptr ? alignment->storages[i] : static_cast<int32_t>(i);
+      if (there < 0 || record.storages[i].id != before.storages[there].id || record.storages[i].freed >= 0) continue;
+      made->persistent[i] = record.storages[i].id;
+      made->of_block.emplace(record.storages[i].id, static_cast<int32_t>(i));
+    }
+    known_ones_.push_back(std::move(made));
+    return *known_ones_.back();
+  }
+  void see_once(Record record) {
+    if (seen_once_.size() >= kSeenOnce) seen_once_.pop_front();
+    seen_once_.push_back(std::move(record));
+  }
+
+  // How much of their time steps of one kind have in common at least.
+  static constexpr double kAlike = 0.8;
+  static constexpr int32_t kAhead = 24, kStrange = 12, kContext = 16, kShortest = 2, kLikely = 4;
   static constexpr size_t kSeenOnce = 4, kKnown = 8;
 
   bool arrive(int32_t position) {
-    const auto n = static_cast<int32_t>(known_->ops.size());
+    const auto n = static_cast<int32_t>(known_->usual.ops.size());
     passed_ = (position - position_ - 1 + n) % n;
     position_ = position;
     strange_ = 0;
@@ -315,13 +323,14 @@ class Follower {
 
   // Whether an op can be the one at a position: the same operator, and no storage that lasts is another one.
   static bool fits(const Known& known, int32_t position, const void* op, const std::vector<Touched>& touched) {
-    const StepOp& there = known.ops[position];
+    const StepOp& there = known.usual.ops[position];
     if (there.op != op) return false;
     size_t operands = 0, expected = 0;
     for (const auto& touch : there.touched) expected += touch.place > 0;
     for (const Touched& each : touched) {
       if (each.place < 0) continue;
       ++operands;
+      if (known.other[position]) continue;
       const auto mine = known.of_block.find(each.id);
       for (const auto& touch : there.touched)
         if (touch.place == each.place) {
@@ -334,11 +343,21 @@ class Follower {
   }
   // Whether an op has an operand that lasts, by which it is told from its like.
   static bool has_anchor(const Known& known, int32_t position, const std::vector<Touched>& touched) {
-    for (const auto& touch : known.ops[position].touched)
+    for (const auto& touch : known.usual.ops[position].touched)
       if (known.persistent[touch.storage] >= 0)
         for (const Touched& each : touched)
           if (each.place == touch.place) return true;
     return false;
+  }
+
+  // How many operators before an op are those that have run last, up to so many.
+  int32_t same_before(const Known& known, int32_t at, int32_t most) const {
+    int32_t same = 0;
+    const auto n = static_cast<int32_t>(known.usual.ops.size());
+    while (same < std::min({most, static_cast<int32_t>(last_.size()), n}) &&
+           known.usual.ops[(at - 1 - same + 2 * n) % n].op == last_[last_.size() - 1 - same])
+      ++same;
+    return same;
   }
 
   // The place is lost: looks for it where a storage that lasts is used.
@@ -352,11 +371,7 @@ class Follower {
         if (found == each->of_block.end()) continue;
         for (const int32_t at : each->uses[found->second]) {
           if (!fits(*each, at, op, touched)) continue;
-          int32_t same = 0;
-          const auto n = static_cast<int32_t>(each->ops.size());
-          while (same < kContext && same < static_cast<int32_t>(last_.size()) && same < n &&
-                 each->ops[(at - 1 - same + 2 * n) % n].op == last_[last_.size() - 1 - same])
-            ++same;
+          const int32_t same = same_before(*each, at, kContext);
           if (same > longest || (same == longest && each->used > latest)) {
             longest = same, latest = each->used;
             best = each.get(), best_at = at;

@@ -270,7 +270,8 @@ class _Lowering:
     def _append_run(self, op: Op, blocks: dict[int, int], *, again: bool = False) -> None:
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
-        self.instructions.append(Run(op.id, tuple(blocks[s] for s in op.touched), workspace, again=again))
+        used = tuple(blocks[s] for s in op.touched)
+        self.instructions.append(Run(op.id, used, workspace, again=again, communicates=op.communicates))
         if workspace is not None:
             self._end(workspace)
 

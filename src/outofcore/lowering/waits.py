@@ -12,16 +12,21 @@ from dataclasses import replace
 
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
-from outofcore.graph import StepGraph
+from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering.slots import room_at_homes
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, lane_of
 
-# How many instructions of each queue are surely done: the ops, then for each home copies out and copies in.
+# How many instructions of each queue are surely done: the ops, the collectives if there are any, then for each home
+# copies out and copies in.
 _Clock = tuple[int, ...]
 
 
 def _later(a: _Clock, b: _Clock) -> _Clock:
     return a if a is b else tuple(map(max, a, b))
+
+
+# What an update changes. Other things that last change early in a step, or are put aside (statistics).
+_LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE})
 
 
 class _Ground:
@@ -72,7 +77,9 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
     An instruction waits for whoever wrote what it reads, for whoever still reads what it overwrites
     (in a block, in a home slot, or in the bytes of a block that was there before), unless its own
-    queue or another wait implies it. A copy out to a home that is full also waits for its room.
+    queue or another wait implies it. A copy out to a home that is full also waits for its room. And what changes the
+    model for good waits for all collectives before it: as long as one may fail, because another process has ended, the
+    step can be undone.
 
     Args:
         graph: the step.
@@ -90,6 +97,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     nothing: _Clock = (0,) * len(lanes)
     ground = _Ground(nothing)
     counts = [0] * len(lanes)
+    collectives = numbers.get((Queue.COMMUNICATE, 0))
     clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
     written: dict[int, _Clock] = {}  # block -> when its contents are there
     touched: dict[int, _Clock] = {}  # block -> when everybody is done with it
@@ -114,6 +122,8 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             next_death += 1
         queue = numbers[lane_of(instruction)]
         needed = nothing
+        if collectives is not None and queue != collectives and _is_final(graph, program, instruction):
+            needed = tuple(counts[collectives] if q == collectives else 0 for q in range(len(lanes)))
         if isinstance(instruction, Run):
             op = graph.ops[instruction.op]
             writes = set(op.mutates) | set(op.creates)
@@ -125,7 +135,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
-            needed = slot_written.get((storage, instruction.home), nothing)
+            needed = _later(needed, slot_written.get((storage, instruction.home), nothing))
             if isinstance(instruction, CopyOut):
                 needed = _later(needed, slot_read.get((storage, instruction.home), nothing))
             if index in room:
@@ -165,14 +175,24 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     return replace(program, instructions=tuple(instructions))
 
 
+def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction updates what lasts, or shows a gradient: there is no way back behind it."""
+    if isinstance(instruction, Run):
+        changed = graph.ops[instruction.op].mutates
+        return any(s in graph.persistent and graph.storages[s].kind in _LEARNT for s in changed)
+    return isinstance(instruction, CopyOut) and program.blocks[instruction.block].storage in graph.gradients_left
+
+
 def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
     if isinstance(instruction, Run):
-        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, instruction.again)
+        again, communicates = instruction.again, instruction.communicates
+        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, again, communicates)
     return type(instruction)(instruction.block, instruction.version, waits, instruction.home)
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """The queues: the ops, and for each home its copies out and its copies in."""
+    """The queues: the ops, the collectives if there are any, and for each home its copies out and its copies in."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
-    return [(Queue.COMPUTE, 0), *copies]
+    beside = any(isinstance(i, Run) and i.communicates for i in program.instructions)
+    return [(Queue.COMPUTE, 0), *([(Queue.COMMUNICATE, 0)] if beside else []), *copies]

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from outofcore.analysis.gaps import is_large
 from outofcore.costs import Costs
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.planning.linear_program import UNIT, LinearProgram, binding_ops, levels
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
@@ -67,7 +67,7 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
     program = Relaxation(problem, least_seconds_again(problem), timed=False)
     if program.program.minimise() is None:
         return None
-    return max(costs.compute_seconds, program.program.least() * (1 - _TOLERANCE))
+    return max(*_seconds_of_queues(problem), program.program.least() * (1 - _TOLERANCE))
 
 
 def least_seconds_again(problem: Problem) -> dict[int, float]:
@@ -75,21 +75,35 @@ def least_seconds_again(problem: Problem) -> dict[int, float]:
 
     One run of the op that wrote the value serves at most one gap of each storage that the op writes.
     """
-    writers: dict[int, list[int]] = {}
-    for op in problem.graph.ops:
-        for storage in dict.fromkeys(op.mutates + op.creates):
-            writers.setdefault(storage, []).append(op.id)
     found: dict[int, float] = {}
-    for g in problem.movable:
-        info = problem.gaps[g]
-        if info.segment == 0 or info.cyclic:
-            continue
-        writer = problem.graph.ops[writers[info.gap.storage][info.segment - 1]]
+    for g, writer in _writers(problem).items():
         if writer.rerunnable:
             written = dict.fromkeys(writer.mutates + writer.creates)
             served = sum(is_large(problem.graph.storages[s].bytes) for s in written)
             found[g] = problem.costs.ops[writer.id].seconds / max(served, 1)
     return found
+
+
+def _writers(problem: Problem) -> dict[int, Op]:
+    """For each gap of what an op has written in this step, that op."""
+    writers: dict[int, list[int]] = {}
+    for op in problem.graph.ops:
+        for storage in dict.fromkeys(op.mutates + op.creates):
+            writers.setdefault(storage, []).append(op.id)
+    gaps = {g: problem.gaps[g] for g in problem.movable}
+    return {
+        g: problem.graph.ops[writers[info.gap.storage][info.segment - 1]]
+        for g, info in gaps.items()
+        if info.segment != 0 and not info.cyclic
+    }
+
+
+def _seconds_of_queues(problem: Problem) -> tuple[float, float]:
+    """The seconds of all ops once, and of all collectives, which run beside them."""
+    seconds = [0.0, 0.0]
+    for op, cost in zip(problem.graph.ops, problem.costs.ops, strict=True):
+        seconds[op.communicates] += cost.seconds
+    return seconds[0], seconds[1]
 
 
 @dataclass(frozen=True)
@@ -194,8 +208,15 @@ class Relaxation:
             else:
                 self._busy(home)
         if not timed:
-            compute = {self.repeated[g]: -seconds for g, seconds in again.items() if g in self.repeated}
-            self.program.row({self.waits[0]: 1.0} | compute, low=problem.costs.compute_seconds)
+            writers = _writers(problem)
+            for communicates, least in enumerate(_seconds_of_queues(problem)):
+                terms = {
+                    self.repeated[g]: -seconds
+                    for g, seconds in again.items()
+                    if g in self.repeated and writers[g].communicates == bool(communicates)
+                }
+                if least > 0 or terms:
+                    self.program.row({self.waits[0]: 1.0} | terms, low=least)
         self._memory()
         self._capacities()
 

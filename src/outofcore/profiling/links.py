@@ -337,12 +337,14 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
     def run(which: int) -> None:
         try:
             start.wait()
+            taken = 0.0
             # Go on until the others have enough too: what runs alone would not count.
             while not all(event.is_set() for event in enough):
                 begin = time.perf_counter()
                 actions[which].call()
                 times[which].append(time.perf_counter() - begin)
-                if len(times[which]) >= least and sum(times[which]) >= seconds:
+                taken += times[which][-1]
+                if len(times[which]) >= least and taken >= seconds:
                     enough[which].set()
         except BaseException as error:
             failures.append(error)

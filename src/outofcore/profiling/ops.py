@@ -48,6 +48,7 @@ from outofcore.planning.placement.requests import (
     workspace_layout,
 )
 from outofcore.profiling.cache import Cache, Shelf
+from outofcore.profiling.faithfulness import differences
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
@@ -186,7 +187,7 @@ class _Bench:
     def profile(self, index: int, measure_time: bool, kept: KeptProfiles) -> OpProfile:
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
-        if not op.touched or (not op.rerunnable and call.rehearse is None):
+        if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
         first_differs = call.rehearse_first is not None
         known = kept.find(op, timed=measure_time, first=first_differs, results=len(call.results))
@@ -247,14 +248,14 @@ class _Bench:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
-        for block in program.blocks if contents is not None else ():
-            if block.storage is not None and block.storage not in op.creates:
-                self._fill(block.storage, arena, block)
         if contents is not None:
-            contents.fill(bound.runs[0])
+            for block in program.blocks:
+                if block.storage is not None and block.storage not in op.creates:
+                    self._fill(block.storage, arena, block, contents)
+            contents.fill(bound.runs[0], self._captured.device)
         return bound.runs[0], arena, scopes(self._captured, program, {op.id: requests}), arguments_end
 
-    def _fill(self, storage: int, arena: Memory, block: Block) -> None:
+    def _fill(self, storage: int, arena: Memory, block: Block, contents: Contents) -> None:
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -264,21 +265,27 @@ class _Bench:
         if constant is not None:
             target[: captured.own_bytes(storage)].copy_(internals.storage_bytes(constant))
             return
-        dtype = self._dtypes[storage]
-        if dtype.is_floating_point or dtype.is_complex:
-            target[: count // dtype.itemsize * dtype.itemsize].view(dtype).fill_(0.5)
-        else:
-            target.zero_()
+        contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: Contents) -> Requests:
         captured = self._captured
+        if self._backend.warms_up:
+            # Libraries choose kernels at an op's first run, for which they ask for memory that no later run wants.
+            run = self._bound(op, Requests((), 0), contents)[0]
+            with internals.below_autograd():
+                func(*run.args, **run.kwargs)
         run, arena, _, arguments_end = self._bound(op, Requests((), 0), contents)
         arena.discard(arguments_end, arena.bytes - arguments_end)
         with internals.below_autograd():
             with self._recorder as recorder:
                 out = func(*run.args, **run.kwargs)
-            leaves = internals.result_leaves(out)
-            self._check(op, run, leaves)
+                leaves = internals.result_leaves(out)
+                for leaf, _, _, stride in run.results:
+                    # At its place in other strides than captured, it is put aside before it is laid out there.
+                    result = leaves[leaf] if leaf < len(leaves) else None
+                    if isinstance(result, torch.Tensor) and result.stride() != stride:
+                        result.clone()
+            self._check(op, leaves)
             pointers = {
                 leaves[leaf].untyped_storage().data_ptr(): leaf
                 for leaf, value in enumerate(captured.calls[op.id].results)
@@ -286,17 +293,18 @@ class _Bench:
             }
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
-    def _check(self, op: Op, run: BoundRun, leaves: Sequence[object]) -> None:
+    def _check(self, op: Op, leaves: Sequence[object]) -> None:
         """Refuse an op whose kernel returns other tensors than its description on tensors without contents."""
-        for leaf, _, wanted in run.results:
-            given = leaves[leaf] if leaf < len(leaves) else None
-            if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
-                raise refusal(
-                    f"result {leaf} of the operator {op.name} is {_kind(given)}, and was captured as {_kind(wanted)}",
-                    "what it returns for tensors without contents is not what its kernel returns",
-                    "correct its fake or meta implementation (torch.library.register_fake), or use another operator",
-                    op.source,
-                )
+        for other in differences(self._captured, op, leaves):
+            if other.survived:
+                _log.info("the operator %s returns %s, and was captured with %s", op.name, other.real, other.captured)
+                continue
+            raise refusal(
+                f"result {other.leaf} of the operator {op.name} is {other.real}, and was captured as {other.captured}",
+                "what it returns for tensors without contents is not what its kernel returns",
+                "correct its fake or meta implementation (torch.library.register_fake), or use another operator",
+                op.source,
+            )
 
     def _time(self, op: Op, requests: Requests, contents: Contents) -> float:
         # The arguments lie where the recording left them, unless a larger arena has to be made.
@@ -326,12 +334,6 @@ class _Bench:
                 seconds.append(call())
         # The first run faults the pages in and fills caches.
         return statistics.median(seconds[1:])
-
-
-def _kind(item: object) -> str:
-    if not isinstance(item, torch.Tensor):
-        return "undefined" if item is None else f"a {type(item).__name__}"
-    return f"a {str(item.dtype).removeprefix('torch.')} tensor of shape {tuple(item.shape)}"
 
 
 def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
@@ -381,6 +383,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
         "results": "by leaf",  # how the requests of results are numbered
+        "places": "spread",  # what ops are given that look things up
     }
     return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
 

@@ -95,7 +95,9 @@ def _alone(program: Program, timeline: Timeline, homes: Sequence[Home]) -> list[
     slowed = _slowed({lane: found for lane, found in busy.items() if lane[1] < len(homes)}, homes)
     found: list[float] = []
     for (start, end), instruction in zip(spans, program.instructions, strict=True):
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Run) and instruction.communicates:
+            found.append(end - start)
+        elif isinstance(instruction, Run):
             found.append(end - start - sum((1 - 1 / slower) * part.within(start, end) for slower, part in slowed))
         else:
             # Each of the two that meet has lost half of what both have lost.

@@ -1,19 +1,25 @@
 """What scratch tensors hold while an op is measured on them.
 
 Half throughout, and zero where numbers are whole, which any index may be: most ops run on these. Those that do
-not, such as factorisations of matrices, are tried on others.
+not, such as factorisations of matrices, are tried on others. Where an op takes whole numbers for places, they are
+spread over all places that there are: were all of them the first, its reads would come from a cache, and what it adds
+up would wait in a row.
+
+On a GPU what is no whole number is drawn from around one half. A chip that switches fewer bits draws less power, and
+keeps a higher clock than training lets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from outofcore._torch_internals import OpOverload
 from outofcore.capture import operators
+from outofcore.capture.captured import CPU
 from outofcore.capture.tables import leaves_in
 from outofcore.execution.binding import BoundRun
 
@@ -28,23 +34,48 @@ class Contents:
         whole: in tensors of whole numbers.
         identity: whether square matrices are the identity, which every factorisation and inverse exists for.
         random: whether the rest is drawn between 0 and 1, and not one half.
+        varied: whether it is drawn between a fourth and three fourths.
     """
 
     whole: int = 0
     identity: bool = False
     random: bool = False
+    varied: bool = False
 
-    def fill(self, run: BoundRun) -> None:
-        """Fill the arguments of an op, which hold halves and zeros."""
-        if self != PLAIN:
-            for tensor in leaves_in([run.args, run.kwargs]):
+    def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
+        """Fill the bytes of a storage, before ``fill``: with halves, or what is to vary; with zeros where it is whole.
+
+        Args:
+            target: uint8, contiguous.
+            dtype: of the first value in it.
+        """
+        if not (dtype.is_floating_point or dtype.is_complex):
+            target.zero_()
+            return
+        whole = target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        if self.varied and dtype in _DRAWN:
+            whole.uniform_(*_AROUND)
+        else:
+            whole.fill_(0.5)
+
+    def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
+        """Fill the arguments of an op, which hold halves and zeros.
+
+        Args:
+            run: the op.
+            device: where scratch tensors are; one that is elsewhere is a constant of the user's own.
+        """
+        given = list(leaves_in([run.args, run.kwargs]))
+        scratch = [tensor for tensor in given if tensor.device.type == device.type]
+        if replace(self, varied=False) != PLAIN:
+            for tensor in scratch:
                 self._fill(tensor)
-        if isinstance(run.func, OpOverload) and run.func._schema.name in _FITTING:
+        if len(scratch) == len(given) and isinstance(run.func, OpOverload) and run.func._schema.name in _FITTING:
             _FITTING[run.func._schema.name](operators.by_name(run.func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            return  # an expanded tensor cannot be written to
+        if _is_expanded(tensor):
+            return  # it cannot be written to
         if not (tensor.is_floating_point() or tensor.is_complex()):
             tensor.fill_(self.whole)
         elif self.identity and tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]:
@@ -54,11 +85,14 @@ class Contents:
 
 
 PLAIN = Contents()
+# Within 0 and 1, as what is no probability ends the process on a GPU.
+_AROUND = (0.25, 0.75)
+_DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def contents_to_try(device: torch.device) -> Iterator[Contents]:
     """What to try one after the other, until an op runs."""
-    yield PLAIN
+    yield PLAIN if device.type == "cpu" else Contents(varied=True)
     yield Contents(identity=True)
     # On a device an index out of range ends the process, and cannot be tried.
     if device.type == "cpu":
@@ -104,8 +138,79 @@ def _even_segments(given: Given) -> None:
         lengths[..., : data.shape[axis] % share].add_(1)
 
 
+# Consecutive places are so far apart: a prime, so that all of them come up, and in no order that a cache foresees.
+_STRIDE = 7919
+
+
+def spread(places: torch.Tensor, count: int) -> None:
+    """Fill a tensor of whole numbers with places from 0 to ``count`` - 1, as evenly as can be."""
+    if places.dtype in (torch.bool, torch.uint8) or not places.numel() or count < 2 or _is_expanded(places):
+        return
+    numbers = torch.arange(places.numel(), dtype=torch.int64, device=places.device)
+    places.copy_(numbers.mul_(_STRIDE).remainder_(count).view(places.shape))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _rows_of(name: str) -> Callable[[Given], None]:
+    """Spreads the places of rows, of which an argument has some, or is their number."""
+
+    def fill(given: Given) -> None:
+        rows = given[name]
+        spread(given["indices"], int(rows) if isinstance(rows, int) else rows.shape[0])
+
+    return fill
+
+
+def _places_along(given: Given) -> None:
+    """Spreads places along one dimension."""
+    one = given["self"]
+    if one.ndim:
+        spread(given["index"], one.shape[given["dim"]])
+
+
+def _places_of_each(given: Given) -> None:
+    """Spreads places along each dimension that is indexed."""
+    for places, count in zip(given["indices"], given["self"].shape, strict=False):
+        if isinstance(places, torch.Tensor) and not places.is_floating_point():
+            spread(places, count)
+
+
+def _classes(given: Given) -> None:
+    """Spreads what is to be told apart."""
+    one = given["self"]
+    spread(given["target"], one.shape[1 if one.ndim > 1 else 0])
+
+
+def _windows(given: Given) -> None:
+    """Spreads the places that a pooling has found its largest values at."""
+    spread(given["indices"], given["self"].shape[-1] * given["self"].shape[-2])
+
+
 # Ops whose work, or whose right to run, depends on whole numbers that they are given.
 _FITTING: dict[str, Callable[[Given], None]] = {
+    "aten::embedding": _rows_of("weight"),
+    "aten::embedding_dense_backward": _rows_of("num_weights"),
+    "aten::gather": _places_along,
+    "aten::scatter": _places_along,
+    "aten::scatter_": _places_along,
+    "aten::scatter_add": _places_along,
+    "aten::scatter_add_": _places_along,
+    "aten::index_select": _places_along,
+    "aten::index_add": _places_along,
+    "aten::index_add_": _places_along,
+    "aten::index": _places_of_each,
+    "aten::index_put": _places_of_each,
+    "aten::index_put_": _places_of_each,
+    "aten::_unsafe_index": _places_of_each,
+    "aten::_unsafe_index_put": _places_of_each,
+    "aten::nll_loss_forward": _classes,
+    "aten::nll_loss_backward": _classes,
+    "aten::nll_loss2d_forward": _classes,
+    "aten::nll_loss2d_backward": _classes,
+    "aten::max_pool2d_with_indices_backward": _windows,
     "aten::_grouped_mm": _even_groups,
     "aten::_embedding_bag_backward": _full_bags,
     "aten::_embedding_bag_dense_backward": _full_bags,

@@ -20,7 +20,14 @@ Object = dict[str, object]
 _MOMENTS = 1500
 # Waits that are told one by one: the longest.
 _WAITS = 100
-_LANES = {Queue.COMPUTE: "ops", Queue.COPY_IN: "copies in", Queue.COPY_OUT: "copies out"}
+_LANES = {
+    Queue.COMPUTE: "ops",
+    Queue.COMMUNICATE: "collectives",
+    Queue.COPY_IN: "copies in",
+    Queue.COPY_OUT: "copies out",
+}
+# The rows that a page has in any case.
+_ALWAYS = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
 
 
 def page_content(
@@ -52,7 +59,7 @@ def page_content(
         memories: of each timeline what lay on the device, where that is known; else it follows from the program.
         on_demand: ids of ops that ran without a plan, in a step of which others were planned.
     """
-    lanes = list(dict.fromkeys([*((queue, 0) for queue in Queue), *map(lane_of, program.instructions)]))
+    lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(_LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
     report = step_report(graph, plan, program, timelines[0][1], budget)
@@ -89,7 +96,7 @@ def _kind(kind: StorageKind) -> str:
 
 
 def _lane_name(queue: Queue, home: int, homes: Sequence[str]) -> str:
-    if queue is Queue.COMPUTE or not homes:
+    if queue in (Queue.COMPUTE, Queue.COMMUNICATE) or not homes:
         return _LANES[queue]
     return f"{_LANES[queue]}, {homes[home] if home < len(homes) else home}"
 

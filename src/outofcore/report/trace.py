@@ -24,7 +24,12 @@ _MICRO = 1e6
 # Above the numbers that systems give to processes, so that no process of a profiler's trace has one of them.
 _FIRST_PROCESS = 1 << 30
 _WAITS_THREAD = 1
-_LANES = {Queue.COMPUTE: "ops", Queue.COPY_IN: "copies in", Queue.COPY_OUT: "copies out"}
+_LANES = {
+    Queue.COMPUTE: "ops",
+    Queue.COPY_IN: "copies in",
+    Queue.COPY_OUT: "copies out",
+    Queue.COMMUNICATE: "collectives",
+}
 
 Event = dict[str, Any]
 
@@ -92,7 +97,7 @@ def _lanes(
             queue, home = lane
             threads[lane] = thread = 2 + list(_LANES).index(queue) + len(_LANES) * home
             link = f"home {home}" if beyond is None else beyond.homes[home]
-            of = f", {link}" if several and queue is not Queue.COMPUTE else ""
+            of = f", {link}" if several and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
             yield {
                 "ph": "M",
                 "pid": process,

@@ -28,6 +28,7 @@ class Reason(Enum):
     ROOM = "room"  # there was no room before something else had left or was used up
     COPY = "copy"  # the copy began as soon as it could, and took longer than what ran beside it
     END = "end"  # ops were done, and the step ends when its copies are
+    OTHERS = "others"  # a collective was not done: it takes its time, and other processes have to come to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class TimeSpent:
         again: of ops that run again, to make what was dropped.
         for_copies: in which ops waited for copies in, because the link was slow or busy.
         for_room: in which they waited for room.
+        for_others: in which they waited for collectives.
         end: after the last op, in which copies out were finished.
         between: between ops, not explained by any wait: what issuing them takes.
     """
@@ -72,11 +74,13 @@ class TimeSpent:
     for_room: float
     end: float
     between: float
+    for_others: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.ops + self.again + self.for_copies + self.for_room + self.end + self.between
+        waits = self.for_copies + self.for_room + self.for_others
+        return self.ops + self.again + waits + self.end + self.between
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[Waited, ...]]:
@@ -89,7 +93,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
     """
     ops = again = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Run) and not instruction.communicates:
             last_op = max(last_op, end)
             if instruction.again:
                 again += end - start
@@ -109,12 +113,13 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
         found.append(blame.waited(begun, explained, stall.instruction, stall.waits_for))
     last = max(range(len(timeline.ends)), key=timeline.ends.__getitem__, default=None)
     end = 0.0
-    if last is not None and timeline.ends[last] > last_op:  # only copies end after the last op
+    if last is not None and timeline.ends[last] > last_op:  # only copies and collectives end after the last op
         end = timeline.ends[last] - last_op
         found.append(blame.at_the_end(last_op, end, last))
     between += max(timeline.step_seconds - last_op - end, 0.0)
     by = {reason: sum(w.seconds for w in found if w.reason is reason) for reason in Reason}
-    spent = TimeSpent(ops, again, by[Reason.LINK] + by[Reason.COPY], by[Reason.ROOM], end, between)
+    copies = by[Reason.LINK] + by[Reason.COPY]
+    spent = TimeSpent(ops, again, copies, by[Reason.ROOM], end, between, by[Reason.OTHERS])
     least = _LEAST_SHARE * timeline.step_seconds
     return spent, tuple(waited for waited in found if waited.seconds > least)
 
@@ -130,7 +135,11 @@ class _Blame:
             self._lanes.setdefault(lane_of(instruction), []).append(index)
 
     def waited(self, begun: float, seconds: float, instruction: int, cause: int) -> Waited:
-        if isinstance(self._program.instructions[cause], CopyIn):
+        awaited = self._program.instructions[cause]
+        if isinstance(awaited, Run) and awaited.communicates:
+            reason, text = Reason.OTHERS, f"waits for {self._named(cause)}"
+            why = "Other processes had to come to it, and what is sent takes its time."
+        elif isinstance(awaited, CopyIn):
             reason, why = self._late(cause)
             text = f"waits for {self._named(cause)}"
         else:
@@ -139,7 +148,10 @@ class _Blame:
         return Waited(begun, seconds, instruction, cause, reason, text, why)
 
     def at_the_end(self, begun: float, seconds: float, cause: int) -> Waited:
-        _, why = self._late(cause)
+        if isinstance(self._program.instructions[cause], Run):
+            why = "Other processes had to come to it, and what is sent takes its time."
+        else:
+            _, why = self._late(cause)
         return Waited(begun, seconds, -1, cause, Reason.END, f"the step ends with {self._named(cause)}", why)
 
     def _late(self, copy: int) -> tuple[Reason, str]:

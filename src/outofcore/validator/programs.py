@@ -30,7 +30,8 @@ from outofcore.validator.step import Order, Step
 def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
     """Prove that a program computes one step of a graph, over and over, within a budget.
 
-    That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; each run finds
+    That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; collectives are on
+    the queue of their own, in graph order like all first runs, so that processes meet in them; each run finds
     what it reads at the versions that plain execution would have (one that runs again needs nothing that it discards,
     and leaves garbage there); blocks in use at the same time do not overlap; bytes held never exceed the budget; every
     conflict between queues is ordered; no home is ever given more than it holds; and at the end of the step every
@@ -141,6 +142,9 @@ def _check_instructions(step: Step, costs: Costs | None) -> None:
 def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
+    if run.communicates != step.graph.ops[run.op].communicates:
+        where = "collectives" if run.communicates else "ops"
+        raise ValidationError(f"{step.instruction(index)} is on the queue of {where}, where it does not belong")
     touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:

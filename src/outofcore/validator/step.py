@@ -85,10 +85,15 @@ class Order:
         return first < second and self.known[second][self.queue[first]] >= self.position[first]
 
 
+_COLLECTIVES = -1  # the number of their queue
+
+
 def _lane(one: Instruction | Wait) -> int:
     """A number for the queue of an instruction, or of a wait: to hash enums would take as long as all the rest."""
     if isinstance(one, Run):
-        return 0
+        return _COLLECTIVES if one.communicates else 0
     if isinstance(one, Wait):
+        if one.queue is Queue.COMMUNICATE:
+            return _COLLECTIVES
         return 3 * one.home + (0 if one.queue is Queue.COMPUTE else 1 if one.queue is Queue.COPY_OUT else 2)
     return 3 * one.home + (1 if isinstance(one, CopyOut) else 2)

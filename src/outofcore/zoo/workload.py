@@ -243,22 +243,41 @@ class Workload:
         Returns:
             A function of the tensors of a batch, on the device of the model. It returns the loss, a scalar.
         """
-        loss_of, amp, clip = self.loss, self.options.amp, self.options.clip
-
-        def precision(device: torch.device) -> AbstractContextManager[object]:
-            return torch.autocast(device.type, dtype=torch.bfloat16) if amp else nullcontext()
+        turn, update = self.make_turn(model), self.make_update(model, optimizer)
 
         def train_step(*batch: Tensor) -> Tensor:
-            with precision(batch[0].device):
-                loss = loss_of(model, *batch)
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
+            loss = turn(*batch)
+            update()
             optimizer.zero_grad()
             return loss
 
         return train_step
+
+    def make_turn(self, model: nn.Module) -> TrainStep:
+        """A step up to its gradients, for ``outofcore.elastic``: as ``make_step``, but without the update."""
+        loss_of, amp = self.loss, self.options.amp
+
+        def precision(device: torch.device) -> AbstractContextManager[object]:
+            return torch.autocast(device.type, dtype=torch.bfloat16) if amp else nullcontext()
+
+        def turn(*batch: Tensor) -> Tensor:
+            with precision(batch[0].device):
+                loss = loss_of(model, *batch)
+            loss.backward()
+            return loss
+
+        return turn
+
+    def make_update(self, model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], None]:
+        """What follows once the gradients are there: they are clipped, if that was asked for, and used."""
+        clip = self.options.clip
+
+        def update() -> None:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+        return update
 
     def batches(self, batch: int | None = None, seed: int | None = None) -> Batches:
         """Endless batches on the CPU, as tuples of the arguments of the step; by default those of the options."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from outofcore.execution.arena import Memory, Recorder
-from outofcore.execution.cuda.driver import ALIGNMENT, SEGMENT, CudaDriver
+from outofcore.execution.cuda.driver import ALIGNMENT, MIDDLE_SEGMENT, SEGMENT, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.units import MIB, round_up
@@ -15,8 +15,10 @@ from outofcore.units import MIB, round_up
 # Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.
 _RESERVE_SHARE = 64
 _LEAST_RESERVE = 32 * MIB
-# Pools that the caching allocator opens beside the arena: for small requests, and the rest of a large one.
+# Pieces that the caching allocator opens beside the arena: for small requests, and the rest of a large one; and one
+# for what it takes to be neither.
 _POOLS = 4
+_BESIDE = _POOLS * SEGMENT + MIDDLE_SEGMENT
 
 
 class CudaBackend:
@@ -30,6 +32,7 @@ class CudaBackend:
     """
 
     alignment = ALIGNMENT
+    warms_up = True
 
     def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
         self.driver = CudaDriver(device) if driver is None else driver
@@ -67,10 +70,10 @@ class CudaBackend:
         """See ``Backend.beside``.
 
         That is what else PyTorch has on the device (inputs, workspaces of libraries), the reserve, twice the outputs,
-        as the user may hold those of the last step, and the pools of the caching allocator.
+        as the user may hold those of the last step, and the pieces that the caching allocator opens.
         """
         others = max(self.driver.allocated_bytes() - moved, 0)
-        return round_up(others, SEGMENT) + self.reserve(budget) + 2 * round_up(given, SEGMENT) + _POOLS * SEGMENT
+        return round_up(others, SEGMENT) + self.reserve(budget) + 2 * round_up(given, SEGMENT) + _BESIDE
 
     def prepare(self) -> None:
         """See ``Backend.prepare``."""

@@ -4,10 +4,12 @@ Written against torch 2.11: ``torch.cuda.Stream``, ``Event``, ``caching_allocato
 documented at https://docs.pytorch.org/docs/2.11/cuda.html, stream order and host memory as in the CUDA runtime's
 reference (cudaStreamWaitEvent takes an event as it was recorded last, so that marks can be recorded anew in each
 step; cudaMemcpyAsync does not block the host where its host memory is pinned; memory that cudaHostRegister has pinned
-is as good as memory from cudaHostAlloc). Transfers to and from a disk are host functions in a stream (cuLaunchHostFunc
-of the driver's API, by the stream's ``cuda_stream``, which is a CUstream as well as a cudaStream_t): such a function
-runs after what was issued to its stream before and holds up what comes after, must not call CUDA nor wait for anything
-that does, and functions of several streams may run one after the other. It has not run on a GPU yet.
+is as good as memory from cudaHostAlloc). Transfers to and from a disk are posted by host functions in a stream
+(cudaLaunchHostFunc): such a function runs after what was issued to its stream before and holds up what comes after,
+must not call CUDA nor wait for anything that does, and functions of several streams may run one after the other. So
+each direction has a thread of its own, and its stream waits for the thread (cuStreamWaitValue32): ``transfer.cpp``,
+``cuda/issue.cpp``. Where a stream does not wait so, as is tried beforehand, the host function is the transfer itself,
+and reads and writes take turns. It has run on a runtime without a device; not on a GPU yet.
 
 The arena is one allocation of the caching allocator's. So it counts in ``torch.cuda.max_memory_reserved`` and is held
 to ``set_per_process_memory_fraction``, and all that ops ask for within it (``arena.cpp``) changes neither. A step
@@ -19,29 +21,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
-from outofcore.errors import ArenaError, InputError, StateError, TransferError
+from outofcore.errors import ArenaError, DeviceError, InputError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import FileHome, Mark, Stream
+from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Mark, Move, Record, Stream, Wait
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
 from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
+_log = logging.getLogger("outofcore")
+
 # What the caching allocator hands out begins at multiples of this, and kernels are chosen by it.
 ALIGNMENT = 512
-# It takes memory from the device in pieces of this, for small requests and for large ones.
-SEGMENT = 2 * MIB
+# It takes memory from the device in pieces of this, for requests below 1 MiB and for those of 10 MiB and more, and in
+# pieces of that for what lies between.
+SEGMENT, MIDDLE_SEGMENT = 2 * MIB, 20 * MIB
 _PORTABLE = 1  # cudaHostRegisterPortable
+_LINE_BYTES = 128
 _REPEATS = 5
 # Cycles that the device idles while the host issues what is to be timed: some milliseconds.
 _AHEAD = 8_000_000
@@ -74,6 +82,11 @@ class CudaDriver:
             *(torch.cuda.Stream(self.device) for _ in list(Stream)[1:]),
         ]
         self._transfers: list[Transfer] = []  # of this step
+        # The streams as CUDA itself knows them, by number.
+        self._handles = (ctypes.c_void_p * len(Stream))(*(stream.cuda_stream for stream in self._streams))
+        self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
+        self._prepared: int | None = None  # the stream that libraries have their workspaces for
+        self._nothing: float | None = None  # seconds between two events with nothing between them
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
         """See ``Driver.open_arena``."""
@@ -83,20 +96,109 @@ class CudaDriver:
     def step(self, bound: Bound | None) -> Iterator[None]:
         """See ``Driver.step``; the compute stream is the one that is current now."""
         with torch.cuda.device(self.device):
-            self._streams[Stream.COMPUTE] = torch.cuda.current_stream(self.device)
+            compute = torch.cuda.current_stream(self.device)
+            self._streams[Stream.COMPUTE] = compute
+            self._handles[Stream.COMPUTE] = compute.cuda_stream
+            if bound is not None and compute.cuda_stream != self._prepared:
+                # A library's workspace for another stream is not among what the step was planned to ask for.
+                self._make_workspaces()
             yield
 
-    def launch(self, run: BoundRun | None, call: Callable[[], object]) -> None:
+    def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
         """See ``Driver.launch``."""
-        call()
+        if stream is Stream.COMPUTE:
+            call()
+            return
+        # NCCL waits for what is current, and what is current then waits for NCCL. (Never run: two GPUs are needed.)
+        with torch.cuda.stream(self._streams[stream]):
+            call()
+
+    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+        """See ``Driver.launching``."""
+        return call if stream is Stream.COMPUTE else functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Driver.copy``: cudaMemcpyAsync on the stream, as both sides are contiguous bytes."""
+        library = load_native(Flavor.CUDA).library
+        if library is None:
+            self.copy_callers(stream, index, target, source)
+            return
+        action = _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
+        self._check(library.outofcore_issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
+
+    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Driver.copy_callers``: PyTorch's allocators take note of the stream."""
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
+    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
+        """See ``Driver.tape``: one call of native code, which the interpreter need not see; one by one without it."""
+        library = load_native(Flavor.CUDA).library
+        if library is None:
+            kept = Actions(actions)
+            return functools.partial(kept.played_on, self)
+        transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
+        left = iter(transfers)
+        array = (_Action * len(actions))(*(self._native(action, left) for action in actions))
+        issue, handles, check = library.outofcore_issue, self._handles, self._check
+        pointer, count = ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_int64(len(actions))
+        # What the addresses belong to lives as long as the tape.
+        keep = (array, transfers, tuple(actions))
+
+        def play() -> None:
+            status = issue(pointer, count, handles)
+            if status:
+                check(status)
+            if keep[1]:
+                self._transfers += keep[1]
+
+        return play
+
+    def _native(self, action: Action, transfers: Iterator[Transfer]) -> _Action:
+        match action:
+            case Wait(stream, mark):
+                return _Action(_Kind.WAIT, _place(stream), self._handle(mark))
+            case Record(stream, mark):
+                return _Action(_Kind.RECORD, _place(stream), self._handle(mark))
+            case Copy(stream, _, target, source):
+                return _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
+            case Move(stream):
+                return _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(next(transfers)))
+
+    def _handle(self, mark: Any) -> int:
+        """CUDA's own name of an event, which PyTorch makes where it is first recorded."""
+        if not mark.cuda_event:
+            mark.record(self._streams[Stream.COMPUTE])
+        return int(mark.cuda_event)
+
+    def _transfer(self, move: Move) -> Transfer:
+        memory = move.memory
+        writes, lane = move.stream is Stream.WRITE, self._lane(move.stream)
+        return transfer_of(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
+
+    def _lane(self, stream: Stream) -> int | None:
+        return None if self._lanes is None else self._lanes.of.get(stream)
+
+    def _check(self, status: int) -> None:
+        """Refuse an error of CUDA's.
+
+        Raises:
+            DeviceError: it is one.
+        """
+        if status:
+            library = load_native(Flavor.CUDA).library
+            said = library.outofcore_cuda_error(status).decode() if library is not None else ""
+            raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {said}")
+
     def staging(self, count: int) -> torch.Tensor:
         """See ``Driver.staging``."""
+        library = load_native(Flavor.CUDA).library
+        if self._lanes is None and library is not None:
+            with torch.cuda.device(self.device):
+                streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
+                self._lanes = _Lanes(library, self.device, streams)
+            if len(self._lanes.of) < 2:
+                _log.info("reads and writes of the disk take turns: streams of this device do not wait for threads")
         home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
         home.ensure(count)
         return home.face(0, count)  # it keeps the memory
@@ -109,14 +211,13 @@ class CudaDriver:
                 f"the device {self.device} reaches a disk by native code alone, and {load_native(Flavor.CUDA).reason}; "
                 "install a C++ compiler, or leave 'home' out"
             )
-        work = transfer_of(home, offset, memory.data_ptr(), memory.numel(), writes=stream is Stream.WRITE)
+        work = self._transfer(Move(stream, index, home, offset, memory))
         self._transfers.append(work)  # it has to live until it has run
-        function = ctypes.cast(library.outofcore_transfer, ctypes.c_void_p)
-        handle = ctypes.c_void_p(self._streams[stream].cuda_stream)
-        status = _cuda().cuLaunchHostFunc(handle, function, ctypes.byref(work))
+        action = _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))
+        status = library.outofcore_issue(ctypes.byref(action), ctypes.c_int64(1), self._handles)
         if status:
             raise TransferError(
-                f"the device {self.device} does not take a transfer to or from the spill file (CUresult {status}); "
+                f"the device {self.device} does not take a transfer to or from the spill file (CUDA error {status}); "
                 "leave 'home' out, so that host memory alone is used"
             )
 
@@ -139,19 +240,27 @@ class CudaDriver:
     def finish(self, *, host: bool) -> None:
         """See ``Driver.finish``: the compute stream has waited for the others already."""
         if host:
-            self._streams[Stream.COMPUTE].synchronize()
+            with self._failing():
+                self._streams[Stream.COMPUTE].synchronize()
             self._check_transfers()
 
     def await_mark(self, mark: Any) -> None:
         """See ``Driver.await_mark``."""
-        mark.synchronize()
+        with self._failing():
+            mark.synchronize()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let what CUDA says of a device that has failed be a ``DeviceError``."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def synchronize(self) -> None:
         """See ``Driver.synchronize``."""
-        try:
+        with self._failing():
             torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            raise TransferError(f"the device {self.device} failed: {error}") from error
         self._check_transfers()
 
     def _check_transfers(self) -> None:
@@ -191,12 +300,18 @@ class CudaDriver:
 
     def prepare(self) -> None:
         """Let libraries make what they keep for a stream (cuBLAS: a workspace), so that no op is charged with it."""
-        with torch.cuda.device(self.device), torch.no_grad():
+        with torch.cuda.device(self.device):
+            self._make_workspaces()
+            self.synchronize()
+
+    def _make_workspaces(self) -> None:
+        """For the stream that is current now."""
+        with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
                 torch.mm(square, square)
                 torch.addmm(square[0], square, square)
-            self.synchronize()
+        self._prepared = torch.cuda.current_stream(self.device).cuda_stream
 
     def allocated_bytes(self) -> int:
         """Bytes in use of those that PyTorch has from the device, in whole segments at the least."""
@@ -212,8 +327,14 @@ class CudaDriver:
         return Recorder(load_native(Flavor.CUDA))
 
     def time(self, call: Callable[[], object]) -> float:
-        """Median seconds that the device takes for what ``call`` issues, the host being ahead of it."""
+        """Median seconds that the device takes for what ``call`` issues, the host being ahead of it.
+
+        Less what lies between two events with nothing between them: some microseconds, as much as a small kernel.
+        """
         with torch.cuda.device(self.device):
+            if self._nothing is None:
+                self._nothing = 0.0
+                self._nothing = self.time(_nothing)
             call()
             starts = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS)]
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS)]
@@ -224,7 +345,8 @@ class CudaDriver:
                 call()
                 end.record()
             self.synchronize()
-            return statistics.median(s.elapsed_time(e) / 1000 for s, e in zip(starts, ends, strict=True))
+            taken = statistics.median(s.elapsed_time(e) / 1000 for s, e in zip(starts, ends, strict=True))
+            return max(taken - self._nothing, 0.0)
 
     def facts(self) -> Mapping[str, object]:
         """What the speed of ops and of copies on this device depends on."""
@@ -244,6 +366,7 @@ class CudaDriver:
                 internals.precision_of(torch.backends.cudnn, "conv"),
             ],
             "arena": load_native(Flavor.CUDA).library is not None,
+            "requests": "of a second run",
         }
 
 
@@ -382,10 +505,64 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-@functools.cache
-def _cuda() -> ctypes.CDLL:
-    """The driver's API, which is loaded wherever there is a device. Calls release the GIL."""
-    return ctypes.CDLL("libcuda.so.1")
+class _Kind(IntEnum):
+    """As ``Kind`` in ``issue.cpp``."""
+
+    WAIT = 0  # of a stream, for an event
+    RECORD = 1  # an event in a stream
+    COPY = 2  # of bytes
+    TRANSFER = 3  # between a file and host memory
+
+
+def _place(stream: Stream) -> int:
+    """Of a stream among the handles: native code knows no numbers below 0."""
+    return stream % len(Stream)
+
+
+class _Action(ctypes.Structure):
+    """As ``Action`` in ``issue.cpp``."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("stream", ctypes.c_int32),
+        ("to", ctypes.c_void_p),
+        ("of", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+    )
+
+
+class _Lanes:
+    """A thread for each of some streams, that does the transfers which are issued to it: see ``transfer.cpp``.
+
+    Args:
+        library: the native code.
+        device: that the streams are of.
+        streams: as CUDA knows them.
+
+    Attributes:
+        of: by stream its lane; without those whose streams do not wait for a thread, or that the system gives none.
+    """
+
+    def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
+        # What lanes count, where the device sees it, each on a cache line of its own.
+        counts = torch.zeros(len(streams), _LINE_BYTES // 4, dtype=torch.int32, pin_memory=True)
+        self.of: dict[Stream, int] = {}
+        for place, (stream, handle) in enumerate(streams.items()):
+            lane = library.outofcore_lane_new(counts[place].data_ptr())
+            if lane is not None and library.outofcore_lane_holds(lane, handle):
+                self.of[stream] = lane
+            elif lane is not None:
+                library.outofcore_lane_free(lane)
+        # Not at exit: the threads end with the process.
+        weakref.finalize(self, _end_lanes, library, device, tuple(self.of.values()), counts).atexit = False
+
+
+def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
+    if lanes:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)  # nothing is to be posted any more
+    for lane in lanes:
+        library.outofcore_lane_free(lane)
 
 
 def _nothing() -> None:

@@ -17,15 +17,16 @@ Has run on the double of the tests; not on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.errors import GraphError, StateError
+from outofcore.errors import DeviceError, GraphError, StateError, TransferError
 from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
-from outofcore.execution.cuda.interface import Driver, Mark, Stream
+from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream
 from outofcore.execution.cuda.staging import (
     BUFFER_BYTES,
     BUFFERS,
@@ -36,7 +37,7 @@ from outofcore.execution.cuda.staging import (
     reads_after_writes,
 )
 from outofcore.execution.engines import GeneratorStates, Port, place_results
-from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
+from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
@@ -46,9 +47,15 @@ from outofcore.program import Program, Timeline
 _BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
 _BEGIN_DISK = (Stream.DISK_OUT, Stream.READ)
 _END = (Stream.COPY_OUT, Stream.COPY_IN)
+# Collectives have a stream of their own, where a step has any. (Never run: it takes a GPU for each process.)
+_BESIDE = (Stream.COMMUNICATE,)
 _END_DISK = (Stream.WRITE, Stream.DISK_IN)
 # Steps of a program that are measured: the first ones, by which plans are judged, and then one in so many.
 _FIRST_MEASURED = 6
+_LATE = (
+    "A device tells of a failure late, at any op after the one that failed, and does nothing more in this process: "
+    "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
+)
 _MEASURED_EVERY = 32
 
 
@@ -82,8 +89,26 @@ class _Prepared:
     stamps: list[Mark]  # two for each instruction; empty until a step is measured
     started: Mark
     stopped: Mark
+    generators: GeneratorStates
+    table: ScopeTable | None = None  # that the calls are made for
+    calls: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])  # ops, by instruction
+    parts: list[_Part] | None = None  # as soon as a step is not measured
     runs: int = 0
     timeline: Timeline | None = None
+
+
+class _Part(NamedTuple):
+    """Some of the instructions in a row, as a step issues them that is not measured.
+
+    Attributes:
+        reached: so many instructions are begun with it.
+        play: issues what is alike at every step; None: it is a copy of the caller's memory.
+        issue: that.
+    """
+
+    reached: int
+    play: Callable[[], object] | None
+    issue: _Issue | None = None
 
 
 class CudaEngine:
@@ -115,23 +140,32 @@ class CudaEngine:
         self._staging: Staging | None = None  # made when a program first needs it
         self._issued = 0  # of the last step
         self._whole = False  # whether the last step was issued to its end
+        self._failed = False  # whether the device itself failed in it
         self._bound: Bound | None = None
         self._prepared: _Prepared | None = None
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self._driver.synchronize()
-        self._bound = self._prepared = None
+        try:
+            self._driver.synchronize()
+        finally:
+            self.forget()
 
     def synchronize(self) -> None:
         """Return when everything issued is done."""
         self._driver.synchronize()
 
-    def reached(self) -> Reached:
+    def forget(self) -> None:
+        """See ``Engine.forget``."""
+        self._bound = self._prepared = None
+
+    def reached(self) -> Reached | None:
         """How far the last step came: all instructions before the one that could not be issued are done.
 
         A failure of the device itself shows later, when it is not known any more where.
         """
+        if self._failed:
+            return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
         started = count if self._whole else self._issued
         done = started if self._whole else started - 1
@@ -154,27 +188,54 @@ class CudaEngine:
         measured = prepared.runs < _FIRST_MEASURED or prepared.runs % _MEASURED_EVERY == 0
         prepared.runs += 1
         driver = self._driver
-        generators = GeneratorStates(driver.generators())
+        if prepared.table is not table:
+            prepared.table, prepared.parts = table, None
+            prepared.calls = {
+                issue.index: _collective(issue.run)
+                if issue.stream is Stream.COMMUNICATE
+                else _call(issue.run, issue.scope, table, prepared.generators)
+                for issue in prepared.issues
+                if issue.run is not None
+            }
         held: list[Mark] = []
-        self._issued, self._whole = 0, False
+        self._issued, self._whole, self._failed = 0, False, False
         try:
             with driver.step(bound), internals.below_autograd():
                 self._begin(prepared, measured)
-                for issue in prepared.issues:
-                    self._issued += 1
-                    self._issue(issue, prepared.stamps if measured else None, table, generators, ports, held)
+                if measured:
+                    for issue in prepared.issues:
+                        self._issued += 1
+                        self._issue(issue, prepared.stamps, prepared.calls, ports, held)
+                else:
+                    self._play(prepared, ports, held)
                 self._end(prepared, measured)
             self._whole = True
-        except BaseException:
-            # What was issued uses memory that the caller is about to let go of.
-            driver.synchronize()
+            prepared.generators.forget()
+        except BaseException as error:
+            self._failed = isinstance(error, DeviceError | torch.AcceleratorError)
+            self._end_early(error)
             raise
-        driver.finish(host=prepared.shown or prepared.disk or measured)
-        for mark in held:
-            driver.await_mark(mark)
-        if measured or prepared.timeline is None:
-            prepared.timeline = self._timeline(prepared)
+        try:
+            driver.finish(host=prepared.shown or prepared.disk or measured)
+            for mark in held:
+                driver.await_mark(mark)
+            if measured or prepared.timeline is None:
+                prepared.timeline = self._timeline(prepared)
+        except DeviceError as error:
+            self._failed = True
+            error.add_note(_LATE)
+            raise
         return prepared.timeline
+
+    def _end_early(self, error: BaseException) -> None:
+        """Wait for what was issued: it uses memory that the caller is about to let go of. The first error stays it."""
+        try:
+            self._driver.synchronize()
+        except DeviceError as other:
+            self._failed = True
+            error.add_note(_LATE if str(other) in str(error) else f"{other}\n{_LATE}")
+        except TransferError as other:
+            error.add_note(f"Besides, a transfer failed: {other}")
 
     def _begin(self, prepared: _Prepared, measured: bool) -> None:
         driver = self._driver
@@ -183,7 +244,8 @@ class CudaEngine:
         if measured:
             driver.record(Stream.COMPUTE, prepared.started)
         driver.record(Stream.COMPUTE, prepared.begin)
-        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ())):
+        beside = _BESIDE if Stream.COMMUNICATE in prepared.ends else ()
+        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ()), *beside):
             driver.wait(stream, prepared.begin)
         if self._staging is not None:
             self._staging.begin()
@@ -199,52 +261,98 @@ class CudaEngine:
     def _issue(
         self,
         issue: _Issue,
-        stamps: list[Mark] | None,
-        table: ScopeTable,
-        generators: GeneratorStates,
+        stamps: list[Mark],
+        calls: Mapping[int, Callable[[], None]],
         ports: dict[int, Port],
         held: list[Mark],
     ) -> None:
         driver, stream = self._driver, issue.stream
-        if issue.after is not None:
-            driver.wait(Stream.READ, issue.after)
-        if stream is not Stream.DISK_IN or not issue.parts:
-            for mark in issue.waits:
-                driver.wait(stream, mark)
-        if stamps is not None:
-            driver.record(first_stream(stream), stamps[2 * issue.index])
+        self._ask_to_wait(issue, driver)
+        driver.record(first_stream(stream), stamps[2 * issue.index])
         if issue.run is not None:
-            driver.launch(issue.run, _call(issue.run, issue.scope, table, generators))
-        elif issue.parts and self._staging is not None:
-            if stream is Stream.DISK_OUT:
-                self._staging.out(issue.index, issue.parts)
-            else:
-                self._staging.into(issue.index, issue.parts, issue.waits)
-        else:
+            driver.launch(issue.run, calls[issue.index], stream)
+        elif issue.device is not None:
             self._copy(issue, ports, held)
-        if stamps is not None:
-            driver.record(last_stream(stream), stamps[2 * issue.index + 1])
+        else:
+            self._move(issue, driver)
+        driver.record(last_stream(stream), stamps[2 * issue.index + 1])
+        self._ask_to_mark(issue, driver)
+
+    def _play(self, prepared: _Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
+        """Issue a step that is not measured: what lies between two ops in one go."""
+        if prepared.parts is None:
+            prepared.parts = self._parts(prepared)
+        for self._issued, play, issue in prepared.parts:
+            if play is not None:
+                play()
+            elif issue is not None:
+                self._copy(issue, ports, held)
+
+    def _parts(self, prepared: _Prepared) -> list[_Part]:
+        found: list[_Part] = []
+        between = Actions()
+
+        def close(reached: int) -> None:
+            nonlocal between
+            if between.list:
+                found.append(_Part(reached, self._driver.tape(between.list)))
+                between = Actions()
+
+        for issue in prepared.issues:
+            self._ask_to_wait(issue, between)
+            if issue.run is not None:
+                close(issue.index)
+                launch = self._driver.launching(issue.run, prepared.calls[issue.index], issue.stream)
+                found.append(_Part(issue.index + 1, launch))
+            elif issue.device is not None:
+                close(issue.index)
+                found.append(_Part(issue.index + 1, None, issue))
+            else:
+                self._move(issue, between)
+            self._ask_to_mark(issue, between)
+        close(len(prepared.issues))
+        return found
+
+    def _ask_to_wait(self, issue: _Issue, issuer: Issuer) -> None:
+        if issue.after is not None:
+            issuer.wait(Stream.READ, issue.after)
+        if issue.stream is not Stream.DISK_IN or not issue.parts:
+            for mark in issue.waits:
+                issuer.wait(issue.stream, mark)
+
+    def _ask_to_mark(self, issue: _Issue, issuer: Issuer) -> None:
         if issue.mark is not None:
-            driver.record(stream, issue.mark)
+            issuer.record(issue.stream, issue.mark)
         if issue.stored is not None:
-            driver.record(Stream.WRITE, issue.stored)
+            issuer.record(Stream.WRITE, issue.stored)
+
+    def _move(self, issue: _Issue, issuer: Issuer) -> None:
+        """Issue a copy between the arena and a home."""
+        stream, index = issue.stream, issue.index
+        if issue.parts and self._staging is not None:
+            if stream is Stream.DISK_OUT:
+                self._staging.out(index, issue.parts, issuer)
+            else:
+                self._staging.into(index, issue.parts, issue.waits, issuer)
+        for device, host in issue.pieces:
+            inwards = stream is Stream.COPY_IN
+            issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy(self, issue: _Issue, ports: dict[int, Port], held: list[Mark]) -> None:
+        """Issue a copy between the arena and the caller's memory."""
         driver, stream, index = self._driver, issue.stream, issue.index
-        inwards = stream is Stream.COPY_IN
-        for device, host in issue.pieces:
-            driver.copy(stream, index, device if inwards else host, host if inwards else device)
         if issue.device is None:
             return
+        inwards = stream is Stream.COPY_IN
         port = ports[issue.storage]
         host, device = _bytes_of(port), issue.device[: port.bytes]
         if not inwards:
-            driver.copy(stream, index, host, device)
+            driver.copy_callers(stream, index, host, device)
         elif host.device.type != "cpu":
-            driver.copy(stream, index, device, host)
+            driver.copy_callers(stream, index, device, host)
         else:
             staged = driver.pinned(host)
-            driver.copy(stream, index, device, staged)
+            driver.copy_callers(stream, index, device, staged)
             if staged is host:
                 # The caller may change this memory as soon as the call has returned.
                 mark = driver.mark()
@@ -256,6 +364,7 @@ class CudaEngine:
         marks: dict[tuple[int, int], Mark] = {}
         issues: list[_Issue] = []
         runs = {run.index: (scope, run) for scope, run in enumerate(bound.runs)}
+        collectives = {run.index: run for run in bound.collectives}
         copies = {copy.index: (Stream(queue), copy) for queue, found in enumerate(bound.copies, 1) for copy in found}
         disk = any(copy.home for _, copy in copies.values())
         if disk and self._staging is None and self._disk is not None:
@@ -264,7 +373,10 @@ class CudaEngine:
         sources = reads_after_writes(staged, slots)
         stored = {index: driver.mark() for index in sorted(set(sources.values()))}
         for index in range(len(bound.program.instructions)):
-            stream, item = (Stream.COMPUTE, runs[index][1]) if index in runs else copies[index]
+            if index in collectives:
+                stream, item = Stream.COMMUNICATE, collectives[index]
+            else:
+                stream, item = (Stream.COMPUTE, runs[index][1]) if index in runs else copies[index]
             mark = None
             if item.awaited:
                 mark = marks[stream, item.number] = driver.mark()
@@ -275,8 +387,10 @@ class CudaEngine:
         # What is only read there counts as well: the user may write to it as soon as the call has returned.
         shown = any(copy.storage in left and copy.index in slots for queue in bound.copies for copy in queue)
         started, stopped = driver.mark(timed=True), driver.mark(timed=True)
-        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()))}
-        return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped)
+        beside = _BESIDE if collectives else ()
+        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()), *beside)}
+        generators = GeneratorStates(driver.generators())
+        return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped, generators)
 
     def _prepare_one(
         self,
@@ -297,7 +411,8 @@ class CudaEngine:
             )
         waits = tuple(marks[wait] for wait in item.waits)
         if isinstance(item, BoundRun):
-            return _Issue(index, stream, waits, mark, run=item, scope=runs[index][0])
+            scope = runs[index][0] if index in runs else -1
+            return _Issue(index, stream, waits, mark, run=item, scope=scope)
         if index not in slots:
             device = arena.view(item.offset, item.bytes)
             return _Issue(index, stream, waits, mark, device=device, storage=item.storage)
@@ -310,13 +425,9 @@ class CudaEngine:
             return _Issue(index, stream, waits, mark, parts=tuple(parts))
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
-            for offset, count in self._unbroken(piece.offset, piece.bytes):
-                pieces.append((arena.view(at, count), self._home.face(offset, count)))
-                at += count
+            pieces.append((arena.view(at, piece.bytes), self._home.face(piece.offset, piece.bytes)))
+            at += piece.bytes
         return _Issue(index, stream, waits, mark, pieces=tuple(pieces))
-
-    def _unbroken(self, offset: int, count: int) -> list[tuple[int, int]]:
-        return self._home.unbroken(offset, count) if isinstance(self._home, PinnedHome) else [(offset, count)]
 
     def _timeline(self, prepared: _Prepared) -> Timeline:
         driver, stamps = self._driver, prepared.stamps
@@ -327,25 +438,78 @@ class CudaEngine:
         )
 
 
-def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """What issues an op, its requests for memory served at their planned addresses."""
+def _collective(run: BoundRun) -> Callable[[], None]:
+    """What issues a collective, whose memory is the communication library's own matter."""
 
     def call() -> None:
-        if run.draws is not Draws.FREELY:
-            generators.before(run)
-        table.begin(scope)
+        run.func(*run.args, **run.kwargs)
+
+    return call
+
+
+def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
+    """What issues an op, its requests for memory served at their planned addresses."""
+    call = _served(run, scope, table)
+
+    def draw() -> None:
+        generators.before(run)
         try:
-            out = run.func(*run.args, **run.kwargs)
-            if run.results:
-                place_results(run, internals.result_leaves(out))
-        except RuntimeError as error:
-            raise as_arena_error(error) or error from error
+            call()
         finally:
-            table.end()
             if run.draws is Draws.AGAIN:
                 generators.after()
 
-    return call
+    return call if run.draws is Draws.FREELY else draw
+
+
+def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
+    """As ``_call``, for an op that draws freely. It is called for each op of each step: the host's time goes here."""
+    issue, results = internals.issuing(run.func, run.args, run.kwargs), run.results
+    begin, end, returned = table.begin, table.end, internals.tensors_returned(run.func)
+
+    def call() -> None:
+        begin(scope)
+        try:
+            out = issue()
+            if results:
+                place_results(run, (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out))
+        except RuntimeError as error:
+            raise as_arena_error(error) or error from error
+        finally:
+            end()
+
+    def call_for_some() -> None:
+        begin(scope)
+        try:
+            out = issue()
+            for leaf, address, _, stride in results:
+                result = out[leaf]
+                if result.data_ptr() != address or result.stride() != stride:
+                    place_results(run, out)
+                    break
+        except RuntimeError as error:
+            raise as_arena_error(error) or error from error
+        finally:
+            end()
+
+    if not results or not returned:
+        return call
+    if returned > 1:
+        return call_for_some
+    [(_, address, _, stride)] = results
+
+    def call_for_one() -> None:
+        begin(scope)
+        try:
+            out = issue()
+            if out.data_ptr() != address or out.stride() != stride:
+                place_results(run, (out,))
+        except RuntimeError as error:
+            raise as_arena_error(error) or error from error
+        finally:
+            end()
+
+    return call_for_one
 
 
 def _bytes_of(port: Port) -> torch.Tensor:

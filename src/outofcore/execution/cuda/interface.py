@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -31,6 +32,7 @@ class Stream(IntEnum):
     DISK_IN = 4  # a staging buffer to the device
     WRITE = 5  # a staging buffer to disk
     READ = 6  # disk to a staging buffer
+    COMMUNICATE = -1  # the collectives: last in this list, and numbered as their queue is
 
 
 class Mark(Protocol):
@@ -49,6 +51,103 @@ class FileHome(HomeStore, Protocol):
     def direct(self) -> bool:
         """Whether the page cache is bypassed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """See ``Driver.wait``."""
+
+    stream: Stream
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """See ``Driver.record``."""
+
+    stream: Stream
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """See ``Driver.copy``."""
+
+    stream: Stream
+    index: int
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """See ``Driver.transfer``."""
+
+    stream: Stream
+    index: int
+    home: FileHome
+    offset: int
+    memory: torch.Tensor
+
+
+# What is issued alike at every step, beside ops.
+Action = Wait | Record | Copy | Move
+
+
+class Issuer(Protocol):
+    """Whoever takes copies, transfers, marks and waits: a device at once, a list for later (``Actions``)."""
+
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Driver.copy``."""
+        ...
+
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        """See ``Driver.transfer``."""
+        ...
+
+    def record(self, stream: Stream, mark: Mark) -> None:
+        """See ``Driver.record``."""
+        ...
+
+    def wait(self, stream: Stream, mark: Mark) -> None:
+        """See ``Driver.wait``."""
+        ...
+
+
+class Actions:
+    """Writes down what is to be issued."""
+
+    def __init__(self, actions: Sequence[Action] = ()) -> None:
+        self.list: list[Action] = list(actions)
+
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Driver.copy``."""
+        self.list.append(Copy(stream, index, target, source))
+
+    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+        """See ``Driver.transfer``."""
+        self.list.append(Move(stream, index, home, offset, memory))
+
+    def record(self, stream: Stream, mark: Mark) -> None:
+        """See ``Driver.record``."""
+        self.list.append(Record(stream, mark))
+
+    def wait(self, stream: Stream, mark: Mark) -> None:
+        """See ``Driver.wait``."""
+        self.list.append(Wait(stream, mark))
+
+    def played_on(self, issuer: Issuer) -> None:
+        """Issue all of them, one after the other."""
+        for action in self.list:
+            match action:
+                case Wait(stream, mark):
+                    issuer.wait(stream, mark)
+                case Record(stream, mark):
+                    issuer.record(stream, mark)
+                case Copy(stream, index, target, source):
+                    issuer.copy(stream, index, target, source)
+                case Move(stream, index, home, offset, memory):
+                    issuer.transfer(stream, index, home, offset, memory)
 
 
 class Driver(Protocol):
@@ -75,8 +174,12 @@ class Driver(Protocol):
         """In this context a step is issued; None: something else is, for measurements."""
         ...
 
-    def launch(self, run: BoundRun | None, call: Callable[[], object]) -> None:
-        """Issue an op on the compute stream: ``call`` hands its kernels to the device."""
+    def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
+        """Issue an op on the compute stream, or a collective on that of those: ``call`` hands it to the device."""
+        ...
+
+    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+        """What does ``launch`` with these, each time that it is called within a step; perhaps ``call`` itself."""
         ...
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -88,6 +191,10 @@ class Driver(Protocol):
             target: uint8, contiguous, on the device or in host memory.
             source: likewise, as many bytes.
         """
+        ...
+
+    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The same as ``copy`` where one side is memory of PyTorch's, which is not to be reused before it is done."""
         ...
 
     def staging(self, count: int) -> torch.Tensor:
@@ -110,6 +217,13 @@ class Driver(Protocol):
 
         Raises:
             TransferError: it could not be issued.
+        """
+        ...
+
+    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
+        """What issues these in order, each time that it is called within a step, for less than one by one.
+
+        The call raises as the methods do.
         """
         ...
 
@@ -136,19 +250,25 @@ class Driver(Protocol):
             host: whether the host is to look at memory that the step has written: then this blocks until all is done.
 
         Raises:
+            DeviceError: the device failed.
             TransferError: a transfer of this step failed; told only where this blocks.
         """
         ...
 
     def await_mark(self, mark: Mark) -> None:
-        """Block until a mark is reached."""
+        """Block until a mark is reached.
+
+        Raises:
+            DeviceError: the device failed.
+        """
         ...
 
     def synchronize(self) -> None:
         """Block until everything issued is done.
 
         Raises:
-            TransferError: the device failed, or a transfer did.
+            DeviceError: the device failed.
+            TransferError: a transfer failed.
         """
         ...
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.interface import Driver, FileHome, Mark, Stream
+from outofcore.execution.cuda.interface import Driver, FileHome, Issuer, Mark, Stream
 from outofcore.execution.slots import Piece, meet
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -111,9 +111,9 @@ class Staging:
         self._out.begin()
         self._into.begin()
 
-    def out(self, index: int, parts: Sequence[Part]) -> None:
+    def out(self, index: int, parts: Sequence[Part], issuer: Issuer | None = None) -> None:
         """Issue a copy to the file: it has left the device when ``DISK_OUT`` is done, and arrived with ``WRITE``."""
-        driver, ring = self._driver, self._out
+        driver, ring = issuer or self._driver, self._out
         for part in parts:
             which, used = ring.next()
             count = part.device.numel()
@@ -125,15 +125,16 @@ class Staging:
             driver.transfer(Stream.WRITE, index, self._home, part.offset, _pages(ring.buffers[which], count))
             driver.record(Stream.WRITE, ring.empty[which])
 
-    def into(self, index: int, parts: Sequence[Part], waits: Sequence[Mark]) -> None:
+    def into(self, index: int, parts: Sequence[Part], waits: Sequence[Mark], issuer: Issuer | None = None) -> None:
         """Issue a copy from the file: ``READ`` takes it to buffers, ``DISK_IN`` to the device.
 
         Args:
             index: of the instruction in the program.
             parts: what to copy.
             waits: for the room on the device; bytes may come as far as the buffers before.
+            issuer: to whom; None: to the device.
         """
-        driver, ring, late = self._driver, self._into, list(waits)
+        driver, ring, late = issuer or self._driver, self._into, list(waits)
         for part in parts:
             which, used = ring.next()
             count = part.device.numel()
@@ -178,7 +179,7 @@ def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, t
 
 
 class Transfer(ctypes.Structure):
-    """As ``Transfer`` in ``transfer.cpp``; to be kept until it has run."""
+    """As ``Transfer`` in ``transfer.h``; to be kept until it has run."""
 
     _fields_ = (
         ("address", ctypes.c_int64),
@@ -189,10 +190,14 @@ class Transfer(ctypes.Structure):
         ("forgets", ctypes.c_int32),
         ("failure", ctypes.c_int32),
         ("done", ctypes.c_int64),
+        ("lane", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
     )
 
 
-def transfer_of(home: FileHome, offset: int, address: int, count: int, *, writes: bool) -> Transfer:
+def transfer_of(
+    home: FileHome, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
+) -> Transfer:
     """A transfer that has yet to run.
 
     Args:
@@ -201,8 +206,9 @@ def transfer_of(home: FileHome, offset: int, address: int, count: int, *, writes
         address: of host memory.
         count: bytes; with the address and the offset in whole pages.
         writes: to the file, or from it.
+        lane: whose thread does it; None: the one that is told to.
     """
-    return Transfer(address, count, offset, home.descriptor, writes, not home.direct, 0, 0)
+    return Transfer(address, count, offset, home.descriptor, writes, not home.direct, 0, 0, lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:

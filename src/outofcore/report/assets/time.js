@@ -7,6 +7,7 @@ const SPENT = [
   ["again", "again", "ops run again"],
   ["for_copies", "wait", "waits for copies"],
   ["for_room", "room", "waits for room"],
+  ["for_others", "on-demand", "waits for collectives"],
   ["end", "copies-out", "last copies"],
   ["between", "between", "between ops"],
 ];
@@ -26,15 +27,22 @@ function storageText(id) {
 
 function instructionText(index) {
   const [lane, what, how] = content.instructions[index];
-  if (lane === 0) return opText(what) + ["", ", again", ", on demand"][how];
+  if (runsOps(lane)) return opText(what) + ["", ", again", ", on demand"][how];
   return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(what);
+}
+
+// Whether a lane runs ops, collectives among them, and no copies.
+function runsOps(lane) {
+  return lane === 0 || content.lanes[lane] === "collectives";
 }
 
 // The instructions of each lane, in program order, which is the order in which they run.
 const lanes = content.lanes.map(() => []);
 content.instructions.forEach((instruction, index) => lanes[instruction[0]].push(index));
 const runOf = new Map();
-for (const index of lanes[0]) if (content.instructions[index][2] !== 1) runOf.set(content.instructions[index][1], index);
+content.instructions.forEach(([lane, what, how], index) => {
+  if (runsOps(lane) && how !== 1) runOf.set(what, index);
+});
 
 function now() { return content.timelines[state.timeline]; }
 
@@ -188,7 +196,7 @@ function drawMemory(pen, at) {
 }
 
 function laneColour(lane, how) {
-  if (lane === 0) return colour(["ops", "again", "on-demand"][how]);
+  if (runsOps(lane)) return colour(["ops", "again", "on-demand"][how]);
   return colour(content.lanes[lane].startsWith("copies in") ? "copies-in" : "copies-out");
 }
 
@@ -196,7 +204,7 @@ function touchesSelected(index) {
   const [lane, what] = content.instructions[index];
   if (state.selected === null) return false;
   const storage = storageById.get(state.selected);
-  return lane === 0 ? storage !== undefined && storage.uses.includes(what) : what === state.selected;
+  return runsOps(lane) ? storage !== undefined && storage.uses.includes(what) : what === state.selected;
 }
 
 function drawLanes(pen, at) {

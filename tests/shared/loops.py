@@ -1,6 +1,7 @@
 """Training loops as people write them, for ``outofcore.budget``: none knows that it is followed.
 
-Each takes a model and a function that makes its optimizer, trains, and returns all that it read on the way.
+Each takes a model and a function that makes its optimizer, trains where the model is, and returns all that it read on
+the way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 WORDS, WIDTH, LENGTH, BATCH = 1024, 128, 64, 8
 
-Loop = Callable[[nn.Module, Callable[[nn.Module], Optimizer]], list[Any]]
+Make = Callable[[nn.Module], Optimizer]
+Loop = Callable[[nn.Module, Make], list[Any]]
 
 
 class Block(nn.Module):
@@ -46,7 +48,7 @@ class Language(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -76,25 +78,29 @@ class Pictures(nn.Module):
         return self.head(self.body(x))
 
 
-def sentences(count: int, *, vary: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def sentences(count: int, *, vary: bool = False, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     for i in range(count):
         length = LENGTH - 8 * (i * 5 % 4) if vary else LENGTH
-        ids = torch.randint(0, WORDS, (BATCH, length + 1), generator=draw)
+        ids = torch.randint(0, WORDS, (BATCH, length + 1), generator=draw).to(device)
         yield ids[:, :-1], ids[:, 1:]
 
 
-def loss_of(model: nn.Module, ids: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), wanted.flatten())
+def loss_of(model: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), wanted.flatten())
 
 
 def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def plain(model: nn.Module, make: Callable[[nn.Module], Optimizer], steps: int = 5, *, vary: bool = False) -> list[Any]:
+def plain(model: nn.Module, make: Make, steps: int = 5, *, vary: bool = False) -> list[Any]:
     optimizer, seen = make(model), []
-    for ids, wanted in sentences(steps, vary=vary):
+    for ids, wanted in sentences(steps, vary=vary, device=device_of(model)):
         optimizer.zero_grad()
         loss = loss_of(model, ids, wanted)
         loss.backward()
@@ -103,15 +109,15 @@ def plain(model: nn.Module, make: Callable[[nn.Module], Optimizer], steps: int =
     return [*seen, optimizer]
 
 
-def lengths_vary(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def lengths_vary(model: nn.Module, make: Make) -> list[Any]:
     return plain(model, make, 9, vary=True)
 
 
-def rich(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def rich(model: nn.Module, make: Make) -> list[Any]:
     """Accumulation, clipping, a schedule, printing, evaluations, skipped updates, gradients set to zero or cleared."""
     optimizer, seen = make(model), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=12)
-    for i, (ids, wanted) in enumerate(sentences(10)):
+    for i, (ids, wanted) in enumerate(sentences(10, device=device_of(model))):
         loss = loss_of(model, ids, wanted) / 2
         loss.backward()
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -133,11 +139,13 @@ def rich(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
     return [*seen, optimizer]
 
 
-def autocast(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
-    optimizer, scaler, seen = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2), []
-    for ids, wanted in sentences(6):
+def autocast(model: nn.Module, make: Make) -> list[Any]:
+    device = device_of(model)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30, growth_interval=2)
+    optimizer, seen = make(model), []
+    for ids, wanted in sentences(6, device=device):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(model, ids, wanted)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -148,14 +156,14 @@ def autocast(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[A
     return [*seen, optimizer]
 
 
-def _checkpointed(model: nn.Module, make: Callable[[nn.Module], Optimizer], *, reentrant: bool) -> list[Any]:
+def _by_blocks(model: nn.Module, make: Make, through: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
     optimizer, seen = make(model), []
     assert isinstance(model, Language)
     for ids, wanted in sentences(4):
         optimizer.zero_grad()
         x = model.embed(ids)
         for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=reentrant)
+            x = through(block, x)
         loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
         loss.backward()
         optimizer.step()
@@ -163,12 +171,12 @@ def _checkpointed(model: nn.Module, make: Callable[[nn.Module], Optimizer], *, r
     return [*seen, optimizer]
 
 
-def checkpointed(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
-    return _checkpointed(model, make, reentrant=False)
+def checkpointed(model: nn.Module, make: Make) -> list[Any]:
+    return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=False))
 
 
-def checkpointed_reentrant(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
-    return _checkpointed(model, make, reentrant=True)
+def checkpointed_reentrant(model: nn.Module, make: Make) -> list[Any]:
+    return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=True))
 
 
 class Swish(torch.autograd.Function):
@@ -186,22 +194,11 @@ class Swish(torch.autograd.Function):
         return gradients[0] * (ctx.gate * (1 + x * (1 - ctx.gate)))
 
 
-def custom_function(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
-    optimizer, seen = make(model), []
-    assert isinstance(model, Language)
-    for ids, wanted in sentences(4):
-        optimizer.zero_grad()
-        x = model.embed(ids)
-        for block in model.blocks:
-            x = Swish.apply(block(x))
-        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    return [*seen, optimizer]
+def custom_function(model: nn.Module, make: Make) -> list[Any]:
+    return _by_blocks(model, make, lambda block, x: Swish.apply(block(x)))
 
 
-def branches(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def branches(model: nn.Module, make: Make) -> list[Any]:
     """What is computed depends on values, and on a generator of Python's."""
     optimizer, seen, draw = make(model), [], random.Random(3)
     assert isinstance(model, Language)
@@ -222,7 +219,7 @@ def branches(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[A
     return [*seen, optimizer]
 
 
-def gradients_of_gradients(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def gradients_of_gradients(model: nn.Module, make: Make) -> list[Any]:
     optimizer, seen = make(model), []
     hooks = [p.register_hook(lambda g: g * 0.5) for p in model.parameters()]
     for _ in range(4):
@@ -239,7 +236,7 @@ def gradients_of_gradients(model: nn.Module, make: Callable[[nn.Module], Optimiz
     return [*seen, optimizer]
 
 
-def pictures(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def pictures(model: nn.Module, make: Make) -> list[Any]:
     """Channels last, and a copy of the model that follows it slowly (an exponential moving average)."""
     optimizer, seen = make(model), []
     model = model.to(memory_format=torch.channels_last)
@@ -270,7 +267,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index] * 1, torch.tensor(index % 10)
 
 
-def loaded_by_workers(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def loaded_by_workers(model: nn.Module, make: Make) -> list[Any]:
     optimizer, seen, rows = make(model), [], Rows()
     for epoch in range(2):
         for x, wanted in DataLoader(rows, batch_size=16, num_workers=2, shuffle=False):
@@ -284,7 +281,7 @@ def loaded_by_workers(model: nn.Module, make: Callable[[nn.Module], Optimizer]) 
     return [*seen, optimizer]
 
 
-def ragged(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def ragged(model: nn.Module, make: Make) -> list[Any]:
     """Sequences of different lengths through an LSTM, packed."""
     optimizer, seen = make(model), []
     assert isinstance(model, nn.LSTM)
@@ -300,7 +297,7 @@ def ragged(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any
     return [*seen, optimizer]
 
 
-def adversaries(model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> list[Any]:
+def adversaries(model: nn.Module, make: Make) -> list[Any]:
     """A generator and a discriminator, each with an optimizer of its own."""
     assert isinstance(model, nn.ModuleDict)
     makes, judges = model["makes"], model["judges"]

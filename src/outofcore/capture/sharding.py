@@ -1,0 +1,360 @@
+"""What a step does to parameters that are spread over processes, written down as ops of the step.
+
+A parameter is gathered from the ranges of all processes into a tensor of the step's own, right before what needs it
+first; that may be dropped and gathered again, as a plan finds best. A gradient that is final in the backward pass is
+divided by the number of processes, each process gets its range of all of them, and adds them up in the order of the
+processes; small parameters, which every process has whole, are reduced together, likewise. The optimizer updates the
+own range. Whatever else may look at a whole parameter or gradient finds it gathered; where nobody does, nothing is.
+
+With two processes the numbers are those of ``DistributedDataParallel``, to the bit, as far as the optimizer's kernels
+round alike wherever a range ends (see ``analysis.chunks``); with more they are those of a sum in the order of the
+processes, which no ring keeps to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outofcore._torch_internals import FakeTensorMode, at_the_end_of_backward
+from outofcore.analysis.chunks import Chunks
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.collectives import Collective, Kind
+from outofcore.capture.shards import Shard, Shards
+from outofcore.capture.tables import Tables
+from outofcore.errors import CaptureError
+from outofcore.graph import StorageKind
+from outofcore.units import MIB
+
+# Gradients of small parameters are reduced together as soon as they are so many bytes.
+_TOGETHER_BYTES = MIB
+
+RunOp = Callable[..., torch.Tensor]
+
+
+@dataclass
+class Traced:
+    """A parameter in a trace.
+
+    Attributes:
+        shard: the user's.
+        row: a fake of all elements, in the order of memory, with what the last chunk reaches beyond them.
+        chunk: a fake of the own chunk, which lasts.
+        value: the own range.
+        synced: ops of the trace when the two last were the same.
+        gradient: a fake of the own chunk of the gradient, if it has been reduced.
+        gathered: the storage of the whole gradient that was made of it.
+        since: ops of the trace when it was.
+        left: a fake of the own chunk of a gradient that lasts, and its own range.
+    """
+
+    shard: Shard
+    row: torch.Tensor
+    chunk: torch.Tensor
+    value: int
+    synced: int = 0
+    gradient: torch.Tensor | None = None
+    gathered: int = -1
+    since: int = 0
+    left: tuple[torch.Tensor, int] | None = None
+
+
+class Sharding:
+    """All parameters that are spread, in one capture.
+
+    Args:
+        shards: the user's.
+        mode: under which fakes are made.
+        tables: of the trace.
+    """
+
+    def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
+        self._shards = shards
+        self._mode = mode
+        self._tables = tables
+        self._group: Any = shards.group
+        self._count = shards.group.size()
+        self._traced: dict[int, Traced] = {}
+        self._small: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._armed = False
+
+    def of(self, tensor: object) -> Shard | None:
+        """What this process has of one of the user's parameters; None: it is not spread."""
+        return self._shards.of(tensor)
+
+    def traced(self, tensor: object) -> Traced | None:
+        """The same, as the trace knows it."""
+        return self._traced.get(id(tensor))
+
+    # Before the step
+
+    def fake(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        """A fake of the parameter, and the row that it lies on."""
+        row = self._row(shard.chunks.padded, shard.dtype)
+        with self._mode, torch.no_grad():
+            return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
+
+    def begin(self, shard: Shard, row: torch.Tensor) -> Traced:
+        """Write down that the parameter is gathered."""
+        chunk, value = self._lasting(shard, StorageKind.PARAMETER, shard.name)
+        self._gather_first(shard, row, chunk, shard.name)
+        found = self._traced[id(shard.parameter)] = Traced(shard, row, chunk, value, len(self._tables.ops))
+        return found
+
+    def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
+        """Give a fake the gradient that is there from the step before, gathered; returns the value of the own range."""
+        row = self._row(shard.chunks.padded, shard.dtype)
+        chunk, value = self._lasting(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
+        self._gather_first(shard, row, chunk, f"{shard.name}.grad")
+        with self._mode, torch.no_grad():
+            fake.grad = shard.whole_of(row)
+        traced = self._traced[id(shard.parameter)]
+        traced.left = chunk, value
+        # It is as good as one that has just been reduced.
+        traced.gradient, traced.gathered, traced.since = chunk, self._tables.storage_of(row), len(self._tables.ops)
+        return value
+
+    def _row(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        with self._mode, torch.no_grad():
+            return torch.empty(count, dtype=dtype, device=self._tables.device)
+
+    def _lasting(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
+        """A storage for a chunk that lasts, and the own range on it as a value."""
+        chunk = self._row(shard.chunks.each, shard.dtype)
+        storage = self._tables.add(chunk, kind, name)
+        return chunk, self._tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
+
+    def _gather_first(self, shard: Shard, row: torch.Tensor, chunk: torch.Tensor, name: str) -> None:
+        storage = self._tables.add(row, StorageKind.ACTIVATION, f"{name}, gathered")
+        self._append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
+
+    def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
+        """Have the backward pass tell when a gradient is final.
+
+        Args:
+            fake: of a parameter.
+            shard: of it, if it is spread.
+            at_once: whether somebody else listens, who is to find the gradient reduced.
+        """
+        if not fake.requires_grad or not fake.is_leaf:
+            return
+
+        def final(parameter: torch.Tensor) -> None:
+            with torch.no_grad():
+                if shard is not None:
+                    self._reduce(shard, parameter)
+                elif at_once:
+                    self._reduce_together([parameter])
+                else:
+                    self._put_off(parameter)
+
+        fake.register_post_accumulate_grad_hook(final)
+
+    # In the step
+
+    def _reduce(self, shard: Shard, fake: torch.Tensor) -> None:
+        """Reduce a gradient, and leave it gathered in its place."""
+        gradient = _gradient_of(fake, shard.name)
+        traced = self._traced[id(shard.parameter)]
+        own = self._exchanged(self._scaled(shard, gradient))
+        row = torch.empty(shard.chunks.padded, dtype=own.dtype, device=own.device)
+        module = shard.name.rpartition(".")[0]
+        self._append(Kind.ALL_GATHER, row, own, module, mutates=(self._tables.storage_of(row),))
+        fake.grad = shard.whole_of(row)
+        traced.gradient, traced.gathered = own, self._tables.storage_of(row)
+        traced.since = len(self._tables.ops)
+
+    def _scaled(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
+        """All elements of a gradient in a row, divided by the number of processes."""
+        share = 1.0 / self._count
+        if shard.chunks.padded == shard.chunks.elements and gradient.stride() == shard.stride:
+            made = torch.mul(gradient, share)
+            if made.stride() == shard.stride:
+                return made.as_strided((shard.chunks.elements,), (1,))
+        row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
+        torch.mul(gradient, share, out=shard.whole_of(row))
+        return row
+
+    def _exchanged(self, row: torch.Tensor) -> torch.Tensor:
+        """The own chunk of a row, added up over all processes in their order."""
+        received = torch.empty_like(row)
+        storage = self._tables.storage_of(received)
+        self._append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
+        parts = received.view(self._count, -1).unbind()
+        own = torch.add(parts[0], parts[1])
+        for part in parts[2:]:
+            own.add_(part)
+        return own
+
+    def _put_off(self, fake: torch.Tensor) -> None:
+        """Reduce a small gradient together with others."""
+        if not self._armed:
+            self._armed = True
+            at_the_end_of_backward(self._finish)
+        _gradient_of(fake, "a parameter")
+        row = self._small.setdefault(fake.dtype, [])
+        row.append(fake)
+        if sum(p.numel() * p.element_size() for p in row) >= _TOGETHER_BYTES:
+            del self._small[fake.dtype]
+            self._reduce_together(row)
+
+    def _finish(self) -> None:
+        """The backward pass has ended."""
+        self._armed = False
+        waiting, self._small = list(self._small.values()), {}
+        with torch.no_grad():
+            for row in waiting:
+                self._reduce_together(row)
+
+    def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
+        gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
+        chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
+        first = gradients[0]
+        row = torch.empty(chunks.padded, dtype=first.dtype, device=first.device)
+        places, at = [], 0
+        for gradient in gradients:
+            places.append(row[at : at + gradient.numel()].view(gradient.shape))
+            torch.mul(gradient, 1.0 / self._count, out=places[-1])
+            at += gradient.numel()
+        own = self._exchanged(row)
+        whole = torch.empty_like(row)
+        self._append(Kind.ALL_GATHER, whole, own, "", mutates=(self._tables.storage_of(whole),))
+        at = 0
+        for gradient in gradients:
+            gradient.copy_(whole[at : at + gradient.numel()].view(gradient.shape))
+            at += gradient.numel()
+
+    def _append(
+        self,
+        kind: Kind,
+        row: torch.Tensor,
+        source: torch.Tensor,
+        module: str,
+        *,
+        creates: tuple[int, ...] = (),
+        mutates: tuple[int, ...] = (),
+        again: bool = True,
+    ) -> None:
+        """Write down a collective that fills a whole row, unless nobody looks at that."""
+        tables = self._tables
+        call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
+        place = tables.append(
+            f"dist.{kind.value}",
+            Call(call, (Ref(tables.value_of(row)), Ref(tables.value_of(source))), {}, ()),
+            reads=(tables.storage_of(source),),
+            mutates=mutates,
+            creates=creates,
+            rerunnable=again,
+            communicates=True,
+            family=str(call),
+            module=module,
+        )
+        tables.optional.add(place)
+
+    # Around an update
+
+    def _is_written(self, storage: int, since: int) -> bool:
+        return any(storage in op.mutates for op, _ in self._tables.ops[since:])
+
+    def own_gradient(self, traced: Traced, gradient: torch.Tensor) -> int:
+        """The own range of a gradient as it is now, as a value."""
+        shard, tables = traced.shard, self._tables
+        if traced.gradient is not None and self._is_reduced(traced, gradient):
+            storage = tables.storage_of(traced.gradient)
+            self._name(storage, shard)
+            return tables.value(Value(storage, gradient.dtype, (shard.count,), (1,)))
+        row = self._as_row(shard, gradient)
+        storage = tables.storage_of(row)
+        self._name(storage, shard)
+        return tables.value(Value(storage, gradient.dtype, (shard.count,), (1,), shard.start))
+
+    def _is_reduced(self, traced: Traced, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is as it was when it had been reduced and gathered."""
+        shard = traced.shard
+        return (
+            self._tables.storage_of(gradient) == traced.gathered
+            and (tuple(gradient.shape), gradient.stride()) == (shard.shape, shard.stride)
+            and gradient.storage_offset() == 0
+            and not self._is_written(traced.gathered, traced.since)
+        )
+
+    def _as_row(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
+        """All elements of a gradient, on memory for all chunks."""
+        tables = self._tables
+        count = tables.storages[tables.storage_of(gradient)].bytes
+        if (
+            count == shard.chunks.padded * gradient.element_size()
+            and gradient.stride() == shard.stride
+            and gradient.storage_offset() == 0
+        ):
+            return gradient.detach().as_strided((shard.chunks.padded,), (1,))
+        with torch.no_grad():
+            row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
+            shard.whole_of(row).copy_(gradient)
+        return row
+
+    def _name(self, storage: int, shard: Shard) -> None:
+        entry = self._tables.storages[storage]
+        if entry.created and entry.kind is StorageKind.ACTIVATION:
+            entry.kind, entry.name = StorageKind.GRADIENT, f"{shard.name}.grad"
+
+    def sync(self, traced: Traced) -> None:
+        """Bring what the step has written to the whole parameter to the own range."""
+        storage = self._tables.storage_of(traced.row)
+        if self._is_written(storage, traced.synced):
+            with torch.no_grad():
+                traced.chunk.copy_(self._window(traced.shard, traced.row))
+        traced.synced = len(self._tables.ops)
+
+    def updated(self, traced: Traced) -> None:
+        """Gather the parameter again after an update, for whoever looks at it."""
+        module = traced.shard.name.rpartition(".")[0]
+        self._append(Kind.ALL_GATHER, traced.row, traced.chunk, module, mutates=(self._tables.storage_of(traced.row),))
+        traced.synced = len(self._tables.ops)
+
+    def _window(self, shard: Shard, row: torch.Tensor) -> torch.Tensor:
+        return row[shard.rank * shard.chunks.each :][: shard.chunks.each]
+
+    # After the step
+
+    def end(self, run: RunOp) -> None:
+        """Have all that lasts be in the own ranges."""
+        for traced in self._traced.values():
+            run(self.sync, traced)
+
+    def end_gradient(self, traced: Traced, gradient: torch.Tensor, run: RunOp) -> int | None:
+        """The value of the own range of a gradient that the step leaves; None: it lasts, and is in its place.
+
+        The storage of the value is made by an op of the step.
+        """
+        return run(self._end_gradient, traced, gradient)  # type: ignore[return-value]
+
+    def _end_gradient(self, traced: Traced, gradient: torch.Tensor) -> int | None:
+        shard = traced.shard
+        if traced.gradient is not None and self._is_reduced(traced, gradient):
+            chunk = traced.gradient
+        else:
+            chunk = self._window(shard, self._as_row(shard, gradient)).clone()
+        if traced.left is not None:
+            if chunk is not traced.left[0]:
+                traced.left[0].copy_(chunk)
+            return None
+        storage = self._tables.storage_of(chunk)
+        self._name(storage, shard)
+        return self._tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
+
+
+def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
+    gradient = fake.grad
+    if gradient is None:
+        raise CaptureError(f"the gradient of {name} is gone where it is to be reduced: leave it in .grad")
+    if gradient.layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of {name} is sparse, and a step with shard= sums up dense ones: make the embedding with "
+            "sparse=False"
+        )
+    return gradient

@@ -1,0 +1,258 @@
+"""What the processes of a step tell each other before and between steps, so that none waits for another in vain.
+
+Each process captures the step by itself. Where one has no plan for a call yet, all compare what they are about to do:
+versions, budgets, models, and the collectives of the step in their order; whoever cannot go on says so, and all raise.
+Then one of them measures and plans, and the others take its plan: so they do not disturb each other's measurements. A
+process whose graph is another one (a batch of another length) plans by itself; its collectives come in the same order
+all the same. At each later call a number tells whether all are about to run the same collectives.
+
+Limits: a process that never calls the step, or runs other collectives of its own meanwhile, is noticed when the timeout
+of the process group ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outofcore._torch_internals import gather_into
+from outofcore.capture.collectives import Collective
+from outofcore.capture.replicas import group_of, parallel_models
+from outofcore.errors import CommunicationError, InputError, StateError
+from outofcore.finalization import end_when_threads_rest
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.groups import GroupCost, group_cost
+from outofcore.session import Facts, check_one_plan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# How long a message of another process may be.
+_MOST_TEXT = 2000
+
+
+class Agreement:
+    """The processes that run one step together.
+
+    Args:
+        models: of the step. If one is wrapped in ``DistributedDataParallel``, its processes are those of its group.
+        cache: where the costs of groups are kept.
+        group: the processes, where they are known before: those that share the models.
+
+    Attributes:
+        joined: whether processes tell each other what they do: from the first call on where a model is wrapped or
+            spread over them, else
+            from the first that has collectives.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], cache: Cache | None, group: ProcessGroup | None = None) -> None:
+        self._cache = cache
+        self._group: ProcessGroup | None = None
+        self._costs: dict[int, GroupCost] = {}
+        self._follows_one_plan = group is not None
+        groups = [group_of(model) for model in parallel_models(models)]
+        if group is not None:
+            groups.append(group)
+        if groups:
+            self._join(groups)
+
+    @property
+    def joined(self) -> bool:
+        """See above."""
+        return self._group is not None
+
+    def _join(self, groups: Sequence[ProcessGroup]) -> None:
+        one = all(group is groups[0] for group in groups)
+        group = groups[0] if one else torch.distributed.group.WORLD
+        if group is not None and group.size() > 1:
+            end_when_threads_rest()
+            self._group = group
+
+    def join(self, collectives: Sequence[Collective]) -> None:
+        """Take note of the collectives that a step has turned out to have."""
+        if self._group is None and collectives:
+            self._join([collective.group for collective in collectives])
+
+    def meet(self, facts: Facts | None, device: torch.device) -> bool:
+        """Whether all processes have a plan for the call that begins now, None standing for one that has not.
+
+        Raises:
+            StateError: they are about to run other collectives than each other.
+            InputError: they share a model, and are about to run different steps.
+        """
+        group = self._group
+        if group is None:
+            return facts is not None
+        mine = 0
+        if facts is not None:
+            mine = _number((*facts.collectives, facts.graph) if self._follows_one_plan else facts.collectives)
+        told = torch.tensor([mine], dtype=torch.int64, device=device)
+        everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
+        with _talking():
+            gather_into(everyone, told, group)
+        numbers = everyone.tolist()
+        if 0 in numbers:
+            return False
+        if len(set(numbers)) > 1 and facts is not None:
+            told_by_all = self._gathered(facts)
+            _check_alike(told_by_all)
+            if self._follows_one_plan:
+                check_one_plan(told_by_all)
+        return True
+
+    def compare(self, facts: Facts) -> tuple[Facts, ...]:
+        """What all processes say of themselves, by rank.
+
+        Raises:
+            InputError: they differ in what must be the same.
+            StateError: one cannot go on, or they run other collectives than each other.
+        """
+        everyone = self._gathered(facts)
+        self._raise_for_others(facts, everyone)
+        _check_alike(everyone)
+        return everyone
+
+    def _gathered(self, facts: Facts) -> tuple[Facts, ...]:
+        if self._group is None:
+            return (facts,)
+        found: list[Any] = [None] * self._group.size()
+        with _talking():
+            torch.distributed.all_gather_object(found, facts, group=self._group)
+        return tuple(found)
+
+    def _raise_for_others(self, facts: Facts, everyone: Sequence[Facts]) -> None:
+        for rank, other in enumerate(everyone):
+            if other.error and not facts.error:
+                raise StateError(f"rank {rank} cannot run this step, and the others do not without it: {other.error}")
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among those of the step."""
+        return 0 if self._group is None else self._group.rank()
+
+    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
+        """Of each group among some collectives, by its number of processes; all processes call this at once."""
+        for collective in collectives:
+            if collective.group.size() not in self._costs:
+                with _talking():
+                    self._costs[collective.group.size()] = group_cost(collective.group, device, self._cache)
+        return self._costs
+
+    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
+        """What one process makes, in all of them.
+
+        Raises:
+            StateError: it could not. (In that process, whatever it raised.)
+        """
+        if self._group is None:
+            return make()
+        made: list[Any] = [None, ""]
+        failure: BaseException | None = None
+        if self.rank == leader:
+            try:
+                made[0] = make()
+            except BaseException as error:
+                failure, made[1] = error, told(error)
+        try:
+            with _talking():
+                torch.distributed.broadcast_object_list(made, group=self._group, group_src=leader)
+        except CommunicationError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        if made[1]:
+            raise StateError(f"rank {leader}, which plans for all, cannot plan this step: {made[1]}")
+        return made[0]
+
+    def settle(self, error: BaseException | None) -> None:
+        """Go on if all processes can.
+
+        Raises:
+            StateError: one of the others cannot.
+            BaseException: the error of this one.
+        """
+        text = "" if error is None else told(error)
+        texts: list[Any] = [text]
+        if self._group is not None:
+            texts = [None] * self._group.size()
+            with _talking():
+                torch.distributed.all_gather_object(texts, text, group=self._group)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(texts):
+            if other:
+                raise StateError(f"rank {rank} cannot run this step, and the others do not without it: {other}")
+
+
+@contextlib.contextmanager
+def _talking() -> Iterator[None]:
+    """Say of errors of the process group what they mean."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"the processes of the step could not tell each other what they are about to run: {error}. Another process "
+            "has ended, or did not come to the step within the timeout of the process group; end this one as well, and "
+            "let torchrun start all of them again"
+        ) from error
+
+
+def told(error: BaseException) -> str:
+    """An error in words for another process."""
+    return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+
+
+def _number(collectives: Sequence[str]) -> int:
+    """A number for the collectives of a step, never 0."""
+    digest = hashlib.sha256(json.dumps(list(collectives)).encode()).digest()
+    return int.from_bytes(digest[:7], "big") + 1
+
+
+def _check_alike(everyone: Sequence[Facts]) -> None:
+    """Refuse processes that differ, each compared with the first."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone[1:], 1):
+        who = f"rank {rank} and rank 0"
+        for name, advice in _ALIKE.items():
+            mine, theirs = getattr(other, name), getattr(first, name)
+            if mine != theirs:
+                raise InputError(f"{who} differ in {name}: {mine} there, and {theirs} on rank 0; {advice}")
+        _check_states(who, dict(other.states), dict(first.states))
+        for number in range(max(len(first.collectives), len(other.collectives))):
+            mine = other.collectives[number] if number < len(other.collectives) else "none"
+            theirs = first.collectives[number] if number < len(first.collectives) else "none"
+            if mine != theirs:
+                raise StateError(
+                    f"{who} come to other collectives: number {number} is {mine} on rank {rank}, and {theirs} on rank "
+                    "0; each would wait for the other without end. Let all ranks call the same collectives in the same "
+                    "order"
+                )
+        if other.orders != first.orders:
+            raise StateError(
+                f"{who} get their gradients in different orders, so that DistributedDataParallel would put them "
+                "together differently: let all ranks run the same forward pass in the first step"
+            )
+
+
+# What must be the same, and what to do about it if it is not.
+_ALIKE = {
+    "versions": "install the same on all of them",
+    "budget": "give all of them the same, or they would wait for the slowest anyway",
+    "policy": "give all of them the same",
+}
+
+
+def _check_states(who: str, mine: dict[str, str], theirs: dict[str, str]) -> None:
+    for key in dict.fromkeys((*theirs, *mine)):
+        if mine.get(key) != theirs.get(key):
+            raise InputError(
+                f"{who} have other models: {key} is {mine.get(key, 'not there')}, and {theirs.get(key, 'not there')} "
+                "on rank 0; build the same model on all of them"
+            )

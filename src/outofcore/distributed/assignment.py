@@ -1,0 +1,63 @@
+"""Which logical workers fall to which process.
+
+Each process has a run of consecutive workers, those of process 0 first. So the sum of all gradients, in the order of
+the workers, passes each process once (see ``chain``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from outofcore.errors import InputError
+
+
+def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """How many workers each process takes, so that the one that ends last ends soonest.
+
+    Workers are handed out one by one, each to the process that would then end first. This is optimal: a process is
+    given its nth worker only when every other choice would end later, so in any other sharing some process has a worker
+    that was refused here because it would have ended no sooner.
+
+    Args:
+        workers: at least one for each process.
+        seconds: for each process what one worker's turn takes there.
+
+    Raises:
+        InputError: there are more processes than workers, or a time is no positive number.
+
+    >>> shares(4, [1.0, 1.0])
+    (2, 2)
+    >>> shares(4, [1.0, 3.0])
+    (3, 1)
+    """
+    if workers < len(seconds):
+        raise InputError(
+            f"{workers} logical workers cannot be shared by {len(seconds)} processes: start at most {workers} "
+            "(torchrun --nproc-per-node, --nnodes), or begin the training with more workers"
+        )
+    if not all(math.isfinite(one) and one > 0 for one in seconds):
+        raise InputError(f"the time of a turn must be a positive number of seconds for each process, not {seconds}")
+    counts = [1] * len(seconds)
+    for _ in range(workers - len(seconds)):
+        counts[min(range(len(seconds)), key=lambda p: ((counts[p] + 1) * seconds[p], p))] += 1
+    return tuple(counts)
+
+
+def runs(counts: Sequence[int]) -> tuple[range, ...]:
+    """The workers of each process.
+
+    >>> runs((2, 1))
+    (range(0, 2), range(2, 3))
+    """
+    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def evenly(workers: int, processes: int) -> tuple[range, ...]:
+    """The workers of each process where nothing is known of how fast they are.
+
+    Raises:
+        InputError: there are more processes than workers.
+    """
+    return runs(shares(workers, [1.0] * processes))

@@ -1,0 +1,104 @@
+"""What has to be the same everywhere and at any time so that a training gives the same bits: facts with their names."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import memory_of, precision_of
+from outofcore.errors import InputError
+
+Facts = dict[str, str]
+
+
+def kernel_facts(workers: int, seed: int, device: torch.device) -> Facts:
+    """What decides, beside the model and the data, which bits come out: it is part of a checkpoint.
+
+    Kernels on the CPU cut sums by the number of threads, and other instruction sets sum in other widths.
+    """
+    found = {
+        "logical workers": str(workers),
+        "seed": str(seed),
+        "threads (torch.get_num_threads)": str(torch.get_num_threads()),
+        "PyTorch": str(torch.__version__),
+        "device": device.type,
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if device.type == "cpu":
+        return found | {
+            "instructions of the processor": torch.backends.cpu.get_cpu_capability(),
+            "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+            "matmul precision": str(precision_of(torch.backends.mkldnn, "matmul")),
+        }
+    return found | {
+        "GPU": torch.cuda.get_device_name(device),
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": f"{torch.backends.cudnn.version()} enabled {torch.backends.cudnn.enabled}, "
+        f"benchmark {torch.backends.cudnn.benchmark}, deterministic {torch.backends.cudnn.deterministic}",
+        "matmul precision": str(precision_of(torch.backends.cuda, "matmul")),
+    }
+
+
+def model_facts(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], forget: Callable[[torch.Tensor], object]
+) -> Facts:
+    """What processes that begin together have to have in common: names, shapes and contents.
+
+    ``forget`` gives back what memory a tensor takes for having been read from its home.
+    """
+    names: list[str] = []
+    contents = 0
+    for number, model in enumerate(models):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            names.append(f"{number}.{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+            row = tensor.detach().cpu().contiguous().view(-1)
+            contents = zlib.crc32(memory_of(row.view(torch.uint8)), contents)
+            forget(tensor)
+    settings = [
+        [type(optimizer).__name__, *({n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups)]
+        for optimizer in optimizers
+    ]
+    return {
+        "names and shapes of parameters and buffers": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
+        "values of parameters and buffers": f"{contents:08x}",
+        "optimizer and its settings": str(settings),
+    }
+
+
+_ADVICE = {
+    "threads (torch.get_num_threads)": "call torch.set_num_threads() with one number everywhere, before anything else: "
+    "torchrun gives each of several processes one thread, and a single one as many as there are cores",
+    "values of parameters and buffers": "build the model from one seed everywhere: torch.manual_seed(0)",
+}
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    """The first fact in which two differ: its name, both values, and what to do; None: they agree."""
+    for name in dict.fromkeys((*mine, *theirs)):
+        one, other = mine.get(name, "unknown"), theirs.get(name, "unknown")
+        if one != other:
+            return name, one, other, _ADVICE.get(name, "make them the same")
+    return None
+
+
+def check_all_alike(facts: Sequence[Mapping[str, str]]) -> None:
+    """Refuse processes that would not compute the same.
+
+    Args:
+        facts: of each process, by rank.
+
+    Raises:
+        InputError: two differ; the message names the fact.
+    """
+    for rank, other in enumerate(facts):
+        found = difference(facts[0], other)
+        if found is not None:
+            name, one, theirs, advice = found
+            raise InputError(f"{name}: process 0 has {one}, and process {rank} has {theirs}; {advice}")

@@ -1,0 +1,169 @@
+"""The batches of every logical worker, in an order that does not depend on how many processes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import default_collate
+
+from outofcore.errors import InputError
+
+
+class Samples(Protocol):
+    """A dataset as ``torch.utils.data.Dataset`` has it: a length, and samples by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order samples come: those of an epoch and a step follow from this alone.
+
+    It is the order of ``torch.utils.data.DistributedSampler`` with as many replicas as there are workers and
+    ``drop_last=True``: of every N samples in a row, each worker has one.
+
+    Attributes:
+        workers: how many there are.
+        batch_size: samples of one worker's batch.
+        length: of the dataset.
+        seed: of the shuffling, to which the number of the epoch is added.
+        shuffle: whether samples come in another order in each epoch.
+    """
+
+    workers: int
+    batch_size: int
+    length: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch. What is left of the dataset and fills no batch of all workers is left out."""
+        return self.length // (self.workers * self.batch_size)
+
+    def of_epoch(self, epoch: int) -> torch.Tensor:
+        """The numbers of all samples, in the order in which they come."""
+        if not self.shuffle:
+            return torch.arange(self.length)
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+    def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
+        """The numbers of the samples of one worker's batch.
+
+        Args:
+            order: of the epoch.
+            step: of the epoch, from 0.
+            worker: from 0.
+        """
+        together = self.workers * self.batch_size
+        return order[step * together : (step + 1) * together][worker :: self.workers].tolist()
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far the data has been used: ``step`` steps of an epoch."""
+
+    epoch: int = 0
+    step: int = 0
+
+    def after(self, order: Order) -> Place:
+        """One step further."""
+        if self.step + 1 >= order.steps:
+            return Place(self.epoch + 1, 0)
+        return replace(self, step=self.step + 1)
+
+
+class Course(Protocol):
+    """What a loader needs of the training."""
+
+    place: Place
+
+    def draw(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
+        """A batch for each worker of this process, made with the worker's own random generators."""
+        ...
+
+    def used(self, batches: dict[int, Any]) -> None:
+        """Take note that batches have been used."""
+        ...
+
+
+class Loader:
+    """What ``run.loader`` returns: iterated over, it gives the rest of an epoch, step by step.
+
+    Each item is ``{logical worker: batch}`` for the workers of this process. Samples are fetched one step at a time and
+    with the random generators of their worker, so that augmentation is the same wherever the worker is.
+
+    Attributes:
+        order: in which samples come.
+
+    Args:
+        course: the training, which knows how far the data has been used.
+        dataset: samples by their number.
+        order: of them.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(
+        self, course: Course, dataset: Samples, order: Order, collate: Callable[[list[Any]], Any] | None
+    ) -> None:
+        self._course = course
+        self._dataset = dataset
+        self.order = order
+        self._collate: Callable[[list[Any]], Any] = collate or default_collate
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have been used up: the number of the one that the next iteration goes on with."""
+        return self._course.place.epoch
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self.order.steps
+
+    def __iter__(self) -> Iterator[dict[int, Any]]:
+        course, epoch = self._course, self._course.place.epoch
+        order = self.order.of_epoch(epoch)
+        while course.place.epoch == epoch:
+            step = course.place.step
+
+            def batch_of(worker: int, step: int = step) -> Any:
+                return self._collate([self._dataset[number] for number in self.order.samples(order, step, worker)])
+
+            batches = course.draw(batch_of)
+            yield batches
+            course.used(batches)
+
+
+def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:
+    """The order of a dataset's samples.
+
+    Raises:
+        InputError: it has no length or no samples by number, or too few samples for one step.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InputError(
+            f"a dataset needs a length and samples by number (__len__, __getitem__), and {type(dataset).__name__} has "
+            "not both; give run() batches of your own: a dict from each of run.workers to its batch"
+        )
+    if batch_size < 1:
+        raise InputError(f"a batch needs at least one sample, and batch_size is {batch_size}")
+    order = Order(workers, batch_size, len(dataset), seed, shuffle)
+    if not order.steps:
+        raise InputError(
+            f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers"
+        )
+    return order
+
+
+def arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """How a batch is given to a step: a tuple or list as its arguments, a dict by name, all else as the only one."""
+    if isinstance(batch, tuple | list):
+        return batch, {}
+    if isinstance(batch, dict) and all(isinstance(name, str) for name in batch):
+        return (), batch
+    return (batch,), {}

@@ -1,0 +1,118 @@
+"""Adds up the gradients of all logical workers, in their order and over all processes: ``chain`` tells how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outofcore.distributed.chain import Span, rounds
+from outofcore.distributed.gradients import PIECE_BYTES, Layout, Tensors, new_row
+from outofcore.distributed.processes import Processes
+
+
+class OrderedSum:
+    """Sums gradients, piece by piece, through a few buffers.
+
+    Args:
+        processes: in the order of their workers.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        # In each direction one piece arrives while another one is sent and a third worked on.
+        self._buffers = [new_row(PIECE_BYTES) for _ in range(6 if processes.count > 1 else 1)]
+
+    def __call__(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+        """Write the sum of all workers' gradients, divided once it is whole, to ``target``, on every process.
+
+        Args:
+            own: of this process, in the order of its workers; at process 0 the first may be a sum itself.
+            target: may be one of them.
+            layout: of all.
+            divisor: of the sum.
+
+        Raises:
+            StateError: another process has ended or does not answer; gradients are part old and part new.
+        """
+        if self._processes.count == 1:
+            for spans in layout.spans:
+                total = self._row(0, layout, spans)
+                self._add(own, layout, spans, total, first=True)
+                self._write(target, layout, spans, total.div_(divisor))
+            return
+        self._along_the_chain(own, target, layout, divisor)
+
+    def _along_the_chain(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+        processes, pieces = self._processes, layout.spans
+        rank, last = processes.rank, processes.count - 1
+        sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent
+        coming: dict[tuple[int, int], Callable[[], None]] = {}  # by direction and piece
+
+        def buffer(direction: int, piece: int) -> int:
+            return 3 * direction + piece % 3
+
+        def expect(direction: int, piece: int, source: int) -> None:
+            if piece < len(pieces):
+                number = buffer(direction, piece)
+                if number in sent:
+                    sent.pop(number)()
+                coming[direction, piece] = processes.receive(self._row(number, layout, pieces[piece]), source)
+
+        def send(number: int, row: torch.Tensor, to: int) -> None:
+            sent[number] = processes.send(row, to)
+
+        if rank > 0:
+            expect(0, 0, rank - 1)
+        if rank < last:
+            expect(1, 0, rank + 1)
+        for turn in rounds(len(pieces), processes.count, rank):
+            if turn.forward is not None:
+                spans, number = pieces[turn.forward], buffer(0, turn.forward)
+                if rank > 0:
+                    coming.pop((0, turn.forward))()
+                    expect(0, turn.forward + 1, rank - 1)
+                elif number in sent:
+                    sent.pop(number)()
+                total = self._row(number, layout, spans)
+                self._add(own, layout, spans, total, first=rank == 0)
+                if rank == last:
+                    self._write(target, layout, spans, total.div_(divisor))
+                send(number, total, rank - 1 if rank == last else rank + 1)
+            if turn.back is not None:
+                spans, number = pieces[turn.back], buffer(1, turn.back)
+                coming.pop((1, turn.back))()
+                expect(1, turn.back + 1, rank + 1)
+                total = self._row(number, layout, spans)
+                self._write(target, layout, spans, total)
+                if rank > 0:
+                    send(number, total, rank - 1)
+        for wait in sent.values():
+            wait()
+
+    def _row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
+        """A buffer as the elements of a piece."""
+        first = spans[0].tensor
+        count = sum(span.count for span in spans) * layout.itemsizes[first]
+        return self._buffers[number][:count].view(layout.dtypes[first])
+
+    @staticmethod
+    def _add(
+        own: Sequence[Tensors], layout: Layout, spans: Sequence[Span], total: torch.Tensor, *, first: bool
+    ) -> None:
+        at = 0
+        for span in spans:
+            part = total[at : at + span.count]
+            for number, gradients in enumerate(own):
+                if first and number == 0:
+                    part.copy_(gradients.get(span))
+                else:
+                    part.add_(gradients.get(span))
+            at += span.count
+
+    @staticmethod
+    def _write(target: Tensors, layout: Layout, spans: Sequence[Span], total: torch.Tensor) -> None:
+        at = 0
+        for span in spans:
+            target.put(span, total[at : at + span.count])
+            at += span.count

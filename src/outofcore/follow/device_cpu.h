@@ -1,0 +1,151 @@
+// What paging.cpp needs to know of the CPU: memory that the host reads and writes itself, so that what is done to it is
+// done when a call returns. Copies beside ops are made by threads of paging.cpp.
+
+#pragma once
+
+#include "../execution/device_cpu.h"
+#include "homes.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/util/Exception.h>
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace follow {
+
+// An allocator that wraps the one that was there before, and is told which streams use a block beside its own: never.
+struct WrappingAllocator : ::device::Allocator {
+ protected:
+  enum class Whose { kOurs, kStocks, kOutside };
+  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
+};
+
+class Device {
+ public:
+  explicit Device(int) {}
+
+  static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CPU;
+  // Addresses for each byte of the budget: so many that no request fails for want of a hole that is large enough.
+  static constexpr int64_t kAddresses = 64;
+  // Whether work on memory is put in order by streams; else it is done when a call returns.
+  static constexpr bool kStreams = false;
+  // Whether the host reads the arena, and so can compare its bytes.
+  static constexpr bool kReadable = true;
+
+  using Homes = follow::Homes;
+  // What was done to a block's memory, and to its slot, that others have to wait for: nothing.
+  struct Order {};
+  // From one moment to another, in the order of ops.
+  struct Moment {};
+  using Span = std::pair<Moment, Moment>;
+
+  static c10::Device ours() { return c10::Device(c10::DeviceType::CPU); }
+  static bool is_ours(c10::Device device) { return device.type() == c10::DeviceType::CPU; }
+  static bool is_current() { return true; }
+  static c10::Allocator* stock_beneath(c10::Allocator*) { return c10::GetDefaultCPUAllocator(); }
+  static bool is_stock(c10::Allocator* installed) { return installed == c10::GetDefaultCPUAllocator(); }
+  static void enter() {}
+
+  // The arena: addresses, which get memory when they are first written to.
+  static char* reserve(int64_t bytes) {
+    constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
+    bytes = (bytes + kPage - 1) / kPage * kPage;
+    void* mapped =
+        mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(mapped != MAP_FAILED, bytes, " bytes of addresses could not be mapped for the arena");
+    const int64_t before = (kHuge - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped) % kHuge)) % kHuge;
+    char* base = static_cast<char*>(mapped) + before;
+    if (before > 0) munmap(mapped, before);
+    munmap(base + bytes, kHuge - before);
+    madvise(base, bytes, MADV_HUGEPAGE);
+    return base;
+  }
+  static void unreserve(char* base, int64_t bytes) {
+    if (base != nullptr) munmap(base, bytes);
+  }
+  // Gives memory to the kernel; the addresses stay.
+  static void discard(char* at, int64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
+  // Puts memory together to huge pages, where the kernel can (from Linux 6.1 on); addresses in between get memory too. In
+  // one call: each waits for all processors.
+  static void collapse(char* at, int64_t bytes) {
+    constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not have
+    madvise(at, bytes, kCollapse);
+  }
+
+  // A block gets memory, gives it back, is about to be used by the op that runs, and has been used by it.
+  void take(Order&, const char*, int64_t) {}
+  void give(Order&, const char*, int64_t) {}
+  void use(Order&) {}
+  void used(Order&) {}
+  // The same for its slot.
+  void take_slot(Order&, const char*, int64_t) {}
+  void give_slot(Order&, const char*, int64_t) {}
+  void use_slot(Order&) {}
+  void record(Order&, void*) {}
+
+  // Copies between a block's memory and its slot. Throws c10::Error.
+  void save(Homes& homes, const Slot& slot, Order&, const char* from) {
+    homes.of(slot).write(from, slot.offset, slot.bytes);
+  }
+  void load(Homes& homes, const Slot& slot, Order&, char* to) { homes.of(slot).read(to, slot.offset, slot.bytes); }
+  // Copies memory of somebody else's to a slot: by way of a buffer that direct I/O can use, and that leaves no page of the
+  // window in memory.
+  void save_foreign(Homes& homes, const Slot& slot, Order&, const char* from, int64_t bytes) {
+    constexpr int64_t kPiece = int64_t{1} << 20;
+    void* buffer = mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, "outofcore: the system gave no memory");
+    const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kPiece); });
+    for (int64_t done = 0; done < bytes; done += kPiece) {
+      const int64_t count = std::min(kPiece, bytes - done);
+      std::memcpy(buffer, from + done, count);
+      homes.of(slot).write(static_cast<char*>(buffer), slot.offset + done, (count + kPage - 1) / kPage * kPage);
+    }
+  }
+  // Copies and fills that the op that runs comes after.
+  void copy(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+  void move(Order&, char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+  void fill(char* at, int64_t bytes) { std::memset(at, 0xAB, bytes); }
+  // What is not needed any more once the work is done that was issued.
+  void retire(const c10::DataPtr&) {}
+
+  // A block that keeps its address lies behind a window that is mapped over it when it leaves.
+  static constexpr bool kFixedLeave = true;
+  void cover(Homes& homes, const Slot& slot, char* at, bool privately) {
+    homes.of(slot).show(at, slot.offset, slot.bytes, privately);
+  }
+  static void uncover(char* at, int64_t bytes) {
+    mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  }
+  // Its bytes, to be put in place of the window: others may look at its addresses meanwhile.
+  void* load_aside(Homes& homes, const Slot& slot) {
+    void* filled = mmap(nullptr, slot.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
+    homes.of(slot).read(static_cast<char*>(filled), slot.offset, slot.bytes);
+    return filled;
+  }
+  static void uncover_with(void* filled, char* at, int64_t bytes) {
+    mremap(filled, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at);
+  }
+
+  // Whether somebody has looked at a slot since.
+  void begin_watch(Homes& homes, const Slot& slot) { homes.of(slot).begin_watch(slot.offset, slot.bytes); }
+  bool was_touched(Homes& homes, const Slot& slot) { return homes.of(slot).was_touched(slot.offset, slot.bytes); }
+
+  // How long ops took is what the clock of the host says.
+  Moment moment() { return {}; }
+  void again(Moment) {}
+  void forget(const Span&) {}
+  std::vector<int64_t> nanos_between(const std::vector<Span>&) { return {}; }
+  int64_t nanos_of_copy(char*, char*, int64_t, bool) { return 0; }
+};
+
+}  // namespace follow

@@ -1,0 +1,307 @@
+// What paging.cpp needs to know of a GPU: memory that only streams of work read and write. It has never run on a GPU.
+//
+// Nothing waits on the host. What the loop's ops do is on streams of the loop's; copies to pinned host memory and back are
+// on two streams of our own. Who comes after what is known when work is issued (streams.h), so a block that leaves gives
+// its memory to the next one at once: that one's stream waits.
+//
+// What a storage shows is right in the order of the stream that was current when it was shown: before a storage shows its
+// place in the arena, or its window at home, that stream waits for the copy. So code that nobody sees, and that is in
+// order with the loop's stream, reads the right bytes too.
+
+#pragma once
+
+#include "../execution/device_cuda.h"
+#include "pinned.h"
+#include "streams.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace follow {
+
+// An allocator that wraps the one that was there before, and is told which streams use a block beside its own.
+struct WrappingAllocator : ::device::Allocator {
+  using ::device::Allocator::recordStream;
+  void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
+    switch (remember(data, stream.stream())) {
+      case Whose::kOurs: return;
+      case Whose::kStocks: return below->recordStream(data, stream);
+      case Whose::kOutside: {
+        c10::DataPtr plain(data.get(), data.get(), below->raw_deleter(), data.device());
+        below->recordStream(plain, stream);
+        plain.release_context();
+      }
+    }
+  }
+
+ protected:
+  // Whose memory it is: a block's, which remembers the stream; the stock allocator's; or that allocator's, by way of ours.
+  enum class Whose { kOurs, kStocks, kOutside };
+  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
+};
+
+// CUDA, as ``Streams`` has it.
+struct CudaRuntime {
+  using Handle = cudaStream_t;
+  using Event = cudaEvent_t;
+  c10::DeviceIndex device;
+
+  Event make() const {
+    const c10::cuda::CUDAGuard guard(device);
+    Event made = nullptr;
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
+    return made;
+  }
+  void drop(Event event) const {
+    if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();  // at the end of a process CUDA may be gone
+  }
+  void record(Event event, Handle stream) const { C10_CUDA_CHECK(cudaEventRecord(event, stream)); }
+  void wait(Handle stream, Event event) const { C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0)); }
+};
+
+class Device {
+ public:
+  static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CUDA;
+  // The arena is one allocation. Holes in it are joined by copies within the device.
+  static constexpr int64_t kAddresses = 1;
+  static constexpr bool kStreams = true;
+  static constexpr bool kReadable = false;
+  static constexpr bool kFixedLeave = false;
+
+  using Homes = PinnedHomes;
+  struct Order {
+    Marks before;  // work that whoever uses the block's memory comes after
+    Marks after;   // and what whoever gets that memory next comes after as well
+    Marks home;    // work on its slot
+    int stream = -1;            // that was current when it got its memory
+    std::vector<int> recorded;  // those that Tensor.record_stream was called with
+  };
+  // From one moment to another, in the order of a stream.
+  using Moment = cudaEvent_t;
+  using Span = std::pair<Moment, Moment>;
+
+  explicit Device(int index)
+      : index_(static_cast<c10::DeviceIndex>(index)),
+        streams_(CudaRuntime{index_}),
+        in_(streams_.number_of(c10::cuda::getStreamFromPool(false, index_).stream())),
+        out_(streams_.number_of(c10::cuda::getStreamFromPool(false, index_).stream())) {}
+  ~Device() {
+    for (const cudaEvent_t event : events_)
+      if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
+  }
+  Device(const Device&) = delete;
+
+  c10::Device ours() const { return c10::Device(c10::DeviceType::CUDA, index_); }
+  static bool is_ours(c10::Device device) {
+    return device.type() == c10::DeviceType::CUDA && device.index() == followed().load(std::memory_order_relaxed);
+  }
+  static bool is_current() { return c10::cuda::current_device() == followed().load(std::memory_order_relaxed); }
+  // Where nobody has wrapped it, PyTorch's own is what is installed.
+  static c10::Allocator* stock_beneath(c10::Allocator* installed) { return installed; }
+  static bool is_stock(c10::Allocator* installed) { return dynamic_cast<::device::Allocator*>(installed) == nullptr; }
+  void enter() const { followed() = index_; }
+
+  // One allocation of PyTorch's, so that it counts in its statistics and limits. Throws c10::OutOfMemoryError.
+  char* reserve(int64_t bytes) {
+    const c10::cuda::CUDAGuard guard(index_);
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    char* base = static_cast<char*>(c10::cuda::CUDACachingAllocator::raw_alloc(bytes));
+    Marks others;  // what lay there before may still be in use
+    others.add(streams_.now(current()));
+    fences_.put(base, bytes, others);
+    return base;
+  }
+  void unreserve(char* base, int64_t) const {
+    const c10::cuda::CUDAGuard guard(index_);
+    if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();
+    if (base != nullptr) c10::cuda::CUDACachingAllocator::raw_delete(base);
+  }
+  static void discard(char*, int64_t) {}
+  static void collapse(char*, int64_t) {}
+
+  void take(Order& order, const char* at, int64_t bytes) {
+    order.before = fences_.take(at, bytes);
+    order.after.clear();
+    order.recorded.clear();
+    order.stream = current();
+  }
+  void give(Order& order, const char* at, int64_t bytes) {
+    fences_.put(at, bytes, all_of(order));
+    order.before.clear();
+    order.after.clear();
+    order.recorded.clear();
+  }
+  void use(Order& order) { streams_.wait(current(), order.before); }
+  void used(Order& order) { order.after.add(streams_.now(current())); }
+  void take_slot(Order& order, const char* window, int64_t bytes) { order.home = fences_.take(window, bytes); }
+  void give_slot(Order& order, const char* window, int64_t bytes) {
+    order.home.add(streams_.now(current()));  // it may have used the window
+    fences_.put(window, bytes, std::move(order.home));
+    order.home.clear();
+  }
+  void use_slot(Order& order) { streams_.wait(current(), order.home); }
+  void record(Order& order, void* handle) {
+    const int stream = streams_.number_of(static_cast<cudaStream_t>(handle));
+    if (std::find(order.recorded.begin(), order.recorded.end(), stream) == order.recorded.end())
+      order.recorded.push_back(stream);
+  }
+
+  void save(Homes& homes, const Slot& slot, Order& order, const char* from) {
+    streams_.wait(out_, all_of(order));
+    streams_.wait(out_, order.home);
+    issue(homes.window(slot), from, slot.bytes, cudaMemcpyDeviceToHost, out_);
+    const Mark done = streams_.now(out_);
+    order.home.clear();
+    order.home.add(done);
+    order.after.add(done);
+  }
+  void load(Homes& homes, const Slot& slot, Order& order, char* to) {
+    streams_.wait(in_, order.before);
+    streams_.wait(in_, order.home);
+    streams_.wait(in_, streams_.now(current()));  // it may have written to the window
+    issue(to, homes.window(slot), slot.bytes, cudaMemcpyHostToDevice, in_);
+    const Mark done = streams_.now(in_);
+    order.before.clear();
+    order.before.add(done);
+    order.home.add(done);
+  }
+  void save_foreign(Homes& homes, const Slot& slot, Order& order, const char* from, int64_t bytes) {
+    const int stream = current();
+    streams_.wait(stream, order.home);
+    issue(homes.window(slot), from, bytes, cudaMemcpyDefault, stream);
+    order.home.clear();
+    order.home.add(streams_.now(stream));
+  }
+  void copy(char* to, const char* from, int64_t bytes) { issue(to, from, bytes, cudaMemcpyDefault, current()); }
+  void move(Order& order, char* to, const char* from, int64_t bytes) {
+    const int stream = current();
+    streams_.wait(stream, fences_.take(to, bytes));
+    streams_.wait(stream, all_of(order));
+    issue(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+    order.before.clear();
+    order.after.clear();
+    order.recorded.clear();
+    order.stream = stream;
+    order.before.add(streams_.now(stream));
+    fences_.put(from, bytes, order.before);
+  }
+  void fill(char* at, int64_t bytes) {
+    const int stream = current();
+    streams_.wait(stream, fences_.take(at, bytes));
+    C10_CUDA_CHECK(cudaMemsetAsync(at, 0xAB, bytes, streams_.handle(stream)));
+    Marks done;
+    done.add(streams_.now(stream));
+    fences_.put(at, bytes, done);
+  }
+  void retire(const c10::DataPtr& left) const {
+    if (left.get() == nullptr) return;
+    c10::cuda::CUDACachingAllocator::recordStream(left, c10::cuda::getCurrentCUDAStream(index_));
+  }
+
+  // A block that keeps its address does not leave.
+  void cover(Homes&, const Slot&, char*, bool) const {}
+  static void uncover(char*, int64_t) {}
+  void* load_aside(Homes&, const Slot&) const { return nullptr; }
+  static void uncover_with(void*, char*, int64_t) {}
+  // Nobody can tell who looked at pinned memory.
+  void begin_watch(Homes&, const Slot&) const {}
+  bool was_touched(Homes&, const Slot&) const { return false; }
+
+  // The device's own clock, in the order of the current stream.
+  Moment moment() {
+    if (events_.empty()) {
+      const c10::cuda::CUDAGuard guard(index_);
+      cudaEvent_t fresh = nullptr;
+      C10_CUDA_CHECK(cudaEventCreate(&fresh));
+      events_.push_back(fresh);
+    }
+    const Moment event = events_.back();
+    again(event);
+    events_.pop_back();
+    return event;
+  }
+  // That moment is now.
+  void again(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
+  void forget(const Span& span) {
+    events_.push_back(span.first);
+    events_.push_back(span.second);
+  }
+  // From the end of each span to the beginning of the next, for all but the last. The host waits for that.
+  std::vector<int64_t> nanos_between(const std::vector<Span>& ops) {
+    C10_CUDA_CHECK(cudaEventSynchronize(ops.back().second));
+    std::vector<int64_t> nanos;
+    for (size_t i = 0; i + 1 < ops.size(); ++i) {
+      float milliseconds = 0;
+      // Ops of several streams may not be over: nobody has waited for them.
+      if (cudaEventElapsedTime(&milliseconds, ops[i].second, ops[i + 1].first) != cudaSuccess) cudaGetLastError();
+      nanos.push_back(std::max<int64_t>(0, static_cast<int64_t>(milliseconds * 1e6)));
+    }
+    return nanos;
+  }
+  // How long so many bytes take to a home, or from there. The host waits.
+  int64_t nanos_of_copy(char* window, char* at, int64_t bytes, bool in) {
+    const int stream = in ? in_ : out_;
+    const auto event = [&](bool first) {
+      cudaEvent_t made = nullptr;
+      C10_CUDA_CHECK(cudaEventCreate(&made));
+      C10_CUDA_CHECK(cudaEventRecord(made, streams_.handle(stream)));
+      if (!first) C10_CUDA_CHECK(cudaEventSynchronize(made));
+      return made;
+    };
+    const c10::cuda::CUDAGuard guard(index_);
+    streams_.wait(stream, streams_.now(current()));
+    const cudaEvent_t start = event(true);
+    if (in)
+      issue(at, window, bytes, cudaMemcpyHostToDevice, stream);
+    else
+      issue(window, at, bytes, cudaMemcpyDeviceToHost, stream);
+    const cudaEvent_t end = event(false);
+    float milliseconds = 0;
+    C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, start, end));
+    C10_CUDA_CHECK(cudaEventDestroy(start));
+    C10_CUDA_CHECK(cudaEventDestroy(end));
+    return static_cast<int64_t>(milliseconds * 1e6);
+  }
+
+ private:
+  // The device whose tensors are followed.
+  static std::atomic<int>& followed() {
+    static std::atomic<int> index{-1};
+    return index;
+  }
+
+  int current() { return streams_.number_of(c10::cuda::getCurrentCUDAStream(index_).stream()); }
+  void issue(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, int stream) {
+    C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, streams_.handle(stream)));
+  }
+  // All work on a block's memory, with what code that nobody sees may have issued to the stream that it was made for.
+  Marks all_of(const Order& order) {
+    Marks all = order.before;
+    all.add(order.after);
+    if (order.stream >= 0) all.add(streams_.now(order.stream));
+    for (const int stream : order.recorded) all.add(streams_.now(stream));
+    return all;
+  }
+
+  c10::DeviceIndex index_;
+  Streams<CudaRuntime> streams_;
+  int in_, out_;
+  Fences fences_;
+  std::vector<cudaEvent_t> events_;  // that nobody uses, with times
+};
+
+}  // namespace follow

@@ -1,0 +1,82 @@
+"""What an op returns, compared with what it was captured to return.
+
+A step is captured on tensors without contents, whose kernels say what real ones would return (PyTorch's *meta* or
+*fake* kernels). Where they are wrong, ops after it would find other tensors than they expect. So each op is compared
+when it is measured, with its name, before a step relies on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outofcore.capture.captured import Captured, Value
+from outofcore.execution.binding import unseen_results
+from outofcore.graph import Op
+from outofcore.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One result that is not what was captured.
+
+    Attributes:
+        leaf: the number of the result.
+        what: "kind", "device", "dtype", "shape", "stride" or "bytes".
+        real: what it is, in words.
+        captured: what it was to be.
+        survived: whether a step gets it right all the same, by a copy to where the plan has it.
+    """
+
+    leaf: int
+    what: str
+    real: str
+    captured: str
+    survived: bool = False
+
+
+def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
+    """How the results of an op differ from what was captured; of each result the gravest difference alone.
+
+    Args:
+        captured: the step.
+        op: of it.
+        leaves: what the op has returned, flattened.
+    """
+    unseen = unseen_results(captured.graph)
+    found: list[Difference] = []
+    for leaf, index in enumerate(captured.calls[op.id].results):
+        if index is None or captured.values[index].storage in unseen:
+            continue  # nobody looks at it
+        value = captured.values[index]
+        given = leaves[leaf] if leaf < len(leaves) else None
+        if given is None and 0 in value.shape:
+            continue
+        found += [one for one in (next(_compared(captured, leaf, value, given), None),) if one is not None]
+    return found
+
+
+def _compared(captured: Captured, leaf: int, value: Value, given: object) -> Iterator[Difference]:
+    wanted = _kind(value.dtype, value.shape)
+    if not isinstance(given, torch.Tensor):
+        yield Difference(leaf, "kind", "undefined" if given is None else f"a {type(given).__name__}", wanted)
+        return
+    device = "cpu" if value.foreign else captured.device.type
+    real = _kind(given.dtype, tuple(given.shape))
+    if given.device.type != device:
+        yield Difference(leaf, "device", f"{real} on {given.device.type}", f"{wanted} on {device}")
+    if given.dtype != value.dtype:
+        yield Difference(leaf, "dtype", real, wanted)
+    if tuple(given.shape) != value.shape:
+        yield Difference(leaf, "shape", real, wanted)
+    if given.numel() and given.stride() != value.stride:
+        yield Difference(leaf, "stride", f"strides {given.stride()}", f"strides {value.stride}", survived=True)
+    count, planned = given.untyped_storage().nbytes(), captured.own_bytes(value.storage)
+    if given.storage_offset() == value.offset == 0 and count > planned:
+        yield Difference(leaf, "bytes", format_bytes(count), format_bytes(planned), survived=True)
+
+
+def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"a {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)}"

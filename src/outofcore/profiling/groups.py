@@ -1,0 +1,110 @@
+"""What collectives of a process group cost: latency and bandwidth, measured once by all its processes together.
+
+The model: a collective takes the latency of the group, and the time in which its bytes go round a ring (Patarasu and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): each process sends 2 (n - 1) / n of
+the bytes of an all-reduce among n processes, and half of that for what only gathers, scatters or broadcasts.
+
+Limits: what processes wait for each other is no part of it, and small and large groups within one step are taken to be
+alike if they have as many processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from msgspec import Meta
+
+from outofcore.capture.captured import Captured
+from outofcore.capture.collectives import Collective
+from outofcore.costs import OpCost
+from outofcore.errors import GraphError
+from outofcore.jsonfile import convert_json
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.ops import OpProfile, machine_facts
+from outofcore.units import MIB
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_SMALL_BYTES, _LARGE_BYTES = 1024, 8 * MIB
+_SMALL_ROUNDS, _LARGE_ROUNDS = 20, 4
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What a collective takes in a group of so many processes."""
+
+    latency_s: Annotated[float, Meta(ge=0, le=1e6)]
+    bytes_per_s: Annotated[float, Meta(gt=0)]  # that each process sends
+
+    def seconds(self, collective: Collective) -> float:
+        """Seconds of a collective that all processes come to at once."""
+        return self.latency_s + collective.sent_bytes / self.bytes_per_s
+
+
+def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
+    """The cost of a group, the same in all its processes; all of them call this at once.
+
+    Args:
+        group: the processes.
+        device: where their tensors are.
+        cache: of which that of rank 0 counts: what is kept there is not measured again.
+    """
+    key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
+    shelf = None if cache is None else cache.shelf("groups", machine_facts())
+    kept: list[Any] = [None]
+    if group.rank() == 0 and shelf is not None and (entry := shelf.read().get(key)) is not None:
+        try:
+            kept = [convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")]
+        except GraphError:
+            kept = [None]
+    torch.distributed.broadcast_object_list(kept, group=group, group_src=0)
+    if kept[0] is not None:
+        return kept[0]
+    found = [_measured(group, device)]
+    torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    if group.rank() == 0 and shelf is not None:
+        shelf.write({key: asdict(found[0])})
+    return found[0]
+
+
+def _measured(group: ProcessGroup, device: torch.device) -> GroupCost:
+    small = _median(group, device, _SMALL_BYTES, _SMALL_ROUNDS)
+    large = _median(group, device, _LARGE_BYTES, _LARGE_ROUNDS)
+    count = group.size()
+    sent = 2 * (_LARGE_BYTES - _SMALL_BYTES) * (count - 1) / count
+    # A group of processes that have nothing to send has no bandwidth that matters.
+    return GroupCost(small, max(sent, 1.0) / max(large - small, 1e-9))
+
+
+def _median(group: ProcessGroup, device: torch.device, count: int, rounds: int) -> float:
+    tensor = torch.zeros(count, dtype=torch.uint8, device=device)
+    seconds: list[float] = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        torch.distributed.all_reduce(tensor, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])  # the first makes connections
+
+
+def collectives_of(captured: Captured) -> tuple[Collective, ...]:
+    """The collectives of a step, in order."""
+    return tuple(call.func for call in captured.calls if isinstance(call.func, Collective))
+
+
+def with_collectives(
+    captured: Captured, profiles: tuple[OpProfile, ...], costs: dict[int, GroupCost]
+) -> tuple[OpProfile, ...]:
+    """The profiles with the costs of collectives, by the number of processes in their group."""
+    found = list(profiles)
+    for index, call in enumerate(captured.calls):
+        if isinstance(call.func, Collective) and call.func.group.size() in costs:
+            seconds = costs[call.func.group.size()].seconds(call.func)
+            found[index] = replace(found[index], cost=OpCost(seconds))
+    return tuple(found)

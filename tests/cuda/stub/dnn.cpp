@@ -1,0 +1,123 @@
+// cuDNN: handles, descriptors, and work that takes its time and does nothing. Whatever plan is asked for, there is one.
+
+#include "shared.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#define API STUB_EXPORT
+
+namespace {
+struct Handle {
+  void* stream = nullptr;
+};
+constexpr int kExecutionFailed = 5000;
+}  // namespace
+
+API size_t cudnnGetVersion() { return 91900; }
+API size_t cudnnGetCudartVersion() { return 13000; }
+API const char* cudnnGetErrorString(int) { return "an error of the stub's cuDNN"; }
+API void cudnnGetLastErrorString(char* text, size_t bytes) {
+  if (bytes != 0) text[0] = 0;
+}
+API int cudnnGetProperty(int which, int* value) {
+  *value = which == 0 ? 9 : which == 1 ? 19 : 0;
+  return 0;
+}
+API int cudnnCreate(void** made) {
+  *made = new Handle;
+  return 0;
+}
+API int cudnnDestroy(void* handle) {
+  delete static_cast<Handle*>(handle);
+  return 0;
+}
+API int cudnnSetStream(void* handle, void* stream) {
+  static_cast<Handle*>(handle)->stream = stream;
+  return 0;
+}
+API int cudnnGetStream(void* handle, void** stream) {
+  *stream = static_cast<Handle*>(handle)->stream;
+  return 0;
+}
+
+#define DESCRIPTOR(name)                   \
+  API int cudnnCreate##name(void** made) { \
+    *made = std::calloc(1, 1024);          \
+    return 0;                              \
+  }                                        \
+  API int cudnnDestroy##name(void* made) { \
+    std::free(made);                       \
+    return 0;                              \
+  }
+DESCRIPTOR(TensorDescriptor)
+DESCRIPTOR(FilterDescriptor)
+DESCRIPTOR(ConvolutionDescriptor)
+DESCRIPTOR(ActivationDescriptor)
+DESCRIPTOR(DropoutDescriptor)
+DESCRIPTOR(RNNDescriptor)
+DESCRIPTOR(RNNDataDescriptor)
+DESCRIPTOR(PoolingDescriptor)
+DESCRIPTOR(SpatialTransformerDescriptor)
+DESCRIPTOR(CTCLossDescriptor)
+
+#define WORK(name)                                                                                         \
+  API int name(void* handle) {                                                                             \
+    if (stub_failure() != 0) return kExecutionFailed;                                                      \
+    stub_issue(static_cast<Handle*>(handle)->stream, "library", 10e-6, nullptr, nullptr, nullptr);         \
+    return 0;                                                                                              \
+  }
+WORK(cudnnBatchNormalizationForwardTrainingEx)
+WORK(cudnnBatchNormalizationBackwardEx)
+WORK(cudnnBatchNormalizationForwardInference)
+WORK(cudnnConvolutionForward)
+WORK(cudnnConvolutionBackwardData)
+WORK(cudnnConvolutionBackwardFilter)
+WORK(cudnnBackendExecute)
+
+// No work takes scratch memory.
+API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int, int, void*, void*, void*, void*, void*, size_t* bytes) {
+  *bytes = 0;
+  return 0;
+}
+API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int, int, void*, void*, size_t* bytes) {
+  *bytes = 0;
+  return 0;
+}
+API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int, int, void*, void*, void*, void*, void*, void*, void*,
+                                                          size_t* bytes) {
+  *bytes = 0;
+  return 0;
+}
+
+// Recurrent networks are computed without cuDNN (replay.cpp): no parameters are large enough for its layout of them.
+API int cudnnGetRNNWeightSpaceSize(void*, void*, size_t* bytes) {
+  *bytes = size_t{1} << 50;
+  return 0;
+}
+API int cudnnDropoutGetStatesSize(void*, size_t* bytes) {
+  *bytes = 1 << 20;
+  return 0;
+}
+
+// The graph API: one configuration for each question, and a plan without scratch memory.
+namespace {
+constexpr int kInteger = 3, kDescriptor = 15;  // CUDNN_TYPE_INT64, CUDNN_TYPE_BACKEND_DESCRIPTOR
+}
+API int cudnnBackendCreateDescriptor(int, void** made) {
+  *made = std::calloc(1, 256);
+  return 0;
+}
+API int cudnnBackendDestroyDescriptor(void* made) {
+  std::free(made);
+  return 0;
+}
+API int cudnnBackendInitialize(void*) { return 0; }
+API int cudnnBackendFinalize(void*) { return 0; }
+API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 0; }
+API int cudnnBackendGetAttribute(void*, int, int type, int64_t wanted, int64_t* count, void* values) {
+  if (count != nullptr) *count = type == kDescriptor || type == kInteger ? 1 : 0;
+  if (type == kInteger && values != nullptr && wanted != 0) std::memset(values, 0, 8);
+  return 0;
+}

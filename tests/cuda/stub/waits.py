@@ -1,0 +1,330 @@
+"""Takes out the waits between streams one after the other, and tells which of them the stub's numbers show.
+
+    python build.py -- python waits.py compiled|loop [--from NUMBER] [--only NUMBER]
+
+Of compiled steps, whole kinds of waits are taken out: those of a stream within a step, and around it. (The double of
+``tests/cuda/double.py`` sees each single one, whatever the numbers.) Of followed loops, each wait and each mark that
+``device_cuda.h`` writes down: that header is built once with a switch at each of these statements. Some of them back
+each other up: these are taken out together as well.
+
+A line of JSON for each, with whether it was noticed, and how. The order of the streams is that of the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from cases import compiled, differences
+from gpu_loops import LOOPS, Dense, Make, Trained, adamw, batches, loss_of, model_of, train
+from gpu_visit import MARK
+from models import CUDA, Job
+from torch import nn
+from worlds import eager
+
+import outofcore
+from outofcore.execution.cuda import engine
+from outofcore.execution.cuda.driver import CudaDriver
+from outofcore.execution.cuda.interface import Actions, Stream
+from outofcore.execution.native import Flavor
+from outofcore.follow import native
+from outofcore.units import GIB, KIB
+
+STEPS = 14  # the first six are measured, for which the host waits
+HEADER = "device_cuda.h"
+
+
+def tell(number: int, wait: str, noticed: str) -> None:
+    """Print what came of one."""
+    print(f"{MARK}{json.dumps({'number': number, 'wait': wait, 'noticed': noticed})}", flush=True)
+
+
+# Compiled steps
+
+
+class Without:
+    """Leaves waits of a stream out: within steps, at their begin or at their end."""
+
+    def __init__(self, where: str, stream: Stream) -> None:
+        self.where, self.stream, self.now = where, stream, "step"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """As long as this is open."""
+
+        def within(name: str) -> Callable[..., Any]:
+            original = getattr(engine.CudaEngine, f"_{name}")
+
+            @functools.wraps(original)
+            def call(*args: Any) -> Any:
+                self.now = name
+                try:
+                    return original(*args)
+                finally:
+                    self.now = "step"
+
+            return call
+
+        def filtered(owner: type) -> Callable[..., None]:
+            original = owner.wait
+
+            @functools.wraps(original)
+            def wait(this: Any, stream: Stream, mark: Any) -> None:
+                if not self.leaves_out(owner, stream, mark):
+                    original(this, stream, mark)
+
+            return wait
+
+        with ExitStack() as stack:
+            for name in ("begin", "end"):
+                stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", within(name)))
+            for owner in (CudaDriver, Actions):
+                stack.enter_context(mock.patch.object(owner, "wait", filtered(owner)))
+            self.ends: dict[int, Stream] = {}
+            record = CudaDriver.record
+
+            def recorded(this: CudaDriver, stream: Stream, mark: Any) -> None:
+                if self.now == "end":
+                    self.ends[id(mark)] = stream
+                record(this, stream, mark)
+
+            stack.enter_context(mock.patch.object(CudaDriver, "record", recorded))
+            if self.where != "step":
+                stack.enter_context(unhindered())
+            yield
+
+    def leaves_out(self, owner: type, stream: Stream, mark: Any) -> bool:
+        """At the end of a step it is the ops that wait, for each other stream."""
+        if self.where == "step":
+            return stream is self.stream and (self.now == "step" or owner is Actions)
+        if self.now != self.where or owner is Actions:
+            return False
+        return self.stream is (stream if self.where == "begin" else self.ends.get(id(mark)))
+
+
+@contextmanager
+def unhindered() -> Iterator[None]:
+    """Steps follow each other without the host's waiting for one, as where all of a model stays on the device.
+
+    Only then does it matter how steps are joined to each other.
+    """
+    finish = CudaDriver.finish
+    with mock.patch.object(CudaDriver, "finish", lambda this, host: finish(this, host=False)):
+        yield
+
+
+def kinds(home: str) -> list[Without]:
+    """The kinds of waits there are with such a home."""
+    if home == "host":
+        streams = [Stream.COMPUTE, Stream.COPY_OUT, Stream.COPY_IN]
+        around = streams[1:]
+        return [Without("step", s) for s in streams] + [Without(side, s) for side in ("begin", "end") for s in around]
+    streams = [Stream.DISK_OUT, Stream.DISK_IN, Stream.WRITE, Stream.READ]
+    begin = [Stream.DISK_OUT, Stream.READ]
+    end = [Stream.WRITE, Stream.DISK_IN]
+    return [
+        *(Without("step", s) for s in streams),
+        *(Without("begin", s) for s in begin),
+        *(Without("end", s) for s in end),
+    ]
+
+
+def of_compiled(first: int, only: int | None) -> None:
+    """Train without each kind in turn."""
+    job = Job("mlp")
+    losses, state = eager(job.world(CUDA), STEPS)
+    cases: list[tuple[str, str, AbstractContextManager[object]]] = []
+    for home in ("host", "disk"):
+        cases += [(home, "none", nullcontext()), (home, "unhindered, none", unhindered())]
+    for home in ("host", "disk"):
+        cases += [(home, f"{kind.where}, {kind.stream.name}", kind.applied()) for kind in kinds(home)]
+    for number, (home, what, context) in enumerate(cases):
+        if number < first or (only is not None and number != only):
+            continue
+        name = f"{home}: {what}"
+        print(f"--- {number} {name}", flush=True)
+        world, step = compiled(job, "offload-all", home)
+        with context:
+            try:
+                with step:
+                    torch.manual_seed(1)
+                    found = [step(*world.batch(index)).clone() for index in range(STEPS)]
+                    torch.cuda.synchronize()
+                    found = [loss.cpu() for loss in found]
+                    noticed = differences(found, losses, world.state(), state)
+            except Exception as error:  # however it shows
+                noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        tell(number, name, noticed[:120])
+
+
+# Followed loops
+
+_STATEMENT = re.compile(
+    r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|others|done)\.add"
+    r"|c10::cuda::CUDACachingAllocator::recordStream)\("
+)
+_FUNCTION = re.compile(r"^  (?:static )?[\w:]+\*? (\w+)\(")
+_SWITCH = """
+// A bit for each statement that is left out.
+extern "C" __attribute__((visibility("default"))) inline unsigned long long follow_left_out = 0;
+"""
+# Statements, by how they begin, each of which does what another one does as well, in loops of one stream: a stream that
+# shows a storage at its home has waited for the copy there, and copies back wait for that stream. What is left is for
+# code that nobody sees and for other streams.
+_CURRENT, _SHOWN = "load: streams_.wait(in_, streams_.now", "use_slot: streams_"
+TOGETHER = (
+    ("used: order.after", "all_of: all.add(streams_.now(order.stream"),
+    ("give: fences_", _CURRENT),
+    ("move: fences_", _CURRENT),
+    ("move: order.before", "all_of: all.add(streams_.now(order.stream"),
+    ("save: order.after", _SHOWN),
+    ("all_of: all.add(order.after", _SHOWN),
+    ("load: streams_.wait(in_, order.before", _SHOWN),
+    ("fill: streams_.wait(stream, fences_", _SHOWN),
+    ("move: streams_.wait(stream, all_of", "move: streams_.wait(stream, fences_", _SHOWN),
+)
+
+
+def switched(header: str) -> tuple[str, list[str]]:
+    """The header with a switch at each statement that puts work in order, and what each is."""
+    lines: list[str] = []
+    names: list[str] = []
+    function, inside = "", False
+    for line in header.splitlines():
+        inside = inside or line.startswith("class Device")
+        if found := _FUNCTION.match(line):
+            function = found[1]
+
+        def switch(match: re.Match[str], line: str = line, function: str = function) -> str:
+            statement = line[match.start() :].partition(";")[0]
+            names.append(f"{function}: {statement}")
+            return f"if ((follow_left_out >> {len(names) - 1} & 1) == 0) {match[0]}"
+
+        code = line.partition("//")[0]
+        lines.append(_STATEMENT.sub(switch, code) + line[len(code) :] if inside else line)
+    return "\n".join(lines).replace("namespace follow {", f"{_SWITCH}\nnamespace follow {{", 1) + "\n", names
+
+
+@contextmanager
+def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
+    """The native code with those switches in place of that of the package."""
+    package = Path(native.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "follow"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        shutil.copytree(package.parent / "execution", Path(folder) / "execution", ignore=shutil.ignore_patterns("*.py"))
+        text, names = switched((package / HEADER).read_text(encoding="utf-8"))
+        (copy / HEADER).write_text(text, encoding="utf-8")
+        with mock.patch.multiple(native, _FOLDER=copy, _SOURCE=copy / "paging.cpp"):
+            library = native.load_paging(Flavor.CUDA)
+        yield ctypes.c_ulonglong.in_dll(library, "follow_left_out"), names
+
+
+def aside(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]:
+    """Beside the loop, another stream looks at what nobody writes to: nobody waits for it before the end."""
+    optimizer, side, seen = make(model), torch.cuda.Stream(), []
+    fixed = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3)).cuda()
+    side.wait_stream(torch.cuda.current_stream())
+    for rows, labels in batches(6, (256, 256)):
+        with torch.cuda.stream(side):
+            seen.append((fixed * fixed).sum())
+        loss = loss_of(model, rows.cuda(), labels.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.detach())
+        told()
+    torch.cuda.synchronize()
+    return [value.item() for value in seen]
+
+
+def ahead(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]:
+    """A loop that never asks for a value before its end, so that the host runs far ahead."""
+    optimizer, seen = make(model), []
+    for rows, labels in batches(6, (256, 256)):
+        loss = loss_of(model, rows.cuda(), labels.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.detach())
+        told()
+    return [value.item() for value in seen]
+
+
+# Which loops, with how much of what they use at the most, and whether everything leaves after each op.
+TRIED = [
+    ("ahead", 0.4, False),
+    ("ahead", 0.4, True),
+    ("aside", 0.5, False),
+    ("aside", 0.5, True),
+    ("language", 0.4, False),
+    ("side_stream", 0.5, True),
+]
+OWN = {"ahead": (ahead, Dense), "aside": (aside, Dense)}
+
+
+def trained(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
+    """One of the loops, followed."""
+    model = model_of(name)
+    with outofcore.budget(budget, model, policy=None, cache=False) as run:
+        native.load_paging(Flavor.CUDA).follow_stress(run._space, int(stress))
+        found = train(name, model, adamw)
+        return found, run.stats
+
+
+def of_loops(first: int, only: int | None) -> None:
+    """Train loops without each statement in turn, until one of them shows that it is gone."""
+    LOOPS.update(OWN)
+    with switched_paging() as (left_out, names):
+        plain = {name: train(name, model_of(name), adamw) for name in dict.fromkeys(name for name, _, _ in TRIED)}
+        peaks = {name: trained(name, GIB)[1].peak_bytes for name in plain}
+        rows = [("none", 0), *((name, 1 << number) for number, name in enumerate(names))]
+        for beginnings in TOGETHER:
+            numbers = [next(n for n, name in enumerate(names) if name.startswith(start)) for start in beginnings]
+            rows.append((" and ".join(names[n] for n in numbers), sum(1 << n for n in numbers)))
+        for number, (what, bits) in enumerate(rows):
+            if number < first or (only is not None and number != only):
+                continue
+            print(f"--- {number} {what}", flush=True)
+            noticed = ""
+            for name, share, stress in TRIED:
+                left_out.value = bits
+                try:
+                    found, _ = trained(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
+                    noticed = found.differs_from(plain[name])
+                except Exception as error:  # however it shows
+                    noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                finally:
+                    left_out.value = 0
+                if noticed:
+                    noticed = f"{name}: {noticed}"
+                    break
+            tell(number, what, noticed[:120])
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=["compiled", "loop"])
+    parser.add_argument("--from", type=int, default=-1, dest="first", help="number to begin with")
+    parser.add_argument("--only", type=int, help="a single one")
+    given = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    {"compiled": of_compiled, "loop": of_loops}[given.kind](given.first, given.only)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Loops that are followed on a GPU: every number that they read, and all that they leave, is that of plain PyTorch.
+
+None of it has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from at_once import MOVES, PlannedAtOnce
+from following import Trained, peak_of, trained
+from gpu_loops import LOOPS, OPTIMIZERS
+from loops import adamw
+from torch import nn
+
+import outofcore
+from outofcore.errors import BudgetError, InputError, StateError
+from outofcore.follow import loop as module
+from outofcore.follow.native import is_followed
+from outofcore.units import MIB
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def followed(name: str, budget: int, optimizer: str = "", **options: Any) -> tuple[Trained, outofcore.LoopStats]:
+    make = OPTIMIZERS.get(optimizer, adamw)
+    found, stats = trained(*LOOPS[name], make, budget, **{"policy": None, "cache": False, **options})
+    assert stats is not None
+    return found, stats
+
+
+@functools.cache
+def plainly(name: str, optimizer: str = "") -> Trained:
+    return trained(*LOOPS[name], OPTIMIZERS.get(optimizer, adamw))[0]
+
+
+@functools.cache
+def peak(name: str) -> int:
+    return peak_of(*LOOPS[name])
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LOOPS[name][1]()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_run_unchanged_with_the_same_numbers(name: str) -> None:
+    for share, stress in ((1.5, False), (0.5, False), (0.4, False), (0.5, True)):
+        budget = int(share * peak(name))
+        ours, stats = followed(name, budget, stress=stress)
+        assert ours.differs_from(plainly(name)) == "", (share, stress)
+        assert stats.peak_bytes <= budget
+        assert (stats.evictions > 0) == (share < 1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_way_of_updating(name: str) -> None:
+    ours, stats = followed("dense", int(0.4 * peak("dense")), name)
+    assert ours.differs_from(plainly("dense", name)) == ""
+    assert stats.evictions > 0
+
+
+@pytest.mark.parametrize("name", ["dense", "language", "lengths", "autocast"])
+def test_steps_are_followed_by_a_plan(name: str) -> None:
+    budget = int(0.5 * peak(name))
+    ours, stats = followed(name, budget, policy=MOVES)
+    assert ours.differs_from(plainly(name)) == ""
+    assert stats.plans > 0
+    assert stats.planned_ops > 0
+    assert stats.fetches_ahead > 0
+    assert stats.peak_bytes <= budget
+
+
+def test_what_does_not_fit_is_told_and_breaks_nothing() -> None:
+    model = model_of("dense")
+    before = [p.detach().cpu() for p in model.parameters()]
+    with pytest.raises(BudgetError, match="cannot hold"), outofcore.budget(MIB, model, policy=None):
+        model(torch.ones(1024, 256, device="cuda"))
+    assert all(torch.equal(a, p.detach().cpu()) for a, p in zip(before, model.parameters(), strict=True))
+    assert not is_followed()
+
+
+def test_addresses_that_somebody_took_stay() -> None:
+    with outofcore.budget(4 * MIB, device="cuda", policy=None) as run:
+        kept = torch.arange(65536.0, device="cuda")
+        address = kept.__cuda_array_interface__["data"][0]
+        assert run.stats.fixed == 1
+        others = [torch.full((65536,), float(i), device="cuda") for i in range(40)]
+        assert [float(t[9]) for t in others] == [float(i) for i in range(40)]
+        assert kept.data_ptr() == address
+        assert kept.sum().item() == torch.arange(65536.0).sum().item()
+
+
+def test_pytorchs_own_tools_work_beside_it() -> None:
+    model = model_of("dense")
+    with outofcore.budget(8 * MIB, model, policy=None):
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() >= 8 * MIB
+        torch.cuda.memory_stats()
+        torch.cuda.synchronize()
+        with pytest.raises(StateError, match="CUDA graph"):
+            torch.cuda.CUDAGraph().capture_begin()
+
+
+def test_what_is_left_stays_valid_after_the_loop() -> None:
+    model = model_of("dense")
+    before = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    with outofcore.budget(MIB, model, policy=None) as run:
+        assert run.stats.away_bytes > MIB
+        kept = [torch.full((65536,), float(i), device="cuda") for i in range(9)]
+    assert [t.mean().item() for t in kept] == [float(i) for i in range(9)]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu(), before[name])
+    assert not is_followed()
+
+
+def test_loops_on_both_devices_take_turns() -> None:
+    for _ in range(2):
+        on_gpu, on_cpu = model_of("dense"), model_of("dense").cpu()
+        with outofcore.budget(8 * MIB, on_gpu, policy=None) as run:
+            with pytest.raises(StateError, match="followed already"), outofcore.budget(8 * MIB, on_cpu, policy=None):
+                pass
+            on_gpu(torch.ones(64, 256, device="cuda")).sum().backward()
+        assert run.stats.fetches > 0
+        with outofcore.budget(8 * MIB, on_cpu, policy=None) as run:
+            on_cpu(torch.ones(64, 256)).sum().backward()
+        assert run.stats.fetches > 0
+
+
+def test_homes_other_than_pinned_memory_are_refused() -> None:
+    with pytest.raises(InputError, match="pinned host memory"):
+        outofcore.budget("8MiB", model_of("dense"), home="disk")
+    with pytest.raises(StateError, match="no home has room"):
+        outofcore.budget("8MiB", model_of("dense"), host_budget="256KiB").start()
+    assert not is_followed()

@@ -1,0 +1,318 @@
+"""One of several processes that share a model; fails where anything is not as it should be. See ``together.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from together import Normed, batches, main, plain, refused, same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import outofcore
+from outofcore.costs import Costs
+from outofcore.errors import CommunicationError, InputError, StateError
+from outofcore.graph import StepGraph
+from outofcore.planning.offload_all import offload_all
+from outofcore.policies import Asked, Plan, Residency
+from outofcore.program import Run
+
+# Neither two nor three chunks of its square are whole.
+WIDTH = 301
+
+Make = Callable[[nn.Module, Optimizer], Any]
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True),
+}
+
+
+class Again:
+    """Gathers every parameter again where it is needed again, and has all else leave."""
+
+    name = "again"
+
+    def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        gathered = {s for op in graph.ops if op.communicates and op.rerunnable for s in op.creates}
+        plan = offload_all(graph, budget, costs=costs)
+        decisions = tuple(
+            replace(one, residency=Residency.RECOMPUTE) if one.gap.storage in gathered else one
+            for one in plan.decisions
+        )
+        return [lambda room: Plan(self.name, room, decisions)]
+
+
+def made(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
+    torch.manual_seed(seed)
+    model = Normed(WIDTH)
+    torch.manual_seed(7 + dist.get_rank())  # for dropout
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def tensors(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Parameters, their gradients and what the optimizer has, but no statistics: those are of each process."""
+    found = [p.detach().clone() for p in model.parameters()]
+    found += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
+    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
+    model, chosen = made(optimizer)
+    step = make(DistributedDataParallel(model, bucket_cap_mb=0.25), chosen)
+    losses = [step(*batch).detach().clone() for batch in batches(rank, 4)]
+    return losses + tensors(model, chosen)
+
+
+def shared(
+    optimizer: str, make: Make, rank: int, budget: int | str = "1GiB", policy: Any = "auto"
+) -> tuple[list[Tensor], Any]:
+    """Losses and all state after some steps, and the plan."""
+    # Whatever other ranks begin with, the model is that of rank 0.
+    model, chosen = made(optimizer, seed=rank)
+    step = outofcore.compile(
+        make(model, chosen), model, chosen, budget=budget, policy=policy, home="host", check="full", shard=True
+    )
+    losses = [step(*batch).detach().clone() for batch in batches(rank, 4)]
+    planned = step.planned
+    step.close()
+    return losses + tensors(model, chosen), planned
+
+
+def talked(planned: Any) -> list[bool]:
+    """Of each collective that a plan runs, whether it is run again."""
+    return [i.again for i in planned.program.instructions if isinstance(i, Run) and i.communicates]
+
+
+def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Gradients are cleared first, and left at the end."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Two backward passes, and gradients of zeros from step to step."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        half = len(x) // 2
+        nn.functional.cross_entropy(model(x[:half]), y[:half]).backward()
+        loss = nn.functional.cross_entropy(model(x[half:]), y[half:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    return step
+
+
+def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Parameters are changed by other ops than updates as well, before and after."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+        optimizer.zero_grad()
+        return loss + model(x).square().mean().detach()
+
+    return step
+
+
+def bits(rank: int) -> None:
+    """The numbers are those of ``DistributedDataParallel``, in core and out of core, gathered once or again."""
+    for name in OPTIMIZERS:
+        theirs = replicated(name, plain, rank)
+        ours, planned = shared(name, plain, rank)
+        same(ours, theirs, f"{name} in core")
+        assert not any(talked(planned))
+        if name == "AdamW":
+            peak = planned.program.arena_bytes
+            ours, planned = shared(name, plain, rank, peak * 8 // 10)
+            same(ours, theirs, f"{name} out of core")
+            assert planned.program.arena_bytes <= peak * 8 // 10
+            ours, planned = shared(name, plain, rank, peak * 6 // 10, Again())
+            same(ours, theirs, f"{name} gathered again")
+            assert sum(talked(planned)) >= 6
+    for make in (lasting, clamping):
+        same(shared("AdamW", make, rank)[0], replicated("AdamW", make, rank), make.__name__)
+
+
+def order(rank: int) -> None:
+    """With three processes gradients are added up in their order; and they have the model that two have saved."""
+    loading(Path(sys.argv[4]).parent)
+
+    def summing(model: nn.Module, optimizer: Optimizer) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            for parameter in model.parameters():
+                mine = parameter.grad * (1.0 / dist.get_world_size())
+                everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, mine)
+                total = everyone[0] + everyone[1]
+                for other in everyone[2:]:
+                    total += other
+                parameter.grad = total
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    model, optimizer = made("AdamW")
+    step = summing(model, optimizer)
+    theirs = [step(*batch).detach().clone() for batch in batches(rank, 4)] + tensors(model, optimizer)
+    ours, planned = shared("AdamW", unclipped, rank)
+    same(ours, theirs, "in core")
+    same(shared("AdamW", unclipped, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core")
+
+
+def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def states(rank: int) -> None:
+    """What the user sees of a model that is spread, and what is refused."""
+    batch, other = batches(rank, 2)
+    model, optimizer = made("AdamW")
+    weight = model.hidden[0].weight
+    step = outofcore.compile(
+        starting_clear(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
+    )
+    step(*batch)
+    own = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
+    whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with gradient and two moments
+    assert own <= 0.52 * whole, (own, whole)
+    assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
+    assert optimizer.state[weight]["exp_avg"].shape == (step._shards.of(weight).count,)
+    refused(NotImplementedError, "meta", weight.tolist)
+    refused(RuntimeError, "meta", lambda: weight.sum().item())
+    refused(StateError, "use step.save() and step.load()", step.state_dict)
+    step.save(Path(sys.argv[4]).parent / "saved")
+    optimizer.zero_grad()
+    step(*other)
+    with torch.no_grad():
+        weight.mul_(2)
+    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
+    step.load(Path(sys.argv[4]).parent / "saved")
+    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment, and a parameter without contents
+    refused(StateError, "(optimizer.step() belongs into the step as well.)", lambda: step(*other))
+    step.load(Path(sys.argv[4]).parent / "saved")
+    weight.grad.zero_()
+    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*other))
+    weight.grad = None
+    shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
+    refused(*shape)
+    step(*other)
+    # Likewise where both have a plan.
+    step(*[t[:512] for t in other])
+    refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))
+    step(*other)
+    step.close()
+    assert not weight.is_meta and weight.grad.shape == weight.shape == optimizer.state[weight]["exp_avg"].shape
+    assert torch.isfinite(model(batch[0])).all()
+    starting_clear(model, optimizer)(*batch)  # it goes on in plain PyTorch
+
+    def compiled(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
+        def step(x: Tensor) -> Tensor:
+            return model(x)
+
+        return outofcore.compile(step, model, optimizer, budget="64MiB", home="host", **settings)
+
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+        text = f"the optimizer {kind.__name__} updates first.weight, which is to be spread"
+        refused(InputError, text, lambda kind=kind: compiled(model, kind(model.parameters()), shard=True))
+    refused(
+        InputError, "give the module that is inside", lambda: compiled(DistributedDataParallel(model), None, shard=True)
+    )
+    refused(InputError, "leave 'dynamic'", lambda: compiled(model, None, shard=True, dynamic=True))
+    refused(InputError, "must be a process group", lambda: compiled(model, None, shard="all"))
+    torch.manual_seed(0)
+    wide = nn.Linear(256, 256 + rank)
+    text = "have other models: " if rank else "rank 1 and rank 0 have other models: "
+    refused(InputError, text, lambda: compiled(wide, None, shard=True)(torch.ones(2, 256)))
+    assert not wide.weight.is_meta
+    death(rank)
+
+
+def saving(rank: int) -> None:
+    """Two processes train and save; what follows is compared with that of others."""
+    folder = Path(sys.argv[4]).parent
+    model, optimizer = made("AdamW")
+    model.to(memory_format=torch.channels_last)  # of no effect on these, and refused by none
+    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    found = list(batches(rank, 4))
+    for batch in found[:2]:
+        step(*batch)
+    step.save(folder / "saved", extra={"steps": 2})
+    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    step.close()
+    torch.save(losses + tensors(model, optimizer), folder / f"after-{rank}.pt")
+    model, optimizer = made("AdamW", seed=99)
+    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    assert step.load(folder / "saved") == {"steps": 2}
+    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    step.close()
+    same(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
+
+
+def loading(folder: Path) -> None:
+    """Any other number of processes has the model that was saved."""
+    model, optimizer = made("AdamW", seed=99)
+    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    step.load(folder / "saved")
+    step.close()
+    plainly, other = made("AdamW", seed=98)
+    outofcore.load(folder / "saved", plainly, other)
+    same(tensors(model, optimizer), tensors(plainly, other), "loaded by others")
+    if dist.get_rank() == 0:
+        outofcore.save(folder / "plain", plainly, other)
+
+
+def death(rank: int) -> None:
+    """A process that ends ends the others' step, and closing does not wait for it."""
+    model, optimizer = made("SGD")
+    step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
+    found = list(batches(rank, 3))
+    step(*found[0])
+    if rank == 1:
+        os._exit(3)
+    refused(CommunicationError, "Another process has ended", lambda: step(*found[1]))
+    try:
+        step.close()
+    except CommunicationError as error:
+        assert "Another process has ended" in str(error)
+    assert model.hidden[0].weight.is_meta
+    refused(NotImplementedError, "meta", model.hidden[0].weight.tolist)
+
+
+if __name__ == "__main__":
+    main(bits, order, states, saving)

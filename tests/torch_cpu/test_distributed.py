@@ -1,0 +1,70 @@
+"""Steps of several processes that train together: collectives, wrapped models, and what cannot go on together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run_together
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
+SCRIPT = Path(__file__).with_name("together.py")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "processes"), [("replicas", 2), ("replicas", 4), ("collectives", 2), ("refusals", 2)]
+)
+def test_processes_that_train_together(scenario: str, processes: int, tmp_path: Path) -> None:
+    for code, text in run_together(SCRIPT, scenario, processes, tmp_path):
+        assert code == 0, text
+        assert text.endswith("same\n")
+
+
+def test_a_process_that_ends_in_mid_step_ends_the_others(tmp_path: Path) -> None:
+    (code, text), (other, _) = run_together(SCRIPT, "death", 2, tmp_path)
+    assert other == 3
+    assert code == 0, text
+    assert text.endswith("same\n")
+
+
+def test_the_command_line_trains_data_parallel_and_one_process_speaks(tmp_path: Path) -> None:
+    options = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "32",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--budget",
+        "8MiB",
+        "--home",
+        "host",
+    ]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launched, "-m", "outofcore", "train", "gpt", *options, "--picture", str(tmp_path / "step.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
+    assert "2 processes, a batch for each; what is told is of the first" in lines
+    assert '"collectives"' in (tmp_path / "step.html").read_text()
+
+
+def test_the_benchmark_runs_small(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARK), "--small", "--workload", "gpt", "--rounds", "2", "--date", "then"]
+    command += ["--option", "layers=1", "--share", "0.9", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "distributed.json").read_text())["workloads"]["gpt"]
+    assert row["same_bits"] == [True, True]
+    assert row["arena"] <= row["budget"]
+    assert row["sent_bytes"] == row["least_bytes"]

@@ -1,0 +1,79 @@
+"""What an op returns is compared with what it was captured to return."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outofcore.capture import capture_step
+from outofcore.capture.captured import Captured
+from outofcore.errors import CaptureError
+from outofcore.profiling.faithfulness import Difference, differences
+from outofcore.profiling.ops import profile_ops
+
+
+def captured_mul() -> tuple[Captured, int]:
+    model = torch.nn.Linear(4, 6)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x).exp()
+
+    captured = capture_step(step, [model], [], (torch.ones(3, 4),), {})
+    return captured, next(op.id for op in captured.graph.ops if "exp" in op.name)
+
+
+RESULTS: list[tuple[object, str, bool]] = [
+    (None, "kind", False),
+    (7, "kind", False),
+    (torch.ones(3, 6, device="meta"), "device", False),
+    (torch.ones(3, 6, dtype=torch.float64), "dtype", False),
+    (torch.ones(6, 3), "shape", False),
+    (torch.ones(6, 3).t(), "stride", True),
+    (torch.ones(30, 6)[:3], "bytes", True),
+]
+
+
+@pytest.mark.parametrize(("given", "what", "survived"), RESULTS)
+def test_the_gravest_difference_is_named(given: object, what: str, survived: bool) -> None:
+    captured, place = captured_mul()
+    op = captured.graph.ops[place]
+    assert differences(captured, op, [torch.ones(3, 6)]) == []
+    (found,) = differences(captured, op, [given])
+    assert isinstance(found, Difference)
+    assert (found.what, found.survived) == (what, survived)
+
+
+def test_a_result_without_bytes_counts_as_well() -> None:
+    """Such as what a library keeps for the backward pass: as the fake has it nothing, as the kernel has it much."""
+    captured, place = captured_mul()
+    index = captured.calls[place].results[0]
+    assert index is not None
+    values = list(captured.values)
+    values[index] = replace(values[index], shape=(0,), stride=(1,))
+    found = differences(replace(captured, values=tuple(values)), captured.graph.ops[place], [torch.ones(3, 6)])
+    assert [one.what for one in found] == ["shape"]
+
+
+@torch.library.custom_op("outofcore_test::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its second result is said to have no bytes."""
+    return x * 2, torch.ones(5)
+
+
+@keeps.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty(0)
+
+
+def test_an_op_that_keeps_more_than_its_fake_says_is_refused_by_name() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y, kept = keeps(model(x).detach())
+        return y * kept.sum()
+
+    captured = capture_step(step, [model], [], (torch.ones(3, 4),), {})
+    with pytest.raises(CaptureError, match=r"result 1 of the operator outofcore_test\.keeps.* shape \(5,\)"):
+        profile_ops(captured, measure_time=False)

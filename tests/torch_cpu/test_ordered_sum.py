@@ -1,0 +1,121 @@
+"""The sum of gradients over processes, here threads that hand each other messages."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from outofcore.distributed.assignment import runs
+from outofcore.distributed.gradients import PIECE_BYTES, Layout, Tensors, keep
+from outofcore.distributed.ordered_sum import OrderedSum
+from outofcore.distributed.processes import met
+from outofcore.execution.aliases import Faces
+from outofcore.execution.homes import DiskHome, HomeStore, HostHome
+from outofcore.execution.slots import Slots
+
+
+class Mailboxes:
+    """One process of several, as ``Processes`` is."""
+
+    def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]], count: int) -> None:
+        self.rank, self.count, self.bytes_sent = rank, count, 0
+        self._boxes = boxes
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self._boxes[self.rank, rank].put(tensor.clone())
+        return lambda: None
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        def wait() -> None:
+            tensor.copy_(self._boxes[rank, self.rank].get(timeout=5))
+
+        return wait
+
+
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((3,), torch.float32),
+    ((PIECE_BYTES // 2 + 12345,), torch.float32),
+    ((7, 5), torch.bfloat16),
+    ((300, 300), torch.float64),
+    ((2, 0), torch.float32),
+    ((), torch.float32),
+]
+
+
+def gradients_of(worker: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(worker)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in SHAPES]
+
+
+def home_of(kind: str, tmp_path: Any) -> HomeStore:
+    return HostHome(1 << 26) if kind == "host" else DiskHome(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("counts", [(5,), (2, 3), (3, 1, 1), (1, 1, 1, 1, 1)])
+def test_the_order_is_that_of_the_workers(counts: Sequence[int], kind: str, tmp_path: Any) -> None:
+    wanted = gradients_of(0)
+    for worker in range(1, 5):
+        wanted = [total + one for total, one in zip(wanted, gradients_of(worker), strict=True)]
+    wanted = [total / 5 for total in wanted]
+    boxes = {(a, b): queue.Queue[torch.Tensor]() for a in range(5) for b in range(5)}
+    found: dict[int, list[torch.Tensor]] = {}
+    ends = [Mailboxes(rank, boxes, len(counts)) for rank in range(len(counts))]
+
+    def process(rank: int, workers: range) -> None:
+        store = home_of(kind, tmp_path)
+        faces, kept = Faces([Slots(store)]), dict[int, Tensors]()
+        left: list[torch.Tensor] = []
+        layout = Layout(gradients_of(0))
+        for number, worker in enumerate(workers):
+            left = gradients_of(worker)
+            if worker != workers[-1]:
+                place = 0 if rank == 0 else number
+                kept.setdefault(place, layout.new(faces))
+                keep(Tensors(left, faces), kept[place], layout, add=place != number)
+        target = Tensors(left, faces)
+        OrderedSum(ends[rank])([*kept.values(), target], target, layout, 5)  # type: ignore[arg-type]
+        found[rank] = left
+        store.close()
+
+    threads = [threading.Thread(target=process, args=(r, w)) for r, w in enumerate(runs(counts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == len(counts)
+    for mine in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+    size = sum(one.numel() * one.element_size() for one in wanted)
+    assert sum(end.bytes_sent for end in ends) == 2 * (len(counts) - 1) * size
+
+
+def test_processes_meet_beside_what_earlier_ones_have_left() -> None:
+    store = torch.distributed.HashStore()
+    seen: list[str] = []
+    for start in range(3):
+        found: dict[int, str] = {}
+
+        def join(rank: int, found: dict[int, str] = found) -> None:
+            found[rank] = met(store, rank, 3, timedelta(seconds=10))
+
+        # Of the second start only one process gets so far.
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in ((1, 2, 0) if start != 1 else (2, 0, 1))]
+        if start == 1:
+            with pytest.raises(RuntimeError, match="not all processes"):
+                met(store, 1, 3, timedelta(seconds=0.05))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(found) == 3
+        assert len(set(found.values())) == 1
+        seen.append(found[0])
+    assert len(set(seen)) == 3

@@ -1,0 +1,146 @@
+"""What ops are given while they are measured: places all over, and numbers that vary where that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from outofcore.capture import capture_step
+from outofcore.execution.binding import BoundRun, Draws
+from outofcore.profiling.ops import profile_ops
+from outofcore.profiling.scratch import PLAIN, Contents
+
+aten: Any = torch.ops.aten
+ROWS, WIDTH, COUNT = 12, 8, 60
+
+
+def filled(func: Any, args: tuple[Any, ...], contents: Contents = PLAIN) -> None:
+    contents.fill(BoundRun(0, 0, func, args, {}, (), (), 1, False, Draws.FREELY))
+
+
+def rows() -> torch.Tensor:
+    return torch.ones(ROWS, WIDTH)
+
+
+def places(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+# What is called with a tensor of places, that tensor, and how many places there are.
+CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...], torch.Tensor, int]]] = {
+    "embedding": lambda: (aten.embedding.default, (rows(), p := places(COUNT)), p, ROWS),
+    "embedding backward": lambda: (
+        aten.embedding_dense_backward.default,
+        (torch.ones(COUNT, WIDTH), p := places(COUNT), ROWS, -1, False),
+        p,
+        ROWS,
+    ),
+    "gather": lambda: (aten.gather.default, (rows(), 1, p := places(ROWS, COUNT)), p, WIDTH),
+    "scatter_add": lambda: (
+        aten.scatter_add.default,
+        (rows(), 0, p := places(COUNT, WIDTH), torch.ones(COUNT, WIDTH)),
+        p,
+        ROWS,
+    ),
+    "index_add": lambda: (aten.index_add.default, (rows(), 0, p := places(COUNT), torch.ones(COUNT, WIDTH)), p, ROWS),
+    "index": lambda: (aten.index.Tensor, (rows(), [None, p := places(COUNT)]), p, WIDTH),
+    "index_put": lambda: (
+        aten.index_put.default,
+        (rows(), [p := places(COUNT)], torch.ones(COUNT, WIDTH), True),
+        p,
+        ROWS,
+    ),
+    "classes": lambda: (
+        aten.nll_loss_forward.default,
+        (torch.ones(COUNT, WIDTH), p := places(COUNT), None, 1, -100),
+        p,
+        WIDTH,
+    ),
+    "pooling": lambda: (
+        aten.max_pool2d_with_indices_backward.default,
+        (
+            torch.ones(1, 2, 4, 4),
+            torch.ones(1, 2, 8, 8),
+            [2, 2],
+            [2, 2],
+            [0, 0],
+            [1, 1],
+            False,
+            p := places(1, 2, 4, 4),
+        ),
+        p,
+        32,  # of the 64 that there are, as many as are given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_places_are_spread_over_all_that_there_are(name: str) -> None:
+    func, args, given, count = CASES[name]()
+    filled(func, args)
+    assert len(given.unique()) == count
+    assert 0 <= int(given.min()) <= int(given.max()) < 64
+    repeated = torch.bincount(given.flatten())
+    assert repeated.max() - repeated[repeated > 0].min() <= 1
+    func(*args)  # it runs
+
+
+def test_truth_values_and_what_is_expanded_are_left_alone() -> None:
+    mask, wide = torch.zeros(ROWS, dtype=torch.bool), places(1).expand(COUNT)
+    filled(aten.index.Tensor, (rows(), [mask]))
+    filled(aten.index.Tensor, (rows(), [wide]))
+    assert not mask.any()
+    assert int(wide.sum()) == 0
+
+
+def test_a_constant_that_is_elsewhere_is_the_users_own() -> None:
+    index = places(COUNT)
+    run = BoundRun(0, 0, aten.index.Tensor, (rows().to("meta"), [index]), {}, (), (), 1, False, Draws.FREELY)
+    for contents in (PLAIN, Contents(random=True)):
+        contents.fill(run, torch.device("meta"))
+    assert int(index.sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_vary_where_that_is_asked_for(dtype: torch.dtype) -> None:
+    found = torch.empty(4096, dtype=torch.uint8)
+    PLAIN.fill_bytes(found, dtype)
+    assert found.view(dtype).to(torch.complex64).eq(0.5).all()
+    Contents(varied=True).fill_bytes(found, dtype)
+    numbers = found.view(dtype).to(torch.complex64).real
+    assert float(numbers.min()) >= 0.25
+    assert float(numbers.max()) <= 0.75
+    assert (len(numbers.unique()) > 30) == (dtype in (torch.float32, torch.bfloat16, torch.float64))
+
+
+def test_an_op_of_a_step_is_measured_so() -> None:
+    """A kernel that adds up rows is not given one row alone."""
+    seen: list[int] = []
+
+    @torch.library.custom_op("outofcore_test::rows_seen", mutates_args=())
+    def rows_seen(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    rows_seen.register_fake(torch.empty_like)
+    model = torch.nn.Embedding(ROWS, WIDTH)
+
+    def step(index: torch.Tensor) -> torch.Tensor:
+        return rows_seen(model(index)).sum()
+
+    captured = capture_step(step, [model], [], (places(COUNT),), {})
+    call = next(c for op, c in zip(captured.graph.ops, captured.calls, strict=True) if op.name.startswith("aten.embed"))
+
+    kernel = aten.embedding.default._op
+
+    def watched(weight: torch.Tensor, index: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(index.unique()))
+        return kernel(weight, index, *rest)
+
+    assert call.func is aten.embedding.default
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aten.embedding.default, "_op", watched)
+        profile_ops(captured, measure_time=False)
+    assert set(seen) == {ROWS}

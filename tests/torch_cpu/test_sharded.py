@@ -1,0 +1,83 @@
+"""Models that are spread over processes: the bits, what the user sees meanwhile, and checkpoints of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from launching import run_together
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import outofcore
+from outofcore.cli.app import app
+from outofcore.errors import InputError
+
+SCRIPT = Path(__file__).with_name("sharing.py")
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "sharded.py"
+
+
+def run_all(scenario: str, processes: int, folder: Path, codes: Sequence[int] = (0, 0, 0)) -> None:
+    for (code, text), wanted in zip(run_together(SCRIPT, scenario, processes, folder), codes, strict=False):
+        assert code == wanted, text
+        assert text.endswith("same\n") or wanted
+    (folder / "store").unlink()
+
+
+def test_two_processes_give_the_bits_of_replicas(tmp_path: Path) -> None:
+    run_all("bits", 2, tmp_path)
+
+
+def test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends(tmp_path: Path) -> None:
+    run_all("states", 2, tmp_path, (0, 3))
+
+
+def test_what_two_processes_save_three_load_and_so_does_plain_pytorch(tmp_path: Path) -> None:
+    run_all("saving", 2, tmp_path)
+    run_all("order", 3, tmp_path)
+    [spread] = (tmp_path / "saved").glob("model-*.safetensors")
+    [plain] = (tmp_path / "plain").glob("model-*.safetensors")
+    assert spread.read_bytes() == plain.read_bytes()
+    assert load_file(spread)["hidden.0.weight"].shape == (301, 301)
+
+
+def test_a_group_is_needed() -> None:
+    with pytest.raises(InputError, match=r"call torch\.distributed\.init_process_group\(\) before"):
+        outofcore.compile(lambda: None, torch.nn.Linear(2, 2), budget="1MiB", shard=True)
+
+
+GPT = ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "2", "--budget", "16MiB"]
+
+
+def test_the_command_line_trains_a_shared_model(tmp_path: Path) -> None:
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launched, "-m", "outofcore", "train", "gpt", *GPT, "--steps", "2", "--home", "host", "--shard"]
+    done = subprocess.run(
+        [*command, "--save", str(tmp_path / "saved")], capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert "are in each process" in done.stdout
+    assert (tmp_path / "saved" / "checkpoint.json").is_file()
+
+
+def test_the_command_line_plans_for_processes_that_are_not_here() -> None:
+    options = ["plan", "gpt", *GPT, "--device", "a100-40gb-pcie4", "--shard"]
+    found = CliRunner().invoke(app, [*options, "--ranks", "8", "--between", "10GiB"])
+    assert found.exit_code == 0, found.output
+    assert "spread over 8 processes that each send 10.0 GiB/s (assumed)" in " ".join(found.output.split())
+    assert CliRunner().invoke(app, options).exit_code == 2
+
+
+def test_the_benchmark_runs_small(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARK), "--small", "--rounds", "2", "--date", "then", "--share", "0.9"]
+    command += ["--option", "layers=1", "--without-fsdp2", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    ways = json.loads((tmp_path / "sharded.json").read_text())["ways"]
+    assert ways["shared"]["same_bits"] and ways["within"]["same_bits"]
+    assert ways["within"]["arena"] <= ways["within"]["budget"]

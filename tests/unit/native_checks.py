@@ -1,0 +1,29 @@
+"""Programs that check the C++ of followed loops where it needs no PyTorch; each says what it has found."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import outofcore
+from outofcore.compiling import COMPILERS
+
+FOLDER = Path(outofcore.__file__).parent / "follow"
+
+
+def built(name: str, folder: Path) -> Path:
+    """The program of ``NAME_check.cpp``; without a compiler the test skips."""
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    program = folder / name
+    source = Path(__file__).with_name(f"{name}_check.cpp")
+    subprocess.run([compiler, "-std=c++20", "-O1", f"-I{FOLDER}", str(source), "-o", str(program)], check=True)
+    return program
+
+
+def said(program: Path, *arguments: str) -> str:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout.strip()

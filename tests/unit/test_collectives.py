@@ -1,0 +1,232 @@
+"""The queue of collectives: what runs beside what, what waits for what, and that no plan changes their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutations import MUTATIONS, with_instruction
+from strategies import LIMITS, costs_for, plans_for, talking_graphs
+
+from outofcore.analysis.hoisting import hoisted_order
+from outofcore.analysis.recipes import History, can_recompute
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.errors import ValidationError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graphfile import GraphFile, read_graph, write_graph
+from outofcore.lowering import lower, wire
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planfile import PlanFile, read_plan, write_plan
+from outofcore.planning import lower_bound_seconds, place, plan_step, smallest_budget
+from outofcore.program import Program, Queue, Run, Wait, lane_of, queue_of
+from outofcore.report import page_content
+from outofcore.report.waits import Reason, time_spent
+from outofcore.simulator import simulate
+from outofcore.validator import validate
+
+W, X, A, G, H, LOSS = range(6)
+
+
+def step() -> StepGraph:
+    """Two gradients, of which the first is summed up while the second is computed; then the update."""
+    storages = (
+        Storage(W, 4096, StorageKind.PARAMETER, "weight"),
+        Storage(X, 4096, StorageKind.INPUT, "input"),
+        Storage(A, 4096, StorageKind.ACTIVATION, "activation"),
+        Storage(G, 4096, StorageKind.ACTIVATION, "gradient"),
+        Storage(H, 4096, StorageKind.ACTIVATION, "other gradient"),
+        Storage(LOSS, 4096, StorageKind.OUTPUT, "loss"),
+    )
+    ops = (
+        Op(0, "forward", (W, X), (), (A, LOSS)),
+        Op(1, "backward", (A,), (), (G,)),
+        Op(2, "dist.all_reduce", (G,), (G,), (), rerunnable=False, communicates=True),
+        Op(3, "backward", (A,), (), (H,)),
+        Op(4, "dist.all_reduce", (H,), (H,), (), rerunnable=False, communicates=True),
+        Op(5, "update", (W, G), (W,), ()),
+    )
+    return StepGraph(storages, ops, (LOSS,))
+
+
+def planned(graph: StepGraph) -> tuple[Costs, Program]:
+    seconds = [1.0, 1.0, 1.0, 2.0, 3.0, 1.0]
+    costs = Costs(tuple(OpCost(s) for s in seconds), (Home("disk", None, 1e12, 1e12),))
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, ()))))
+    validate(graph, program, program.arena_bytes, costs)
+    return costs, program
+
+
+def runs(program: Program) -> dict[int, tuple[int, Run]]:
+    return {i.op: (index, i) for index, i in enumerate(program.instructions) if isinstance(i, Run)}
+
+
+def test_a_collective_runs_beside_ops_and_what_reads_its_result_waits() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    found = runs(program)
+    assert [queue_of(found[op][1]) for op in (1, 2, 3, 4)] == [
+        Queue.COMPUTE,
+        Queue.COMMUNICATE,
+        Queue.COMPUTE,
+        Queue.COMMUNICATE,
+    ]
+    timeline = simulate(graph, costs, program)
+    starts = {op: timeline.starts[index] for op, (index, _) in found.items()}
+    assert starts[2] == starts[3] == starts[1] + 1
+    assert starts[4] == starts[3] + 2
+    # It reads the first gradient alone, but it is the update: as long as a collective may fail, there is a way back.
+    assert starts[5] == starts[4] + 3
+    assert Wait(Queue.COMMUNICATE, 2) in found[5][1].waits
+
+
+def test_contention_of_copies_leaves_collectives_alone() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    shared = replace(costs, homes=(Home("disk", None, 1e3, 1e3, contention=0.5, compute_slowdown=0.5),))
+    found, timeline = runs(program), simulate(graph, shared, program)
+    for op in (2, 4):
+        index = found[op][0]
+        assert timeline.ends[index] - timeline.starts[index] == pytest.approx(costs.ops[op].seconds)
+
+
+def test_time_that_ops_wait_for_collectives_is_told() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    spent, waits = time_spent(graph, program, simulate(graph, costs, program))
+    assert spent.for_others == pytest.approx(3.0)
+    assert spent.ops == pytest.approx(5.0)
+    assert [(w.reason, w.text) for w in waits if w.seconds > 1] == [(Reason.OTHERS, "waits for dist.all_reduce")]
+
+
+def test_collectives_count_beside_ops_in_what_a_step_takes_at_least() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    bound = lower_bound_seconds(graph, costs, 1 << 30)
+    assert bound is not None
+    assert bound == pytest.approx(5.0)  # of ops, while collectives take 4 beside them
+    assert bound <= simulate(graph, costs, program).step_seconds
+    slow = replace(costs, ops=tuple(OpCost(9.0) if op.communicates else OpCost(1.0) for op in graph.ops))
+    assert lower_bound_seconds(graph, slow, 1 << 30) == pytest.approx(18.0)
+
+
+def test_a_page_has_a_row_for_collectives_where_there_are_any() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    shown = [("predicted", simulate(graph, costs, program))]
+    content = page_content(graph, Plan("test", 0, ()), program, shown, budget=1 << 20, title="test")
+    assert content["lanes"] == ["ops", "collectives", "copies in", "copies out"]
+    alone = StepGraph(graph.storages, tuple(replace(op, communicates=False) for op in graph.ops), graph.outputs)
+    costs, program = planned(alone)
+    shown = [("predicted", simulate(alone, costs, program))]
+    content = page_content(alone, Plan("test", 0, ()), program, shown, budget=1 << 20, title="test")
+    assert content["lanes"] == ["ops", "copies in", "copies out"]
+
+
+def test_the_validator_refuses_a_collective_elsewhere_or_again() -> None:
+    graph = step()
+    costs, program = planned(graph)
+    for op, text in ((2, "is on the queue of ops"), (3, "is on the queue of collectives")):
+        index, run = runs(program)[op]
+        moved = with_instruction(program, index, replace(run, communicates=not run.communicates))
+        with pytest.raises(ValidationError, match=text):
+            validate(graph, moved, program.arena_bytes, costs)
+    gathered = gathering()
+    costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
+    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (again,)))))
+    once = tuple(replace(op, rerunnable=False) for op in gathered.ops)
+    with pytest.raises(ValidationError, match="runs again, and the op must not"):
+        validate(StepGraph(gathered.storages, once, gathered.outputs), program, program.arena_bytes, costs)
+
+
+def gathering() -> StepGraph:
+    """A parameter that is gathered, used twice, and updated where it lasts."""
+    storages = step().storages
+    ops = (
+        Op(0, "dist.all_gather_into_tensor", (W,), (), (A,), communicates=True),
+        Op(1, "forward", (A, X), (), (LOSS,)),
+        Op(2, "backward", (A, X), (), (G,)),
+        Op(3, "update", (W, G), (W,), (), rerunnable=False),
+    )
+    return StepGraph(storages, ops, (LOSS,))
+
+
+def test_what_is_gathered_may_be_gathered_again() -> None:
+    graph = gathering()
+    graph.check()
+    costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
+    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (again,)))))
+    validate(graph, program, program.arena_bytes, costs)
+    talked = [(i.op, i.again) for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)]
+    assert talked == [(0, False), (0, True)]
+    assert can_recompute(History.of(graph), A, 2)
+    # Once the parameter has been updated, gathering gives another.
+    late = (*graph.ops[:2], replace(graph.ops[3], id=2, reads=(W,)), replace(graph.ops[2], id=3))
+    assert not can_recompute(History.of(StepGraph(graph.storages, late, graph.outputs)), A, 3)
+
+
+def test_an_update_does_not_move_above_a_collective() -> None:
+    graph = step()
+    assert hoisted_order(graph, [5]) == (0, 1, 2, 3, 4, 5)
+    alone = StepGraph(graph.storages, tuple(replace(op, communicates=False) for op in graph.ops), graph.outputs)
+    assert hoisted_order(alone, [5]) == (0, 1, 2, 5, 3, 4)
+
+
+def test_files_keep_what_is_a_collective(tmp_path: Path) -> None:
+    graph = step()
+    costs, program = planned(graph)
+    file = GraphFile.of(graph, costs)
+    write_graph(tmp_path / "graph.json", file)
+    assert read_graph(tmp_path / "graph.json").graph == graph
+    plan = PlanFile(1 << 20, Plan("test", 1 << 20, ()), program, 1.0)
+    write_plan(tmp_path / "plan.json", plan, file.keys)
+    assert read_plan(tmp_path / "plan.json", file.keys).program == program
+
+
+@settings(LIMITS, max_examples=60)
+@given(st.data())
+def test_any_plan_is_valid_and_keeps_the_order(data: st.DataObject) -> None:
+    graph = data.draw(talking_graphs())
+    costs = data.draw(costs_for(graph))
+    plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
+    program = wire(graph, place(lower(graph, costs, plan)))
+    validate(graph, program, program.arena_bytes, costs)
+    talked = [i.op for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)]
+    assert talked == [op.id for op in graph.ops if op.communicates]
+    timeline = simulate(graph, costs, program)
+    ends: dict[object, float] = {}
+    for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
+        lane = lane_of(instruction)
+        assert start >= ends.get(lane, 0.0)
+        ends[lane] = end
+
+
+@settings(LIMITS, max_examples=40)
+@given(st.data(), st.randoms(use_true_random=False))
+def test_a_removed_wait_is_found(data: st.DataObject, random: Random) -> None:
+    graph = data.draw(talking_graphs())
+    costs = data.draw(costs_for(graph))
+    plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
+    program = wire(graph, place(lower(graph, costs, plan)))
+    assert oracle.faults_on_schedule(graph, program, random) == []
+    for name in ("drop_wait", "weaken_wait"):
+        for description, broken in islice(MUTATIONS[name](graph, program, random), 2):
+            with pytest.raises(ValidationError):
+                validate(graph, broken, program.arena_bytes, costs)
+                pytest.fail(f"{description}: accepted")
+
+
+@settings(LIMITS, max_examples=15)
+@given(st.data())
+def test_policies_plan_steps_with_collectives(data: st.DataObject) -> None:
+    graph = data.draw(talking_graphs())
+    costs = data.draw(costs_for(graph))
+    found = plan_step(graph, costs, smallest_budget(graph, costs), "auto")
+    validate(graph, found.program, smallest_budget(graph, costs), costs)

@@ -1,0 +1,13 @@
+"""How followed loops are recorded, compared and expected, natively: as slow and obvious references have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from native_checks import built, said
+
+
+@pytest.mark.parametrize("part", ["alignment", "extents", "history", "record", "requests"])
+def test_it_finds_what_an_obvious_way_finds(part: str, tmp_path: Path) -> None:
+    assert said(built(part, tmp_path)) == "ok"

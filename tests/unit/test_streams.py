@@ -1,0 +1,18 @@
+"""The order of work on streams of a GPU, with streams that only keep count: nobody comes too early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from native_checks import built, said
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("streams", tmp_path_factory.mktemp("streams"))
+
+
+@pytest.mark.parametrize(("how", "found"), [("as-it-is", "ok"), ("no-waits", "too early"), ("no-fences", "too early")])
+def test_work_on_memory_comes_after_what_was_done_to_it_before(check: Path, how: str, found: str) -> None:
+    assert said(check, how) == found
