@@ -130,6 +130,7 @@ struct Loop {
   std::vector<int32_t> ops;   // see `end_of_step`
   int64_t surprises = 0;      // of the last step
   int64_t passed = 0;         // likewise
+  std::vector<int64_t> left;  // blocks that the last step made and that are still there
 
   // In how many ops a storage is used next.
   void check_next_use() const {
@@ -155,6 +156,7 @@ struct Loop {
   Known* step(const Program& program) {
     Run run;
     surprises = passed = 0;
+    std::vector<int64_t> kept;
     for (const Made& made : program) {
       const void* op = run.op(made);
       const std::vector<Touched> operands = run.operands(made), results = run.results(made);
@@ -183,7 +185,12 @@ struct Loop {
         check_next_use();
       }
       recorder.add(op, all_of(run, made), 10 + below(5), {});
+      for (const Touched& touch : results) kept.push_back(touch.id);
+      if (left.empty() || below(3) != 0) continue;
+      recorder.free(left.back());
+      left.pop_back();
     }
+    left = std::move(kept);
     record = *recorder.take();
     const Record as_it_was = record;
     Known* known = follower.end_of_step(record, ops);
@@ -198,6 +205,10 @@ struct Loop {
   void check_terms(const Record& as_it_was, const Known& known) const {
     SURE(record.ops.size() == known.usual.ops.size() && record.storages.size() == known.usual.storages.size());
     for (size_t i = 0; i < record.ops.size(); ++i) SURE(record.ops[i].op == known.usual.ops[i].op);
+    for (const auto& freed : record.leftovers) {
+      SURE(freed.storage >= 0 && static_cast<size_t>(freed.storage) < record.storages.size());
+      SURE(record.storages[static_cast<size_t>(freed.storage)].created);
+    }
     if (ops.empty()) {
       SURE(record.signature == as_it_was.signature);
       return;

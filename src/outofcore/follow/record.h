@@ -207,7 +207,11 @@ class Follower {
     ++steps_;
     ops.clear();
     for (auto& each : known_ones_)
-      if (each->usual.signature == record.signature && each->usual.ops.size() == record.ops.size()) return ended(*each);
+      if (each->usual.signature == record.signature && each->usual.ops.size() == record.ops.size()) {
+        // What a step of another kind had left goes by its numbers there.
+        if (record.before != record.signature) record.leftovers = each->usual.leftovers;
+        return ended(*each);
+      }
     const auto same = std::find_if(seen_once_.begin(), seen_once_.end(),
                                    [&](const Record& each) { return each.signature == record.signature; });
     if (same != seen_once_.end()) {
