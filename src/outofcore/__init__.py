@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         load,
         materialize,
         open_home,
+        run,
         save,
         smallest_budget,
     )
@@ -73,6 +74,7 @@ __all__ = [
     "load",
     "materialize",
     "open_home",
+    "run",
     "save",
     "smallest_budget",
 ]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
+from outofcore._torch_internals import tree_flatten
 from outofcore.capture.passes import leanest
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
@@ -295,7 +296,7 @@ def _compiled(
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
             loop = partial(
-                Loop, count, (), home=home, host_limit=limit, plans=plans, verified=check != "off", beside=True
+                Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True
             )
     return Step(
         step,
@@ -560,8 +561,61 @@ def budget(
         host_limit=host_limit(host_budget),
         policy=policy,
         plans=plans,
-        verified=check != "off",
+        check=Check(check),
     )
+
+
+_within = budget
+
+
+def run(
+    model: nn.Module,
+    *inputs: Any,
+    budget: int | str,
+    home: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    check: CheckName = "sampled",
+    **named_inputs: Any,
+) -> Any:
+    """Call a model whose weights do not fit, once, without gradients and within a byte budget.
+
+    While one module computes, the weights of the next ones come, in the order in which the model has its modules. Weights
+    that were mapped from files (safetensors, ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read
+    from there: nothing is copied beforehand, and no disk is used.
+
+    For many calls, such as ``model.generate(...)`` makes, open the context once: in ``with outofcore.budget("1GiB",
+    model):`` each call of the model without gradients is a step that is planned, so that some of the weights stay, and
+    the first ones of the next call come during the last ones of this one.
+
+    Args:
+        model: the module; its tensors are on the CPU or on one GPU.
+        inputs: of the call.
+        budget: bytes for all tensors and workspaces, as a number or as text such as "1GiB".
+        home: where what comes from no file is kept, as for ``outofcore.budget``; its ``host_budget`` and ``check`` too.
+        host_budget: see ``home``.
+        check: see ``home``.
+        named_inputs: of the call.
+
+    Returns:
+        what the model returns, in memory of its own.
+
+    Raises:
+        InputError: an argument cannot be used.
+        BudgetError: an op alone does not fit.
+        StateError: a loop is followed already; there, call the model.
+
+    >>> import torch
+    >>> import outofcore
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    >>> result = outofcore.run(model, torch.ones(1, 512), budget="3MiB")
+    >>> torch.equal(result, model(torch.ones(1, 512)))
+    True
+    """
+    followed = _within(budget, model, home=home, host_budget=host_budget, policy=None, cache=False, check=check)
+    with followed, torch.no_grad():
+        result = model(*inputs, **named_inputs)
+        followed.release(leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor))
+    return result
 
 
 def smallest_budget(
@@ -805,6 +859,7 @@ __all__ = [
     "load",
     "materialize",
     "open_home",
+    "run",
     "save",
     "smallest_budget",
 ]

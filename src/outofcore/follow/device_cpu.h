@@ -96,7 +96,7 @@ class Device {
   void save(Homes& homes, const Slot& slot, Order&, const char* from) {
     homes.of(slot).write(from, slot.offset, slot.bytes);
   }
-  void load(Homes& homes, const Slot& slot, Order&, char* to) { homes.of(slot).read(to, slot.offset, slot.bytes); }
+  void load(Homes& homes, const Slot& slot, Order&, char* to) { homes.read(slot, to); }
   // Copies memory of somebody else's to a slot: by way of a buffer that direct I/O can use, and that leaves no page of the
   // window in memory.
   void save_foreign(Homes& homes, const Slot& slot, Order&, const char* from, int64_t bytes) {
@@ -129,7 +129,7 @@ class Device {
   void* load_aside(Homes& homes, const Slot& slot) {
     void* filled = mmap(nullptr, slot.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
-    homes.of(slot).read(static_cast<char*>(filled), slot.offset, slot.bytes);
+    homes.read(slot, static_cast<char*>(filled));
     return filled;
   }
   static void uncover_with(void* filled, char* at, int64_t bytes) {
@@ -137,8 +137,8 @@ class Device {
   }
 
   // Whether somebody has looked at a slot since.
-  void begin_watch(Homes& homes, const Slot& slot) { homes.of(slot).begin_watch(slot.offset, slot.bytes); }
-  bool was_touched(Homes& homes, const Slot& slot) { return homes.of(slot).was_touched(slot.offset, slot.bytes); }
+  void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
+  bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
 
   // How long ops took is what the clock of the host says.
   Moment moment() { return {}; }

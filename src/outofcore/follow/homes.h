@@ -1,6 +1,9 @@
 // Where storages lie that are not in the arena: slots of files, each also mapped ("its window"), so that a storage that
 // is away has a valid address as well.
 //
+// A storage that was mapped from a file already, such as a weight of a checkpoint, has that file for its home until
+// somebody writes to it: nothing is copied, and its window is where it was mapped.
+//
 // A file is on a disk, or in host memory (memfd). A child of a fork must see the bytes of its moment: its windows become
 // private, and slots that it can see are not written to as long as it lives.
 
@@ -8,11 +11,13 @@
 
 #include "extents.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,12 +32,104 @@ namespace follow {
 
 constexpr int64_t kPage = 4096;
 
+// What pages of this process are, as the kernel tells.
+class PageMap {
+ public:
+  PageMap() = default;
+  ~PageMap() {
+    if (file_ >= 0) close(file_);
+  }
+  PageMap(const PageMap&) = delete;
+
+  // Whether a page of a stretch is in memory or swapped out; true where the kernel does not tell.
+  bool any_mapped(const char* at, int64_t bytes) const {
+    return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0; });
+  }
+  // Whether a page of a private mapping of a file is no longer the file's, since somebody wrote to it.
+  bool any_written(const char* at, int64_t bytes) const {
+    return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0 && (page & kOfFile) == 0; });
+  }
+
+ private:
+  static constexpr uint64_t kThere = uint64_t{3} << 62, kOfFile = uint64_t{1} << 61;
+
+  template <class Test>
+  bool any(const char* at, int64_t bytes, Test&& test) const {
+    if (file_ < 0) return true;
+    const auto begin = reinterpret_cast<uintptr_t>(at) / kPage;
+    const auto end = (reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(bytes) + kPage - 1) / kPage;
+    std::vector<uint64_t> pages(end - begin);
+    const auto count = static_cast<ssize_t>(pages.size() * sizeof(uint64_t));
+    if (pread(file_, pages.data(), count, static_cast<off_t>(begin * sizeof(uint64_t))) != count) return true;
+    return std::any_of(pages.begin(), pages.end(), test);
+  }
+
+  int file_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
+};
+
+// A file of somebody else's that is only read.
+class ForeignFile {
+ public:
+  explicit ForeignFile(int file) : file_(file) { TORCH_CHECK(fstat(file_, &then_) == 0, std::strerror(errno)); }
+  ~ForeignFile() { close(file_); }
+  ForeignFile(const ForeignFile&) = delete;
+
+  // Throws c10::Error: the file has changed, or cannot be read.
+  void read(char* to, int64_t offset, int64_t bytes) const {
+    struct stat now;
+    const bool same = fstat(file_, &now) == 0 && now.st_size == then_.st_size &&
+                      now.st_mtim.tv_sec == then_.st_mtim.tv_sec && now.st_mtim.tv_nsec == then_.st_mtim.tv_nsec;
+    TORCH_CHECK(same, "outofcore: a file of weights was changed while its tensors were in use; leave it as it is until "
+                      "the loop is stopped");
+    while (bytes > 0) {
+      const ssize_t done = pread(file_, to, std::min(bytes, kChunk), offset);
+      if (done < 0 && errno == EINTR) continue;
+      TORCH_CHECK(done > 0, "outofcore: reading from a file of weights failed: ", std::strerror(done < 0 ? errno : EIO));
+      to += done, offset += done, bytes -= done;
+    }
+  }
+  const PageMap& pages() const { return pages_; }
+
+ private:
+  static constexpr int64_t kChunk = int64_t{8} << 20;
+
+  int file_;
+  struct stat then_;
+  PageMap pages_;
+};
+
+// The memory that a storage had before: private pages of a file, and which stretch of the file that is.
+class Original {
+ public:
+  Original(std::shared_ptr<const ForeignFile> file, int64_t offset, int64_t bytes, at::DataPtr memory)
+      : file_(std::move(file)), offset_(offset), bytes_(bytes), memory_(std::move(memory)) {}
+
+  char* window() const { return static_cast<char*>(memory_.get()); }
+  // Whether the bytes are others than the file's, since code that nobody sees wrote to the window.
+  bool was_written() const { return file_->pages().any_written(window(), bytes_); }
+  // Copies the bytes, and zeros up to the end of the page. Throws c10::Error.
+  void read(char* to) const {
+    if (was_written())
+      std::memcpy(to, window(), bytes_);
+    else
+      file_->read(to, offset_, bytes_);
+    std::memset(to + bytes_, 0, (kPage - bytes_ % kPage) % kPage);
+  }
+  at::DataPtr give_back() { return std::move(memory_); }
+
+ private:
+  std::shared_ptr<const ForeignFile> file_;
+  int64_t offset_, bytes_;
+  at::DataPtr memory_;
+};
+
 struct Slot {
   int home = -1;  // -1: none
   int64_t offset = 0, bytes = 0;
   int64_t forks = 0;  // that had been when it was taken
+  std::shared_ptr<Original> original = nullptr;  // in place of a slot of a home: is only read
 
-  explicit operator bool() const { return home >= 0; }
+  explicit operator bool() const { return home >= 0 || original; }
 };
 
 // One file; its descriptors are closed with it.
@@ -48,7 +145,6 @@ class Home {
   }
   ~Home() {
     munmap(window_, capacity_);
-    if (pagemap_ >= 0) close(pagemap_);
     if (direct_ != file_) close(direct_);
     close(file_);
   }
@@ -97,15 +193,7 @@ class Home {
   // Forgets who looked at a window, so that ``was_touched`` tells of later looks alone. What was written there stays.
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
   // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
-  bool was_touched(int64_t offset, int64_t bytes) const {
-    if (pagemap_ < 0) return true;
-    std::vector<uint64_t> pages(bytes / kPage);
-    const auto first = reinterpret_cast<uintptr_t>(window_ + offset) / kPage;
-    const auto count = static_cast<ssize_t>(pages.size() * sizeof(uint64_t));
-    if (pread(pagemap_, pages.data(), count, static_cast<off_t>(first * sizeof(uint64_t))) != count) return true;
-    constexpr uint64_t kPresent = uint64_t{3} << 62;  // in memory or swapped out
-    return std::any_of(pages.begin(), pages.end(), [](uint64_t page) { return (page & kPresent) != 0; });
-  }
+  bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
@@ -145,7 +233,7 @@ class Home {
   }
 
   int file_, direct_;
-  int pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
+  PageMap pages_;
   bool memory_, parted_ = false;
   int64_t capacity_;
   Extents extents_;
@@ -176,7 +264,7 @@ class Homes {
                      "); give a home with more room, or free tensors");
   }
   void give(const Slot& slot) {
-    if (!slot) return;
+    if (!slot || slot.original) return;
     if (frozen(slot))
       frozen_.push_back(slot);
     else
@@ -184,13 +272,26 @@ class Homes {
   }
   // Whether a process that lives sees the slot, which must then keep its bytes.
   bool frozen(const Slot& slot) {
-    if (!seen_by_forks(slot)) return false;
+    if (slot.original || !seen_by_forks(slot)) return false;
     thaw();
     return seen_by_forks(slot);
   }
 
   Home& of(const Slot& slot) const { return *homes_[slot.home]; }
-  char* window(const Slot& slot) const { return of(slot).window(slot.offset); }
+  char* window(const Slot& slot) const {
+    return slot.original ? slot.original->window() : of(slot).window(slot.offset);
+  }
+  // Throws c10::Error.
+  void read(const Slot& slot, char* to) const {
+    slot.original ? slot.original->read(to) : of(slot).read(to, slot.offset, slot.bytes);
+  }
+  // What was written to an original's window stays there, and is told for good.
+  void begin_watch(const Slot& slot) const {
+    if (!slot.original) of(slot).begin_watch(slot.offset, slot.bytes);
+  }
+  bool was_touched(const Slot& slot) const {
+    return slot.original ? slot.original->was_written() : of(slot).was_touched(slot.offset, slot.bytes);
+  }
 
   // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.
   void before_fork() {

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -27,12 +27,14 @@ from outofcore._torch_internals import (
 )
 from outofcore.capture.provenance import users_part
 from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
+from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
+from outofcore.follow.mapped_files import FileMapping, MappedFiles
 from outofcore.follow.gpu import graphs_refused, make_workspaces
 from outofcore.follow.native import call, load_paging, loaded_paging, open_paging
 from outofcore.follow.observed import (
@@ -67,6 +69,8 @@ _DISK_CAPACITY = 1 << 40
 # Models from so many bytes on take long to move to the home, so that progress is shown.
 _LONG = 256 * MIB
 _CPU = torch.device("cpu")
+# As ``follow_new`` in paging.cpp takes them.
+_VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
 _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the plans that were made, so many are told in reports.
 _TOLD_PLANS = 8
@@ -107,7 +111,7 @@ class Loop:
         host_limit: int | None = None,
         policy: PolicyLike | None = "auto",
         plans: Path | None = None,
-        verified: bool = True,
+        check: Check = Check.SAMPLED,
         beside: bool = False,
     ) -> None:
         self._limit = limit
@@ -116,7 +120,7 @@ class Loop:
         self._on_gpu = device.type == "cuda"
         self._home = home
         self._host_limit = host_limit
-        self._verified = verified
+        self._check = check
         self._beside = beside  # of compiled steps, none of which runs while this does
         self._paused = False
         self._hooks: list[RemovableHandle] = []
@@ -136,9 +140,11 @@ class Loop:
         # What a report is made of, once the loop is stopped.
         self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
         self.on_progress: Tell | None = None
-        # The optimizer whose steps are those of the loop, and which others have stepped since.
-        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # The optimizer whose steps are those of the loop, and which others have stepped since. Without any optimizer: the
+        # model whose calls are.
+        self._leader: weakref.ref[object] | None = None
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._optimized = False
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
@@ -166,6 +172,7 @@ class Loop:
         library = self._native()
         self._paused = False
         self._steps = self._plans = self._reruns = 0
+        self._optimized = False
         self._leader, self._trial, self._planner, self._made = None, None, None, []
         if self._on_gpu:
             make_workspaces(self._device)
@@ -182,6 +189,7 @@ class Loop:
             undo.enter_context(addresses_seen(_fix))
             undo.callback(self._forget_optimizers)
             self._watch_optimizers()
+            self._watch_calls(undo)
             self._adopt_models()
             if self._on_gpu:  # once the model has left the device
                 self._reserve(library, space)
@@ -236,10 +244,13 @@ class Loop:
         if self._space is not None:
             call(self._native(), "follow_vacate", self._space)
 
-    def release(self) -> None:
-        """Give all tensors memory of their own, as plain PyTorch has it."""
-        if self._space is not None:
+    def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Give tensors memory of their own, as plain PyTorch has it; None: all of them."""
+        if self._space is not None and tensors is None:
             call(self._native(), "follow_release_all", self._space)
+        for tensor in tensors or ():
+            if self._space is not None and self._is_ours(tensor):
+                call(self._native(), "follow_release", storage_address(tensor.untyped_storage()))
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of some tensors, those of 64 KiB and more that are not in this loop's arena or homes."""
@@ -336,7 +347,7 @@ class Loop:
 
     def _opened(self, library: ctypes.CDLL) -> int:
         index, planned = self._device.index or 0, self._policy is not None
-        space = call(library, "follow_new", self._limit, index, int(self._verified), int(planned))
+        space = call(library, "follow_new", self._limit, index, _VERIFIED[self._check], int(planned))
         try:
             if self._on_gpu:
                 call(library, "follow_add_home", space, -1, -1, 1, self._host_capacity())
@@ -477,6 +488,8 @@ class Loop:
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
         """Move tensors to the home, whosever memory they lie in."""
         library = self._native()
+        mapped = None if self._on_gpu else MappedFiles()
+        files: dict[FileMapping, int] = {}
         for done, tensor in enumerate(tensors, 1):
             tell("move the model to its home", done - 1, count)
             if not self._is_ours(tensor):
@@ -485,9 +498,20 @@ class Loop:
             # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
             # processes see stays where they see it; of a GPU's memory PyTorch says that always.
             if self._on_gpu or not storage.is_shared():
-                call(library, "follow_adopt", storage_address(storage))
+                address = library.follow_memory(storage_address(storage))
+                mapping = mapped and mapped.find(address, storage.nbytes())
+                number = -1 if mapping is None else self._file_number(library, mapping, files)
+                offset = 0 if mapping is None else mapping.offset + address - mapping.begin
+                call(library, "follow_adopt", storage_address(storage), number, offset)
         if count:
             tell("move the model to its home", count, count)
+
+    def _file_number(self, library: ctypes.CDLL, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
+        """By which number the native code knows a file; -1: it cannot be read."""
+        if mapping not in files:
+            file = mapping.open()
+            files[mapping] = -1 if file is None else call(library, "follow_add_file", self._space, file)
+        return files[mapping]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer in self._seen:
@@ -498,9 +522,25 @@ class Loop:
         self.adopt(p for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._optimized:  # calls of the models were steps until now
+            self._optimized, self._leader = True, None
+            self._others.clear()
         self._steps += 1
         # A step of a compiled one's is a call.
         if not self._beside and threading.get_ident() == self._thread and self._ends_step(optimizer):
+            self.end_of_step()
+
+    def _watch_calls(self, undo: contextlib.ExitStack) -> None:
+        for model in self._models:
+            if not self._beside and not isinstance(model, torch.jit.ScriptModule):
+                undo.callback(model.register_forward_hook(_AfterCall(self)).remove)
+
+    def after_call(self, model: nn.Module) -> None:
+        """A call of a model has ended: where nothing is trained, it was a step."""
+        if self._optimized or self._paused or torch.is_grad_enabled() or threading.get_ident() != self._thread:
+            return
+        self._steps += 1
+        if self._ends_step(model):
             self.end_of_step()
 
     def end_of_step(self) -> None:
@@ -527,13 +567,13 @@ class Loop:
             self._remade = remade
             self._plan_step(library, planner)
 
-    def _ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step of this optimizer ends one of the loop: where there are several, the same one each time."""
+    def _ends_step(self, stepped: object) -> bool:
+        """Whether a step of this optimizer ends one of the loop: where there are several, the same one each time."""
         leader = None if self._leader is None else self._leader()
-        if leader is None or optimizer in self._others:
-            self._leader = weakref.ref(optimizer)
-        elif optimizer is not leader:
-            self._others.add(optimizer)
+        if leader is None or stepped in self._others:
+            self._leader = weakref.ref(stepped)
+        elif stepped is not leader:
+            self._others.add(stepped)
             return False
         self._others.clear()
         return True
@@ -568,6 +608,21 @@ class Loop:
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
+
+
+class _AfterCall:
+    """Tells a loop that a model was called. In copies of the model, and where it is pickled, it is left without a loop."""
+
+    def __init__(self, loop: Loop | None = None) -> None:
+        self._loop = None if loop is None else weakref.ref(loop)
+
+    def __call__(self, model: nn.Module, *_: object) -> None:
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:
+            loop.after_call(model)
+
+    def __reduce__(self) -> tuple[type[_AfterCall], tuple[()]]:
+        return _AfterCall, ()
 
 
 def _fix(storage: torch.UntypedStorage) -> None:

@@ -103,6 +103,7 @@ enum Counter {
   kReruns,         // times that one was made again
   kUnkeptBytes,    // of storages that went for that
   kRerunMicros,    // the loop spent so long on making them again
+  kFileBytes,      // of storages whose home is the file that they were mapped from
   kCounters
 };
 
@@ -130,6 +131,7 @@ struct Block {
   int64_t role_in = -1;         // the record in which it plays a part that others play in other steps
   int32_t role = -1;
   bool released = false;        // the plan has given its room to others
+  int64_t given = -1;           // its place among those that the user put under the budget
   uint64_t sum = 0;             // of what is at home, while it is not dirty
   int64_t version = 0;          // how often it was written
   Copying copying = Copying::kNothing;
@@ -171,6 +173,8 @@ struct Space {
   int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds
   std::map<int64_t, Block*> at;  // by offset
   std::unordered_set<Block*> known;
+  std::vector<Block*> given;     // what the user put under the budget, in that order; null: it is gone
+  size_t after_given = 0;        // behind the one of them that was used last
   std::unordered_map<int64_t, Block*> parts;  // by storage of the history, who plays its part now
   std::vector<Block*> finished;               // copies beside ops that are to take effect
   int64_t copying_in = 0, copying_out = 0;    // copies beside ops that are under way
@@ -183,10 +187,12 @@ struct Space {
   int64_t pieces = 0;            // blocks of all kinds
   bool open = true;
   bool verified = true;          // whether what is taken to be unchanged is compared
+  bool sampled = false;          // and of weights that are still in their files, which nobody writes to, a part
   bool stress = false;
   bool ahead = true;             // whether to copy beside ops
   int64_t counters[kCounters] = {};
   std::shared_ptr<follow::Recipes> recipes;
+  std::vector<std::shared_ptr<const follow::ForeignFile>> files;  // that storages were mapped from
   // On a GPU, where what the host's clock says of ops means little: whether steps are timed, and the one under way; when
   // each of its ops arrived and began; the same of the step before, with its end.
   bool timed = false, timing = false;
@@ -199,7 +205,26 @@ struct Space {
 
 // Recursive: to drop the last reference to a storage comes back through ``release_block``. Never destroyed.
 std::recursive_mutex& mutex = *new std::recursive_mutex;
-using Guard = std::lock_guard<std::recursive_mutex>;
+// Memory of others that is not needed any more. To free it may take Python's lock, which must not be waited for under ours.
+std::vector<std::shared_ptr<follow::Original>>& let_go = *new std::vector<std::shared_ptr<follow::Original>>;
+
+class Guard {
+ public:
+  explicit Guard(std::recursive_mutex& locked) : mutex_(locked) {
+    mutex_.lock();
+    ++held_;
+  }
+  ~Guard() {
+    std::vector<std::shared_ptr<follow::Original>> free;
+    if (--held_ == 0) free.swap(let_go);
+    mutex_.unlock();
+  }
+  Guard(const Guard&) = delete;
+
+ private:
+  inline static thread_local int held_ = 0;
+  std::recursive_mutex& mutex_;
+};
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
 // Memory of the stock allocator's for requests that were not served in an arena.
@@ -231,17 +256,23 @@ bool tracked() { return depth > 0 || c10::impl::tls_is_dispatch_key_included(kKe
 void release_raw(void* pointer);
 void release_block(void* context);
 
-// A checksum at the speed of memory; equal bytes have equal sums.
-uint64_t sum_of(const char* bytes, int64_t count) {
+// A checksum at the speed of memory, of 64 bytes in so many; equal bytes have equal sums.
+uint64_t sum_of(const char* bytes, int64_t count, int64_t step = 64) {
   constexpr int kLanes = 8;
   uint64_t lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) lanes[i] = 0x9E3779B97F4A7C15ull * (i + 1);
   const auto* words = reinterpret_cast<const uint64_t*>(bytes);
-  for (int64_t i = 0, n = count / 8; i + kLanes <= n; i += kLanes)
+  for (int64_t i = 0, n = count / 8; i + kLanes <= n; i += step / 8)
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = (lanes[lane] ^ words[i + lane]) * 0x100000001B3ull;
   uint64_t sum = 0;
   for (const uint64_t lane : lanes) sum = (sum ^ (lane ^ lane >> 29)) * 0xBF58476D1CE4E5B9ull;
   return sum;
+}
+
+// Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
+// always the beginning of one.
+int64_t step_of_sums(const Space& space, const Block& block) {
+  return space.sampled && block.slot.original ? kPage + 64 : 64;
 }
 
 int64_t nanos_since(std::chrono::steady_clock::time_point start) {
@@ -414,6 +445,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
     queue.pop_front();
     Space& space = *block->space;
     char* at = space.address(*block);
+    const int64_t step = step_of_sums(space, *block);
     const bool in = block->copying == Copying::kIn, sums = space.verified && (!in || block->dirty);
     lock.unlock();
     bool copied = true;
@@ -421,10 +453,10 @@ void copy_on_demand(std::deque<Block*>& queue) {
     const auto start = std::chrono::steady_clock::now();
     try {
       // The sum comes first: what is written meanwhile, and not seen, differs from it later.
-      if (!in && sums) sum = sum_of(at, block->bytes);
+      if (!in && sums) sum = sum_of(at, block->bytes);  // of what a home has
       in ? space.device.load(space.homes, block->slot, block->order, at)
          : space.device.save(space.homes, block->slot, block->order, at);
-      if (in && sums) sum = sum_of(at, block->bytes);
+      if (in && sums) sum = sum_of(at, block->bytes, step);
     } catch (...) {  // whoever needs the copy makes it again, and tells
       copied = false;
     }
@@ -451,13 +483,18 @@ void start_copiers() {
 
 void give_slot(Space& space, Block& block) {
   if (!block.slot) return;
-  space.device.give_slot(block.order, space.homes.window(block.slot), block.slot.bytes);
-  space.homes.give(block.slot);
+  if (block.slot.original) {
+    space.counters[kFileBytes] -= block.bytes;
+    let_go.push_back(std::move(block.slot.original));
+  } else {
+    space.device.give_slot(block.order, space.homes.window(block.slot), block.slot.bytes);
+    space.homes.give(block.slot);
+  }
   block.slot = {};
 }
 // A slot to write to that no other process sees.
 void take_slot(Space& space, Block& block) {
-  if (block.slot && !space.homes.frozen(block.slot)) return;
+  if (block.slot && !block.slot.original && !space.homes.frozen(block.slot)) return;
   const follow::Slot fresh = space.homes.take(block.bytes);
   give_slot(space, block);
   block.slot = fresh;
@@ -485,13 +522,16 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
   if (!storage) return false;
   const Stopwatch watch{space.counters[kTransferMicros]};
   const char* from = space.address(block);
-  bool write = block.dirty || !block.slot || (block.fixed && !space.verified) || space.unseen;
+  bool write = block.dirty || !block.slot || space.unseen ||
+               (block.fixed && (!space.verified || block.slot.original));  // a window is mapped from a home's file
   uint64_t sum = 0;
-  if (Device::kReadable && (space.verified || write)) sum = sum_of(from, block.bytes);
+  if (Device::kReadable && (space.verified || write))
+    sum = sum_of(from, block.bytes, write ? 64 : step_of_sums(space, block));
   if (!write && space.verified && sum != block.sum) {
     ++space.counters[kUnseenWrites];
     if (block.origin) block.origin->changed();
     write = true;
+    sum = sum_of(from, block.bytes);
   }
   if (write) {
     take_slot(space, block);
@@ -821,8 +861,8 @@ void fetch(Space& space, Block& block) {
     show(block, *storage, space.address(block));
   }
   // What was adopted at home has no sum yet.
-  if (block.dirty && space.verified) block.sum = sum_of(space.address(block), block.bytes);
-  block.dirty = false;
+  if (block.dirty && space.verified) block.sum = sum_of(space.address(block), block.bytes, step_of_sums(space, block));
+  block.dirty = block.slot.original && block.slot.original->was_written();  // its file has other bytes
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;
   space.counters[kAway] -= block.bytes;
@@ -868,6 +908,7 @@ void play(Space& space, follow::Known& known, Block& block, int32_t storage) {
 
 void destroy(Block* block) {
   Space& space = *block->space;
+  if (block->given >= 0) space.given[static_cast<size_t>(block->given)] = nullptr;
   space.recorder.free(block->id);
   leave_role(space, *block);
   space.follower.forget(block->id);
@@ -1106,6 +1147,33 @@ Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   left = storage.set_data_ptr(pointer_to(*block, to));
   space.device.retire(left);
   return block;
+}
+
+// The same for a storage that was mapped from a file, which is its home from now on. Null: its bytes are not the file's.
+Block* adopt_in_file(Space& space, StorageImpl& storage, std::shared_ptr<const follow::ForeignFile> file, int64_t offset) {
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  void* at = storage._mutable_data_ptr_no_checks().get();
+  if (file->pages().any_written(static_cast<const char*>(at), bytes)) return nullptr;
+  Block* block = new_block(space, bytes);
+  block->last_use = space.history.now();
+  own(*block, storage);
+  block->slot.bytes = block->bytes;
+  block->slot.original = std::make_shared<follow::Original>(std::move(file), offset, bytes,
+                                                            storage.set_data_ptr(pointer_to(*block, at)));
+  space.counters[kAway] += block->bytes;
+  space.counters[kFileBytes] += block->bytes;
+  ++space.counters[kAdoptions];
+  space.counters[kAdoptedBytes] += bytes;
+  return block;
+}
+
+// Gives a storage the memory back that was mapped from a file, and forgets its block; false: it has other bytes by now.
+bool return_to_file(Block& block, StorageImpl& storage) {
+  if (!block.slot.original || block.fixed || block.busy || block.pins > 0) return false;
+  if (block.here && !evict(*block.space, block)) return false;
+  if (!block.slot.original) return false;
+  const at::DataPtr ours = storage.set_data_ptr(block.slot.original->give_back());
+  return true;
 }
 
 // The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
@@ -1354,11 +1422,24 @@ bool write_ahead(Space& space, Block& block) {
   return true;
 }
 
+// As long as it is not known what comes next: the models' weights, in the order in which their modules have them.
+void fetch_given(Space& space, int64_t window) {
+  constexpr int64_t kMostIn = 2, kReach = 16;
+  const size_t end = std::min(space.given.size(), space.after_given + kReach);
+  for (size_t next = space.after_given; next < end && space.copying_in < kMostIn; ++next) {
+    Block* block = space.given[next];
+    if (block == nullptr || !fetchable(*block)) continue;
+    if ((space.early > 0 && space.early + block->bytes > window) || !fetch_ahead(space, *block, 0)) return;
+  }
+}
+
 // Looks ahead in the history: brings in what is needed next, and writes what is needed last.
 void copy_ahead(Space& space) {
   constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kEvery = 2;
   const int64_t window = space.budget / 8;
-  if (!space.ahead || !space.evicted || space.anchor != nullptr || !space.history.known()) return;
+  if (!space.ahead || space.anchor != nullptr) return;
+  if (!space.history.known()) return fetch_given(space, window);
+  if (!space.evicted) return;
   const int64_t position = space.history.position();
   if (space.looked < position || space.looked > position + kReach) space.looked = position;
   while (space.copying_in < kMostIn && space.looked < position + kReach) {
@@ -1703,6 +1784,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       no_longer_early(space, *block);
+      if (block->given >= 0) space.after_given = static_cast<size_t>(block->given) + 1;
       if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
     }
     if (!touched.empty())
@@ -2036,6 +2118,7 @@ bool release_from(Block& block, StorageImpl& storage) {
   if (block.fixed || block.pins > 0) return false;
   Space& space = *block.space;
   wait_for_copies(space);
+  if (return_to_file(block, storage)) return true;
   at::DataPtr own = stock->allocate(storage.nbytes());
   block.here ? space.device.use(block.order) : space.device.use_slot(block.order);
   space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
@@ -2109,13 +2192,15 @@ EXPORT void follow_unload() noexcept {
   });
 }
 
-// A space without homes and without memory yet. The descriptors of homes are its own from then on. `timed`: steps are to
+// A space without homes and without memory yet. The descriptors of homes are its own from then on. `verified`: 0: nothing
+// is compared; 1: of weights in their files a part; 2: everything. `timed`: steps are to
 // be planned.
 EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed) noexcept {
   Space* made = nullptr;
   guarded([&]() -> int64_t {
     auto space = std::make_unique<Space>(budget / kPage * kPage, device);
     space->verified = Device::kReadable && verified != 0;
+    space->sampled = verified == 1;
     space->timing = space->timed = Device::kStreams && timed != 0;
     space->recipes = std::make_shared<follow::Recipes>(mutex, our_pager, smallest);
     made = space.release();
@@ -2264,6 +2349,11 @@ EXPORT int64_t follow_close(Space* space) noexcept {
     wait_for_copies(*space);
     if (current == space) {
       std::vector<Block*> away;
+      try {
+        for (Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
+          if (const auto storage = block->slot.original ? owner_of(*block) : nullptr) return_to_file(*block, *storage);
+      } catch (...) {  // as below
+      }
       for (Block* block : space->known)
         if (!block->here) away.push_back(block);
       std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
@@ -2283,12 +2373,36 @@ EXPORT int64_t follow_close(Space* space) noexcept {
 }
 
 // Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be.
-EXPORT int64_t follow_adopt(StorageImpl* storage) noexcept {
+// With the number of a file (not -1): it is mapped from there.
+EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) noexcept {
   at::DataPtr left;  // freed without the lock
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     Space* space = current;
-    return space != nullptr && block_of(*space, *storage, true, left) != nullptr;
+    if (space == nullptr) return 0;
+    Block* block = nullptr;
+    if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
+      block = adopt_in_file(*space, *storage, space->files.at(file), offset);
+    if (block == nullptr) block = block_of(*space, *storage, true, left);
+    if (block == nullptr) return 0;
+    if (block->given < 0) {
+      block->given = static_cast<int64_t>(space->given.size());
+      space->given.push_back(block);
+    }
+    return 1;
+  });
+}
+// The address of a storage's memory, which nobody has taken by this.
+EXPORT int64_t follow_memory(StorageImpl* storage) noexcept {
+  const Guard guard(mutex);
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
+}
+// The number of a file of somebody else's. The descriptor is the space's own from then on.
+EXPORT int64_t follow_add_file(Space* space, int file) noexcept {
+  return guarded([&]() -> int64_t {
+    const Guard guard(mutex);
+    space->files.push_back(std::make_shared<follow::ForeignFile>(file));
+    return static_cast<int64_t>(space->files.size()) - 1;
   });
 }
 // The first of some storages that is large and not in this space; their number, if all are.

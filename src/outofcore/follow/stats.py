@@ -39,6 +39,7 @@ class LoopStats:
         reruns: times that one of them was made again.
         unkept_bytes: of storages that were freed because of that.
         rerun_microseconds: the loop spent so long on making them again.
+        file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
         steps: times an optimizer was stepped.
         plans: that were made of steps of the loop.
 
@@ -80,6 +81,7 @@ class LoopStats:
     reruns: int = 0
     unkept_bytes: int = 0
     rerun_microseconds: int = 0
+    file_bytes: int = 0
     steps: int = 0
     plans: int = 0
 

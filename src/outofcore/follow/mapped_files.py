@@ -1,0 +1,86 @@
+"""Which memory of this process is mapped from a file, so that the bytes are there already if it has to leave.
+
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: what is written there stays in this process, and
+until then the pages are the file's. The kernel tells of all mappings in ``/proc/self/maps`` (Linux, proc(5)).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_LINE = re.compile(
+    r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) r[w-][x-]p (?P<offset>[0-9a-f]+) \S+ (?P<inode>[1-9]\d*) +(?P<path>/.*)"
+)
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class FileMapping:
+    """Addresses that show a file.
+
+    Attributes:
+        begin: the first address.
+        end: behind the last one.
+        offset: of the first address in the file, in bytes.
+        inode: of the file.
+        path: of the file, as it was called when it was mapped.
+    """
+
+    begin: int
+    end: int
+    offset: int
+    inode: int
+    path: str
+
+    def open(self) -> int | None:
+        """A descriptor of the file, to read; None: another one has its name by now, or it cannot be read."""
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if os.fstat(file).st_ino == self.inode:
+            return file
+        os.close(file)
+        return None
+
+
+def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
+    r"""The private mappings of files, by address.
+
+    Args:
+        lines: of ``/proc/self/maps``.
+
+    >>> private_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a\\012b", "8000-9000 rw-p 00000000 00:00 0 "])
+    [FileMapping(begin=32512, end=32768, offset=8192, inode=77, path='/data/a\nb')]
+    """
+    found: list[FileMapping] = []
+    for line in lines:
+        if (told := _LINE.fullmatch(line.rstrip("\n"))) is not None:
+            path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), told["path"])
+            begin, end, offset = (int(told[name], 16) for name in ("begin", "end", "offset"))
+            found.append(FileMapping(begin, end, offset, int(told["inode"]), path))
+    return found
+
+
+class MappedFiles:
+    """Looks up where memory was mapped from, as of when this was made."""
+
+    def __init__(self) -> None:
+        try:
+            with Path("/proc/self/maps").open(errors="surrogateescape") as lines:
+                self._mappings = private_mappings(lines)
+        except OSError:
+            self._mappings = []
+        self._begins = [mapping.begin for mapping in self._mappings]
+
+    def find(self, address: int, count: int) -> FileMapping | None:
+        """The mapping in which so many bytes from an address on lie; None: they do not lie in one."""
+        place = bisect_right(self._begins, address) - 1
+        if place < 0 or address + count > self._mappings[place].end:
+            return None
+        return self._mappings[place]
