@@ -295,9 +295,7 @@ def _compiled(
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
-            loop = partial(
-                Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True
-            )
+            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
     return Step(
         step,
         models,
@@ -579,13 +577,13 @@ def run(
 ) -> Any:
     """Call a model whose weights do not fit, once, without gradients and within a byte budget.
 
-    While one module computes, the weights of the next ones come, in the order in which the model has its modules. Weights
-    that were mapped from files (safetensors, ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read
-    from there: nothing is copied beforehand, and no disk is used.
+    While one module computes, the weights of the next ones come, in the order in which the model has its modules.
+    Weights that were mapped from files (safetensors, ``torch.load(..., mmap=True)``, Hugging Face's
+    ``from_pretrained``) are read from there: nothing is copied beforehand, and no disk is used.
 
-    For many calls, such as ``model.generate(...)`` makes, open the context once: in ``with outofcore.budget("1GiB",
-    model):`` each call of the model without gradients is a step that is planned, so that some of the weights stay, and
-    the first ones of the next call come during the last ones of this one.
+    For many calls, such as ``model.generate(...)`` makes, open the context once: in
+    ``with outofcore.budget("1GiB", model):`` each call of the model without gradients is a step that is planned, so
+    that some of the weights stay, and the first ones of the next call come during the last ones of this one.
 
     Args:
         model: the module; its tensors are on the CPU or on one GPU.

@@ -34,8 +34,8 @@ from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
-from outofcore.follow.mapped_files import FileMapping, MappedFiles
 from outofcore.follow.gpu import graphs_refused, make_workspaces
+from outofcore.follow.mapped_files import FileMapping, MappedFiles
 from outofcore.follow.native import call, load_paging, loaded_paging, open_paging
 from outofcore.follow.observed import (
     LINKS,
@@ -140,8 +140,8 @@ class Loop:
         # What a report is made of, once the loop is stopped.
         self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
         self.on_progress: Tell | None = None
-        # The optimizer whose steps are those of the loop, and which others have stepped since. Without any optimizer: the
-        # model whose calls are.
+        # The optimizer whose steps are those of the loop, and which others have stepped since. Without any optimizer:
+        # the model whose calls are.
         self._leader: weakref.ref[object] | None = None
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimized = False
@@ -611,7 +611,7 @@ class Loop:
 
 
 class _AfterCall:
-    """Tells a loop that a model was called. In copies of the model, and where it is pickled, it is left without a loop."""
+    """Tells a loop that a model was called. Copies of the model, and where it is pickled, tell no loop."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)

@@ -1,7 +1,7 @@
 """Which memory of this process is mapped from a file, so that the bytes are there already if it has to leave.
 
-Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: what is written there stays in this process, and
-until then the pages are the file's. The kernel tells of all mappings in ``/proc/self/maps`` (Linux, proc(5)).
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: what is written there stays in this process,
+and until then the pages are the file's. The kernel tells of all mappings in ``/proc/self/maps`` (Linux, proc(5)).
 """
 
 from __future__ import annotations
