@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 from torch._C._autograd import _get_sequence_nr
+from torch._compile import _disable_dynamo as not_compiled
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -92,6 +93,7 @@ __all__ = [
     "memory_of",
     "negative_view",
     "node_sequence_number",
+    "not_compiled",
     "parallel_buffers",
     "parallel_limits",
     "parallel_parameters",

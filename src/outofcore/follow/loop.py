@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
+    not_compiled,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
     storage_address,
@@ -616,6 +617,7 @@ class _AfterCall:
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)
 
+    @not_compiled
     def __call__(self, model: nn.Module, *_: object) -> None:
         loop = None if self._loop is None else self._loop()
         if loop is not None:
