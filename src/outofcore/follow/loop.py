@@ -26,7 +26,7 @@ from outofcore._torch_internals import (
     register_optimizer_step_pre_hook,
     storage_address,
 )
-from outofcore.capture.provenance import users_part
+from outofcore.capture.provenance import user_line, users_part
 from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
 from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
@@ -669,4 +669,5 @@ def _line_of(trace: TracebackType | None) -> str:
     part = users_part(trace)
     while part is not None and part.tb_next is not None:
         part = part.tb_next
-    return "" if part is None else f" at {part.tb_frame.f_code.co_filename}:{part.tb_lineno}"
+    line = user_line() if part is None else f"{part.tb_frame.f_code.co_filename}:{part.tb_lineno}"
+    return f" at {line}" if line else ""
