@@ -173,6 +173,14 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
         return y.detach(), x.grad
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if half:  # not all processors have a kernel for everything
+        torch.manual_seed(3)
+        try:
+            step(x)
+        except RuntimeError as error:
+            pytest.skip(f"plain PyTorch does not run this here: {error}")
+        model.load_state_dict(before)
+        model.zero_grad()
     replay = Replay(capture_step(step, [model], [], (x,), {}))
     torch.manual_seed(3)
     ours = replay(x)
