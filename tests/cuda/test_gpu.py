@@ -107,13 +107,15 @@ def link(kind: type[HomeStore]) -> Home:
 @functools.cache
 def smallest(make: Callable[[torch.device], World], device: torch.device) -> int:
     """What the arena needs at the least, as the refusal of a smaller one tells."""
-    world, budget = make(CPU), beside(device) + 256 * KIB
-    step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device, cache=False)
-    step._session.links = (link(PinnedHome),)
-    with step, pytest.raises(BudgetError) as caught:
-        step(*world.batch(0))
-    assert caught.value.smallest_budget is not None
-    return caught.value.smallest_budget - budget + 256 * KIB
+    for _ in range(2):  # the first time, libraries may take memory for streams that are new
+        world, budget = make(CPU), beside(device) + 256 * KIB
+        step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device, cache=False)
+        step._session.links = (link(PinnedHome),)
+        with step, pytest.raises(BudgetError) as caught:
+            step(*world.batch(0))
+        if caught.value.smallest_budget is not None:
+            return caught.value.smallest_budget - budget + 256 * KIB
+    raise caught.value
 
 
 def beside(device: torch.device) -> int:
