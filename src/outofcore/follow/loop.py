@@ -431,15 +431,14 @@ class Loop:
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not self._is_ours(tensor):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
                 return
-            try:
-                storage = tensor.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # tensors that are made of others have none
-                return
-            number = library.follow_number(self._space, storage_address(storage))
-            if number >= 0:
-                found.setdefault(number, (name, kind))
+            for part in parts_of(tensor):
+                if not self._is_ours(part):
+                    continue
+                number = library.follow_number(self._space, storage_address(part.untyped_storage()))
+                if number >= 0:
+                    found.setdefault(number, (name, kind))
             if kind is StorageKind.PARAMETER:
                 note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
@@ -493,9 +492,9 @@ class Loop:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
-        self.adopt(held)
-        self.adopt(p for group in optimizer.param_groups for p in group["params"])
+        held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        held += [p for group in optimizer.param_groups for p in group["params"]]
+        self.adopt(part for tensor in held for part in parts_of(tensor))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
@@ -581,12 +580,25 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters, buffers and gradients that have memory."""
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
-            yield parameter
+            yield from parts_of(parameter)
             if parameter.grad is not None:
-                yield parameter.grad
+                yield from parts_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, nn.parameter.UninitializedBuffer):
-            yield buffer
+            yield from parts_of(buffer)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, such as the integers and the scales of a quantised one; else itself.
+
+    Tensors that are made of others have no memory, and say by PyTorch's protocol what they are made of.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from parts_of(getattr(tensor, name))
 
 
 def explained(error: BaseException) -> Exception | None:
