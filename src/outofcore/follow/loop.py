@@ -47,13 +47,14 @@ from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
-from outofcore.follow.stats import LoopStats
+from outofcore.follow.stats import LoopStats, loop_facts
 from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
 from outofcore.planning.policy import Auto
 from outofcore.progress import Tell, following, silent
 from outofcore.report.content import page_content
 from outofcore.report.machine import this_machine
+from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
 from outofcore.report.trace import Beyond, write_trace
 from outofcore.units import MIB, format_bytes
@@ -275,7 +276,7 @@ class Loop:
             title: the heading; by default "loop".
 
         Returns:
-            the file.
+            the file; a notebook that shows it shows the page.
 
         Raises:
             StateError: nothing has happened yet.
@@ -303,7 +304,7 @@ class Loop:
             on_demand=seen.on_demand,
         )
         write_report(file, content)
-        return file
+        return ReportPath(file)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
@@ -329,6 +330,10 @@ class Loop:
             beside=None if beside is None else Path(beside),
             beyond=Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
         )
+
+    def _repr_html_(self) -> str:
+        state = "stopped" if self._space is None else "followed"
+        return facts_html(f"loop within {format_bytes(self._limit)}, {state}", loop_facts(self.stats))
 
     def __repr__(self) -> str:
         state = "stopped" if self._space is None else "followed"
