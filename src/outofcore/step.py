@@ -292,6 +292,7 @@ class Step(Generic[P, R]):
                 0.0,
                 session.followed.count,
                 session.why_followed,
+                session.followed.stats.peak_bytes,
             )
         return measure_step(self.captured, self.planned, self.timeline, self._session.off_plan)
 

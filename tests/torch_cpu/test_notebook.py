@@ -84,7 +84,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[d
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     folder = tmp_path_factory.mktemp("notebook")
     kernel = manager.KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
-    Client(notebook, km=kernel, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    Client(notebook, km=kernel, timeout=3000, resources={"metadata": {"path": str(folder)}}).execute()
     return [cell.outputs for cell in notebook.cells], told
 
 

@@ -24,6 +24,7 @@ class StepStats:
         predicted_seconds: what the simulator foretold; 0 for a call that was followed, of which there is no plan.
         followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
         why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
+        peak_bytes: of the arena, in use at the most; where calls are followed, in all of them.
 
     >>> import torch
     >>> import outofcore
@@ -46,6 +47,7 @@ class StepStats:
     predicted_seconds: float
     followed_calls: int = 0
     why_followed: str = ""
+    peak_bytes: int = 0
 
     def _repr_html_(self) -> str:
         return facts_html("last step", step_facts(self))
@@ -101,4 +103,5 @@ def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_p
         moved[CopyIn],
         off_plan,
         planned.timeline.step_seconds,
+        peak_bytes=program.arena_bytes,
     )

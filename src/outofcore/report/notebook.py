@@ -35,7 +35,9 @@ def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
 def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
     """A table with a row of headings; all but its last column are numbers."""
     head, *body = rows
-    headings = "".join(f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head))
+    headings = "".join(
+        f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head)
+    )
     lines = "".join(
         f'<tr style="{_ROW}">'
         + "".join(f'<td style="{_style(i, row)}">{html.escape(cell)}</td>' for i, cell in enumerate(row))
