@@ -21,6 +21,7 @@ from outofcore.errors import (
 )
 
 if TYPE_CHECKING:
+    __version__: str
     from outofcore.api import (
         Elastic,
         ElasticStats,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         smallest_budget,
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "ArenaError",
     "BudgetError",
@@ -81,6 +81,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
     if name in __all__:
         try:
@@ -97,4 +99,14 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, "__version__"])
+
+
+def _version() -> str:
+    # That of the tag that was built, which what is installed knows; reading it takes a while.
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        return version("outofcore")
+    except PackageNotFoundError:  # the files are here, and were not installed
+        return "0+unknown"

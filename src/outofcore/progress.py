@@ -1,10 +1,13 @@
-"""Progress of capturing, measuring and planning: a bar on a terminal, or the user's callback."""
+"""Progress of capturing, measuring and planning: a bar on a terminal or in a notebook, or the user's callback."""
 
 from __future__ import annotations
 
+import html
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,7 +30,7 @@ def following(tell: Tell | None = None, *, show: bool | None = None) -> Generato
     Args:
         tell: user callback ``(stage, done, total)``. If given, no progress bar is shown.
         show: a bar on standard error, with the time that has passed and that is left. By default only where standard
-            error is a terminal.
+            error is a terminal; or below the cell of a notebook, where that is what runs.
 
     >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
     ...     tell("plan", 1, 4)
@@ -35,6 +38,12 @@ def following(tell: Tell | None = None, *, show: bool | None = None) -> Generato
     """
     if tell is not None:
         yield tell
+    elif show is None and (display := _notebook()) is not None:
+        shown = _ShownInNotebook(display)
+        try:
+            yield shown
+        finally:
+            shown.close()
     elif sys.stderr.isatty() if show is None else show:
         with _bar() as bar:
             yield _Shown(bar)
@@ -70,3 +79,56 @@ class _Shown:
             self._bar.reset(self._task, total=total, description=stage, visible=True)
         # A stage of one part has nothing to count: its bar only moves.
         self._bar.update(self._task, completed=done, total=total if total > 1 or done else None)
+
+
+# Notebooks keep a record of all that is shown, and draw it in a browser.
+_PAUSE_S = 0.25
+
+
+def _notebook() -> Callable[..., Any] | None:
+    """What shows things below the cell of a notebook that runs; None: there is none."""
+    # Where it was not imported nothing of it runs.
+    known: Any = sys.modules.get("IPython")
+    shell: Any = None if known is None else getattr(known, "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:  # on a terminal it has none
+        return None
+    try:
+        from IPython.display import display  # noqa: PLC0415 # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    except ImportError:
+        return None
+    return display  # pyright: ignore[reportUnknownVariableType]
+
+
+class _ShownInNotebook:
+    """One line below the cell, which is drawn anew and goes in the end."""
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display = display
+        self._handle: Any = None
+        self._stage = ""
+        self._began = self._drawn = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._began = stage, now
+        elif now - self._drawn < _PAUSE_S:
+            return
+        self._drawn = now
+        passed = now - self._began
+        left = f", {passed / done * (total - done):.0f} s left" if 0 < done < total else ""
+        count = f" {done}/{total}" if total > 1 else ""
+        self._draw(f"outofcore: {stage}{count}, {passed:.0f} s{left}", done, total if total > 1 or done else None)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
+
+    def _draw(self, text: str, done: int, total: int | None) -> None:
+        # A stage of one part has nothing to count: its bar only moves.
+        share = "" if total is None else f' value="{done}" max="{max(total, 1)}"'
+        shown = {"text/plain": text, "text/html": f"<progress{share}></progress> {html.escape(text)}"}
+        if self._handle is None:
+            self._handle = self._display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)

@@ -23,7 +23,7 @@ from outofcore.estimation.reports import report_step, trace_step
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.opening import OpenHome
-from outofcore.execution.stats import StepStats, measure_step
+from outofcore.execution.stats import StepStats, measure_step, step_facts
 from outofcore.follow.loop import Loop
 from outofcore.follow.native import is_followed
 from outofcore.planned_step import PlannedStep
@@ -31,6 +31,7 @@ from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
+from outofcore.report import ReportPath, facts_html
 from outofcore.session import Outcome, Ranks, Session, versions
 from outofcore.units import format_bytes, format_seconds
 
@@ -115,6 +116,13 @@ class Step(Generic[P, R]):
         self._closed = False
         self._running = threading.Lock()
         self._process = os.getpid()
+
+    def _repr_html_(self) -> str:
+        state = ", closed" if self._closed else ", failed half way" if self._session.torn else ""
+        facts = [("plans", f"{self._session.kinds}, policy {self.policy.name}")]
+        with contextlib.suppress(StateError):  # not called yet
+            facts += step_facts(self.stats)
+        return facts_html(f"{self.__name__} within {format_bytes(self.budget)}{state}", facts)
 
     def __repr__(self) -> str:
         session, state = self._session, ""
@@ -284,6 +292,7 @@ class Step(Generic[P, R]):
                 0.0,
                 session.followed.count,
                 session.why_followed,
+                session.followed.stats.peak_bytes,
             )
         return measure_step(self.captured, self.planned, self.timeline, self._session.off_plan)
 
@@ -311,7 +320,7 @@ class Step(Generic[P, R]):
                 took. 0: none.
 
         Returns:
-            the file.
+            the file; a notebook that shows it shows the page.
 
         Raises:
             StateError: no call had a plan.
@@ -330,7 +339,7 @@ class Step(Generic[P, R]):
             policy=self.policy,
             notes=[("versions", versions()), *self._followed_since()],
         )
-        return file
+        return ReportPath(file)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last call that had a plan, measured and predicted, as a trace for Perfetto and chrome://tracing.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.execution.native import Flavor
+from outofcore.follow.loop import parts_of
 from outofcore.follow.native import load_paging
 
 ROOMY = 1 << 30
@@ -78,7 +79,7 @@ def trained(
             stats = run.stats
     left = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
     values = [value for value in read if not isinstance(value, Tensor | Optimizer)]
-    copies = [t.detach().cpu().clone() for t in (*left, *tensors_in(read))]
+    copies = [part.detach().cpu().clone() for t in (*left, *tensors_in(read)) for part in parts_of(t)]
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
     return Trained(values, copies, generators), stats
 

@@ -40,7 +40,7 @@ def test_there_are_blocks_to_run() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
-    for name in ("transformers", "accelerate", "lightning"):
+    for name in ("transformers", "accelerate", "lightning", "peft", "trl", "datasets", "tensorboard"):
         if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE):
             pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.progress import Tell
-from outofcore.report import columns, step_report
+from outofcore.report import columns, facts_html, step_report, table_html
 from outofcore.report.data import Help, Insight, Point
 from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
@@ -272,13 +272,20 @@ class Estimate:
         known = next((point for point in self.points if point.budget == wanted), None)
         return known or point(self.graph, self.costs, wanted, self.policy)
 
-    def __str__(self) -> str:
-        rows = [
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
             ("smallest budget", format_bytes(self.smallest_budget)),
             ("nothing lost from", format_bytes(self.lossless_budget)),
             ("nothing moves from", format_bytes(self.in_core_budget)),
             ("ops alone", f"{format_seconds(self.compute_seconds)} a step"),
         ]
+
+    def _repr_html_(self) -> str:
+        title = f"SIMULATED: {self.machine}" if self.machine else "estimate"
+        return facts_html(title, self._facts()) + table_html("", _rows(self.points))
+
+    def __str__(self) -> str:
+        rows = self._facts()
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         return "\n".join([*([f"SIMULATED: {self.machine}"] if self.machine else []), *lines, points_text(self.points)])
@@ -286,6 +293,10 @@ class Estimate:
 
 def points_text(points: Sequence[Point]) -> str:
     """Step time over budgets, as a table."""
+    return columns(_rows(points))
+
+
+def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     rows = [("budget", "step", "bytes out", "bytes in", "again", "policy")]
     rows += [
         (
@@ -298,7 +309,7 @@ def points_text(points: Sequence[Point]) -> str:
         )
         for point in points
     ]
-    return columns(rows)
+    return rows
 
 
 def estimated(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from outofcore.capture.captured import Captured
 from outofcore.planning import Planned
 from outofcore.program import CopyIn, CopyOut, Timeline
+from outofcore.report import facts_html
 from outofcore.units import format_bytes, format_seconds
 
 
@@ -23,6 +24,7 @@ class StepStats:
         predicted_seconds: what the simulator foretold; 0 for a call that was followed, of which there is no plan.
         followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
         why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
+        peak_bytes: of the arena, in use at the most; where calls are followed, in all of them.
 
     >>> import torch
     >>> import outofcore
@@ -45,6 +47,10 @@ class StepStats:
     predicted_seconds: float
     followed_calls: int = 0
     why_followed: str = ""
+    peak_bytes: int = 0
+
+    def _repr_html_(self) -> str:
+        return facts_html("last step", step_facts(self))
 
     def __repr__(self) -> str:
         if self.followed_calls:
@@ -58,6 +64,21 @@ class StepStats:
             f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
             f"{format_bytes(self.bytes_in)} in, {self.off_plan} requests off the plan>"
         )
+
+
+def step_facts(stats: StepStats) -> list[tuple[str, str]]:
+    """What people look for first, by name."""
+    foreseen = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
+    facts = [
+        ("step", f"{format_seconds(stats.seconds)}{foreseen}"),
+        ("ops", format_seconds(stats.compute_seconds)),
+        ("moved", f"{format_bytes(stats.bytes_out)} out, {format_bytes(stats.bytes_in)} in"),
+    ]
+    if stats.followed_calls:
+        facts.append(("calls followed", f"{stats.followed_calls}, as {stats.why_followed}"))
+    if stats.off_plan:
+        facts.append(("requests off the plan", str(stats.off_plan)))
+    return facts
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
@@ -82,4 +103,5 @@ def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_p
         moved[CopyIn],
         off_plan,
         planned.timeline.step_seconds,
+        peak_bytes=program.arena_bytes,
     )

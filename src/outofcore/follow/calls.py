@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
 from outofcore.execution.aliases import set_data
-from outofcore.follow.loop import Loop, explained, tensors_of
+from outofcore.follow.loop import Loop, explained, parts_of, tensors_of
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.stats import LoopStats
 
@@ -134,7 +134,9 @@ class FollowedCalls:
             yield from tensors_of(model)
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield from parts_of(value)
 
     def _take_strangers(self) -> None:
         """Take over what the user, a checkpoint or another step has put in place of what was here."""

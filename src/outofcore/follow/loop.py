@@ -50,13 +50,14 @@ from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
-from outofcore.follow.stats import LoopStats
+from outofcore.follow.stats import LoopStats, loop_facts
 from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
 from outofcore.planning.policy import Auto
 from outofcore.progress import Tell, following, silent
 from outofcore.report.content import page_content
 from outofcore.report.machine import this_machine
+from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
 from outofcore.report.trace import Beyond, write_trace
 from outofcore.units import MIB, format_bytes
@@ -287,7 +288,7 @@ class Loop:
             title: the heading; by default "loop".
 
         Returns:
-            the file.
+            the file; a notebook that shows it shows the page.
 
         Raises:
             StateError: nothing has happened yet.
@@ -315,7 +316,7 @@ class Loop:
             on_demand=seen.on_demand,
         )
         write_report(file, content)
-        return file
+        return ReportPath(file)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
@@ -341,6 +342,10 @@ class Loop:
             beside=None if beside is None else Path(beside),
             beyond=Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
         )
+
+    def _repr_html_(self) -> str:
+        state = "stopped" if self._space is None else "followed"
+        return facts_html(f"loop within {format_bytes(self._limit)}, {state}", loop_facts(self.stats))
 
     def __repr__(self) -> str:
         state = "stopped" if self._space is None else "followed"
@@ -443,15 +448,14 @@ class Loop:
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED) or not self._is_ours(tensor):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
                 return
-            try:
-                storage = tensor.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # tensors that are made of others have none
-                return
-            number = library.follow_number(self._space, storage_address(storage))
-            if number >= 0:
-                found.setdefault(number, (name, kind))
+            for part in parts_of(tensor):
+                if not self._is_ours(part):
+                    continue
+                number = library.follow_number(self._space, storage_address(part.untyped_storage()))
+                if number >= 0:
+                    found.setdefault(number, (name, kind))
             if kind is StorageKind.PARAMETER:
                 note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
@@ -518,9 +522,9 @@ class Loop:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        held = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
-        self.adopt(held)
-        self.adopt(p for group in optimizer.param_groups for p in group["params"])
+        held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        held += [p for group in optimizer.param_groups for p in group["params"]]
+        self.adopt(part for tensor in held for part in parts_of(tensor))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._optimized:  # calls of the models were steps until now
@@ -638,12 +642,25 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters, buffers and gradients that have memory."""
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
-            yield parameter
+            yield from parts_of(parameter)
             if parameter.grad is not None:
-                yield parameter.grad
+                yield from parts_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, nn.parameter.UninitializedBuffer):
-            yield buffer
+            yield from parts_of(buffer)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, such as the integers and the scales of a quantised one; else itself.
+
+    Tensors that are made of others have no memory, and say by PyTorch's protocol what they are made of.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from parts_of(getattr(tensor, name))
 
 
 def explained(error: BaseException) -> Exception | None:

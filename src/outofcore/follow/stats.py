@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outofcore.units import format_bytes
+from outofcore.report import facts_html
+from outofcore.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,33 @@ class LoopStats:
     steps: int = 0
     plans: int = 0
 
+    def _repr_html_(self) -> str:
+        return facts_html("loop", loop_facts(self))
+
     def __repr__(self) -> str:
         return (
             f"<loop of {self.steps} steps: at most {format_bytes(self.peak_bytes)} in use, "
             f"{format_bytes(self.written_bytes)} out, {format_bytes(self.fetched_bytes)} in; "
             f"{self.expected_ops} of {self.ops} ops as before, {self.planned_ops} by {self.plans} plans>"
         )
+
+
+def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
+    """What people look for first, by name."""
+    waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
+    moved = f"{format_bytes(stats.written_bytes)} out, {format_bytes(stats.fetched_bytes)} in"
+    facts = [
+        ("steps", str(stats.steps)),
+        ("in use", f"{format_bytes(stats.bytes_in_use)}, at most {format_bytes(stats.peak_bytes)}"),
+        ("away", format_bytes(stats.away_bytes)),
+        ("moved", moved),
+        ("waited for copies", format_seconds(waited)),
+        ("ops", f"{stats.ops}: {stats.expected_ops} as before, {stats.planned_ops} by {stats.plans} plans"),
+    ]
+    if stats.reruns:
+        facts.append(("made again", f"{stats.reruns} times, {format_seconds(again)}"))
+    if stats.departures:
+        facts.append(("left a plan", f"{stats.departures} times"))
+    if stats.fixed:
+        facts.append(("keep their address", f"{stats.fixed} storages"))
+    return facts

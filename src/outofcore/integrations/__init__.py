@@ -1,4 +1,4 @@
-"""For those who configure a trainer and do not write a loop: ``outofcore.budget`` as a callback.
+"""For those who configure a trainer and do not write a loop: ``outofcore.budget`` as a callback; and for loggers.
 
-Each module here needs a framework, which is imported with it and never by ``import outofcore``.
+Modules here that are named for a framework need it, and import it with them; ``import outofcore`` never does.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outofcore.api import CheckName, Loop, LoopStats
 from outofcore.integrations._lifetime import Lifetime
+from outofcore.integrations._meter import Meter, prefixed
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -40,6 +41,8 @@ class OutOfCore(Callback):
         home: as for ``outofcore.budget``.
         host_budget: as for ``outofcore.budget``.
         check: as for ``outofcore.budget``.
+        log: give ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
+            the last time) and ``peak_bytes`` to the trainer's loggers, every ``log_every_n_steps`` steps of ``fit``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -57,7 +60,10 @@ class OutOfCore(Callback):
         home: str | os.PathLike[str] | None = None,
         host_budget: int | str | None = None,
         check: CheckName = "sampled",
+        log: bool = False,
     ) -> None:
+        self._meter = Meter() if log else None
+        self._step = 0
         self._lifetime = Lifetime(budget, home=home, host_budget=host_budget, check=check)
 
     @property
@@ -73,6 +79,22 @@ class OutOfCore(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin to follow."""
         self._lifetime.begin(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        self._step = trainer.global_step
+        if self._meter is not None:
+            self._meter.begin(self.stats)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, if it is time to."""
+        every, done = trainer.log_every_n_steps, trainer.global_step - self._step
+        if self._meter is None or not every or done < every:
+            return
+        self._step = trainer.global_step
+        values = prefixed(self._meter.of_loop(self.stats, done), "outofcore/")
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop following."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from outofcore.api import CheckName, Loop, LoopStats
 from outofcore.integrations._lifetime import Lifetime
+from outofcore.integrations._meter import Meter, prefixed
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -19,6 +22,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["OutOfCoreCallback"]
+
+# How far up a handler of callbacks is looked for: a class that derives from a callback has a frame of its own.
+_FRAMES = 8
 
 
 class OutOfCoreCallback(TrainerCallback):
@@ -34,6 +40,8 @@ class OutOfCoreCallback(TrainerCallback):
         home: as for ``outofcore.budget``.
         host_budget: as for ``outofcore.budget``.
         check: as for ``outofcore.budget``.
+        log: put ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
+            the last log) and ``peak_bytes`` into the logs of the training, and so into all that it reports to.
 
     Attributes:
         run: the loop of the last training; None before the first.
@@ -54,7 +62,9 @@ class OutOfCoreCallback(TrainerCallback):
         home: str | os.PathLike[str] | None = None,
         host_budget: int | str | None = None,
         check: CheckName = "sampled",
+        log: bool = False,
     ) -> None:
+        self._numbers = _Numbers(self) if log else None
         self._lifetime = Lifetime(budget, home=home, host_budget=host_budget, check=check)
 
     @property
@@ -74,7 +84,52 @@ class OutOfCoreCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to follow."""
         self._lifetime.begin(kwargs.get("model"))
+        if self._numbers is not None:
+            self._numbers.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop following."""
         self._lifetime.end()
+        if self._numbers is not None:
+            self._numbers.end()
+
+
+class _Numbers(TrainerCallback):
+    """Puts numbers into what is logged, before those callbacks see it that report it."""
+
+    def __init__(self, owner: OutOfCoreCallback) -> None:
+        self._owner = owner
+        self._meter = Meter()
+        self._step = 0
+        self._handler: CallbackHandler | None = None
+
+    def begin(self, step: int) -> None:
+        """Come before all callbacks of the trainer: those that report come before those of the user."""
+        self.end()
+        self._step = step
+        self._meter.begin(self._owner.stats)
+        # A trainer does not tell callbacks who calls them.
+        frame = sys._getframe(1)
+        for _ in range(_FRAMES):
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler):
+                # Another list: that one is being gone through.
+                handler.callbacks = [self, *handler.callbacks]
+                self._handler = handler
+            if self._handler is not None or frame.f_back is None:
+                return
+            frame = frame.f_back
+
+    def end(self) -> None:
+        if self._handler is not None:
+            self._handler.callbacks = [one for one in self._handler.callbacks if one is not self]
+        self._handler = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs or state.global_step <= self._step:  # of an evaluation, or of the end
+            return
+        steps, self._step = state.global_step - self._step, state.global_step
+        values = prefixed(self._meter.of_loop(self._owner.stats, steps), "outofcore/")
+        logs.update(values)
+        if state.log_history:  # where the trainer has put it before
+            state.log_history[-1].update(values)

@@ -1,0 +1,141 @@
+"""What is built from the sources is whole: wheels, sdists, and what they say of themselves. No network is used."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from outofcore.execution.native import load_native
+
+pytest.importorskip("build")
+pytest.importorskip("setuptools_scm")
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FALLBACK = re.search(r'fallback_version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def files_of(package: Path) -> set[str]:
+    return {
+        str(path.relative_to(package.parent))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist of a copy without git, and the wheel of what is in the sdist."""
+    folder = tmp_path_factory.mktemp("packaging")
+    # In one process, whose imports are a good part of the time.
+    code = (
+        "import sys; from build import ProjectBuilder\n"
+        "source, out = sys.argv[1:]\n"
+        "print(ProjectBuilder(source).build(sys.argv[3], out))"
+    )
+    copy, out = folder / "copy", folder / "out"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    copy.mkdir()
+    shutil.copytree(ROOT / "src", copy / "src", ignore=ignored)
+    for name in ("benchmarks", "tests", "tools", "docs"):  # not to be in it
+        (copy / name).mkdir()
+        (copy / name / "thing.py").write_text("")
+    for path in (*ROOT.glob("*.*"), ROOT / "LICENSE"):
+        if path.is_file():
+            shutil.copy(path, copy)
+    code = code.replace("out = sys.argv[1:]", "out, kind = sys.argv[1:]").replace("sys.argv[3]", "kind")
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "GIT_CEILING_DIRECTORIES": str(folder)}
+
+    def build(source: Path, kind: str) -> Path:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(source), str(out), kind],
+            capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return Path(done.stdout.splitlines()[-1])
+
+    sdist = build(copy, "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, build(unpacked, "wheel")
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_string(archive.read(name).decode("utf-8"))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == files_of(ROOT / "src" / "outofcore")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2].split("/")[0] for name in archive.getnames()}
+    assert inside - {""} == {
+        *("src", "pyproject.toml", "setup.cfg", "PKG-INFO", "MANIFEST.in"),
+        *("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
+    }
+
+
+def test_it_says_what_it_is(built: tuple[Path, Path]) -> None:
+    told = metadata_of(built[1])
+    assert FALLBACK is not None
+    assert (told["Name"], told["Version"]) == ("outofcore", FALLBACK[1])
+    assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert told["Requires-Python"] == PROJECT["requires-python"]
+    assert told["Description-Content-Type"] == "text/markdown"
+    assert str(told.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(told.get_all("Classifier", []))
+    needed = {re.split(r"[^\w-]", one)[0] for one in told.get_all("Requires-Dist", []) if "extra ==" not in one}
+    assert needed == {re.split(r"[^\w-]", one)[0] for one in PROJECT["dependencies"]}
+
+
+USE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import outofcore
+from outofcore.execution.native import load_native
+from outofcore.planning.placement import compiled
+assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
+print(outofcore.__version__, load_native().reason)
+from outofcore.report.page import page_text
+"""
+
+
+@pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with zipfile.ZipFile(built[1]) as archive:  # as an installer does with a wheel of Python alone
+        archive.extractall(target)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(target)],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert FALLBACK is not None
+    assert done.stdout.strip() == FALLBACK[1]  # and no reason why there is no native code
+    assert list((tmp_path / "cache").rglob("arena.so"))
+
+
+def test_what_is_cited_is_what_is_licensed() -> None:
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert cited.startswith("cff-version: 1.2.0\n")
+    assert f"license: {PROJECT['license']}\n" in cited
