@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outofcore.errors import (
@@ -21,6 +22,7 @@ from outofcore.errors import (
 )
 
 if TYPE_CHECKING:
+    from outofcore import onnx as onnx
     from outofcore.api import (
         Elastic,
         ElasticStats,
@@ -80,8 +82,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
-    if name in __all__:
+    if name in __all__ or name == "onnx":
         try:
+            if name == "onnx":
+                return import_module("outofcore.onnx")
             from outofcore import api  # noqa: PLC0415 - see above
         except ModuleNotFoundError as error:
             if error.name != "torch":
@@ -95,4 +99,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, "onnx"})
