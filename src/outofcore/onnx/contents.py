@@ -323,8 +323,7 @@ def _nodes(
                 raise InputError(f"the value {name!r} is made twice, the second time by {_title(proto)}")
             makers[name] = place
     waits = [
-        {makers[name] for name in _uses(proto, reading, depth) if name in makers}
-        for place, proto in enumerate(raw)
+        {makers[name] for name in _uses(proto, reading, depth) if name in makers} for place, proto in enumerate(raw)
     ]
     order = _order(raw, waits)
     seen = around | given
@@ -402,9 +401,7 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
         name = proto.name or next(iter(proto.output), proto.op_type)
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
     if domain not in reading.opsets:
-        raise InputError(
-            f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, of which the model tells no opset"
-        )
+        raise InputError(f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, of which the model tells no opset")
     name = proto.name or next(iter(proto.output), proto.op_type)
     node = Node(
         name,
@@ -482,8 +479,7 @@ def _declared(item: Any) -> Declared:
     shape = None
     if tensor.HasField("shape"):
         shape = tuple(
-            Dimension(dim.dim_value if dim.HasField("dim_value") else None, dim.dim_param)
-            for dim in tensor.shape.dim
+            Dimension(dim.dim_value if dim.HasField("dim_value") else None, dim.dim_param) for dim in tensor.shape.dim
         )
         for dim in shape:
             if dim.size is not None and dim.size < 0:
@@ -506,9 +502,7 @@ def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: i
             raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice")
         if item.ref_attr_name:
             if reading.attributes is None:
-                raise InputError(
-                    f"{_title(proto)} takes its attribute {item.name!r} from a function, and is in none"
-                )
+                raise InputError(f"{_title(proto)} takes its attribute {item.name!r} from a function, and is in none")
             if item.ref_attr_name in reading.attributes:
                 found[item.name] = reading.attributes[item.ref_attr_name]
             continue

@@ -270,7 +270,9 @@ class OnnxModel(nn.Module):
             table[name] = value
         missing = [name for name in self.input_names if name not in table]
         if missing:
-            raise InputError(f"{self._path.name} is not given its input {missing[0]!r}; it has {', '.join(self.input_names)}")
+            raise InputError(
+                f"{self._path.name} is not given its input {missing[0]!r}; it has {', '.join(self.input_names)}"
+            )
         return [_fitting(declared, table[declared.name]) for declared in self.inputs]
 
     # ---- how nodes get at values ------------------------------------------------------------------------------------
@@ -358,6 +360,8 @@ class _Stream:
 
 def _fitting(declared: Declared, value: Any) -> Any:
     """An input, if it is as the file declares it."""
+    if isinstance(value, list) and declared.code is None:  # a sequence
+        return value
     if not isinstance(value, torch.Tensor):
         raise InputError(f"the input {declared.name!r} must be a tensor, and is {type(value).__name__}")
     if declared.code is None:

@@ -52,7 +52,7 @@ def attention(
     y = torch.matmul(weights, v)
     if flat:
         y = y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1)
-    shown = (raw, *((biased, capped) if call.version < 24 else (capped, biased)), weights)[mode] if wanted else None
+    shown = (raw, capped, biased, weights)[mode] if wanted else None
     return y, key, value, shown
 
 
@@ -80,7 +80,7 @@ def _biased(
         column = torch.arange(keys, device=scores.device)[None, :]
         first: Any = 0 if past is None else past.shape[2]
         if past is None and lengths is not None:
-            first = (lengths.reshape(-1, 1, 1, 1) - queries)
+            first = lengths.reshape(-1, 1, 1, 1) - queries
         ahead = column - (row + first)
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if call.get("is_causal", 0):

@@ -59,10 +59,6 @@ def _power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     return torch.pow(base, exponent).to(base.dtype)
 
 
-def _sign(x: torch.Tensor) -> torch.Tensor:
-    return torch.sign(x)
-
-
 _PLAIN: dict[str, _Op] = {
     "Abs": torch.abs,
     "Acos": torch.acos,
@@ -102,7 +98,7 @@ _PLAIN: dict[str, _Op] = {
     "Relu": torch.relu,
     "Round": torch.round,  # halves to even, in both
     "Sigmoid": torch.sigmoid,
-    "Sign": _sign,
+    "Sign": torch.sign,
     "Sin": torch.sin,
     "Sinh": torch.sinh,
     "Softplus": lambda x: F.softplus(x, threshold=1e4 if x.dtype is torch.float64 else 80),
@@ -271,6 +267,14 @@ def cast(call: Call, x: torch.Tensor) -> torch.Tensor:
     return converted(call, x, DTYPES[code])
 
 
+@operator("BitCast")
+def bit_cast(call: Call, x: torch.Tensor) -> torch.Tensor:
+    dtype = DTYPES.get(call.get("to"))
+    if dtype is None:
+        raise call.refuse(f"it takes bits for the data type {call.get('to')}, which PyTorch does not compute with here")
+    return x.contiguous().view(dtype)
+
+
 @operator("CastLike")
 def cast_like(call: Call, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return converted(call, x, like.dtype)
@@ -283,16 +287,11 @@ def converted(call: Call, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         wide = x.to(torch.float32)
         limit = torch.finfo(dtype).max
         if call.get("saturate", 1):
-            kept = torch.where(torch.isinf(wide), wide.sign() * limit, wide) if _is_bounded(dtype) else wide
-            return torch.clamp(kept, -limit, limit).to(dtype)
+            return torch.clamp(wide, -limit, limit).to(dtype)
         return wide.to(dtype)
     if dtype is torch.bool:
         return x != 0
     return x.to(dtype)
-
-
-def _is_bounded(dtype: torch.dtype) -> bool:
-    return True
 
 
 @operator("Softmax", "LogSoftmax", "Hardmax")

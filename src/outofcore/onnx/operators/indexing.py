@@ -174,7 +174,9 @@ def non_max_suppression(
         middle, half = boxes[..., :2], boxes[..., 2:] / 2
         corners = torch.cat([middle - half, middle + half], -1)
     else:
-        corners = torch.cat([torch.minimum(boxes[..., :2], boxes[..., 2:]), torch.maximum(boxes[..., :2], boxes[..., 2:])], -1)
+        corners = torch.cat(
+            [torch.minimum(boxes[..., :2], boxes[..., 2:]), torch.maximum(boxes[..., :2], boxes[..., 2:])], -1
+        )
     for batch in range(scores.shape[0]):
         box = corners[batch]
         area = (box[:, 2:] - box[:, :2]).prod(-1)
@@ -189,8 +191,10 @@ def non_max_suppression(
                 found.append([batch, kind, int(best)])
                 taken += 1
                 common = (
-                    torch.minimum(box[order, 2:], box[best, 2:]) - torch.maximum(box[order, :2], box[best, :2])
-                ).clamp(min=0).prod(-1)
+                    (torch.minimum(box[order, 2:], box[best, 2:]) - torch.maximum(box[order, :2], box[best, :2]))
+                    .clamp(min=0)
+                    .prod(-1)
+                )
                 order = order[~(common / (area[order] + area[best] - common) > too_much)]
     return torch.tensor(found, dtype=torch.int64, device=call.device).reshape(-1, 3)
 

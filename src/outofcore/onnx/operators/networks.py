@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outofcore.onnx.operators.registry import Call, axis_of, number, numbers, operator
+from outofcore.onnx.operators.registry import Call, axis_of, numbers, operator
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -116,9 +116,7 @@ def conv_transpose(call: Call, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor
     strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
     more = _spatial(call, "output_padding", rank, 0)
     kernel, mode = list(w.shape[2:]), call.get("auto_pad", "NOTSET")
-    whole = [
-        (x.shape[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(rank)
-    ]
+    whole = [(x.shape[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(rank)]
     wanted = call.get("output_shape")
     if wanted is None and mode in ("SAME_UPPER", "SAME_LOWER"):
         wanted = [x.shape[2 + i] * strides[i] for i in range(rank)]
@@ -186,9 +184,7 @@ def _round_up(
         pads[i] = [before, after + max((windows - 1) * strides[i] - free, 0)]
 
 
-def _places(
-    call: Call, places: torch.Tensor, x: torch.Tensor, padded: list[int], offset: list[int]
-) -> torch.Tensor:
+def _places(call: Call, places: torch.Tensor, x: torch.Tensor, padded: list[int], offset: list[int]) -> torch.Tensor:
     """Indices into the whole tensor, where PyTorch counts within a channel, padding included."""
     sizes = list(x.shape[2:])
     parts: list[torch.Tensor] = []
@@ -208,9 +204,7 @@ def max_unpool(call: Call, x: torch.Tensor, places: torch.Tensor, sizes: torch.T
     kernel = list(call.get("kernel_shape"))
     rank = len(kernel)
     strides, pads = _spatial(call, "strides", rank, 1), _spatial(call, "pads", 2 * rank, 0)
-    inner = [
-        (x.shape[2 + i] - 1) * strides[i] - pads[i] - pads[i + rank] + kernel[i] for i in range(rank)
-    ]
+    inner = [(x.shape[2 + i] - 1) * strides[i] - pads[i] - pads[i + rank] + kernel[i] for i in range(rank)]
     shape = [*x.shape[:2], *inner]
     found = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
     if sizes is None:
@@ -237,22 +231,24 @@ def average_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
     x = F.pad(x, _flat(pads))
     if up:
         wider = [list(pair) for pair in pads]
-        _round_up(wider, [one - a - b for one, (a, b) in zip(x.shape[2:], pads, strict=True)], kernel, strides, dilations)
+        _round_up(
+            wider, [one - a - b for one, (a, b) in zip(x.shape[2:], pads, strict=True)], kernel, strides, dilations
+        )
         extra = _flat([[0, new[1] - old[1]] for new, old in zip(wider, pads, strict=True)])
         ones, x = F.pad(ones, extra), F.pad(x, extra)
     return _window_sum(x, kernel, strides, dilations) / _window_sum(ones, kernel, strides, dilations)
 
 
 def _window_sum(x: torch.Tensor, kernel: list[int], strides: list[int], dilations: list[int]) -> torch.Tensor:
-    counts = [
-        (x.shape[2 + i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(len(kernel))
-    ]
+    counts = [(x.shape[2 + i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(len(kernel))]
     found: torch.Tensor | None = None
     for place in itertools.product(*map(range, kernel)):
         part = x
         for i, one in enumerate(place):
             begin = one * dilations[i]
-            part = part[(slice(None),) * (2 + i) + (slice(begin, begin + (counts[i] - 1) * strides[i] + 1, strides[i]),)]
+            part = part[
+                (slice(None),) * (2 + i) + (slice(begin, begin + (counts[i] - 1) * strides[i] + 1, strides[i]),)
+            ]
         found = part if found is None else found + part
     if found is None:
         raise ValueError("a window without elements")
@@ -332,9 +328,7 @@ def group_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, b: tor
 
 
 @operator("LayerNormalization")
-def layer_normalization(
-    call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor | None = None
-) -> Any:
+def layer_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor | None = None) -> Any:
     axis, epsilon = axis_of(call.get("axis", -1), x.dim()), call.get("epsilon", 1e-5)
     over = list(range(axis, x.dim()))
     if list(scale.shape) == list(x.shape[axis:]) and (b is None or b.shape == scale.shape):

@@ -93,9 +93,7 @@ def conv_integer(
 ) -> torch.Tensor:
     shape = [-1, *([1] * (w.dim() - 1))]
     # Sums of products of bytes are exact in double precision.
-    y = convolved(
-        call, _centred(x, x_zero).to(torch.float64), _centred(w, w_zero, shape).to(torch.float64), None
-    )
+    y = convolved(call, _centred(x, x_zero).to(torch.float64), _centred(w, w_zero, shape).to(torch.float64), None)
     return y.to(torch.int32)
 
 
@@ -140,5 +138,7 @@ def quantized_conv(
     wide = torch.float64
     bias = None if b is None else b.to(wide)
     y = convolved(call, _centred(x, x_zero).to(wide), _centred(w, w_zero, shape).to(wide), bias)
-    of_channel = w_scale.to(wide).reshape(shape[: 1 - 1] + [1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
+    of_channel = (
+        w_scale.to(wide).reshape(shape[: 1 - 1] + [1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
+    )
     return _requantized(call, y * (x_scale.to(wide) * of_channel), y_scale.to(wide), y_zero)

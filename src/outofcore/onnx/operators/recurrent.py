@@ -110,9 +110,7 @@ def _run(
             None if peepholes is None else peepholes[place],
             activations[place * each : (place + 1) * each],
         )
-        now = tuple(
-            x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in states
-        )
+        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in states)
         bias = None if own.bias is None else own.bias.reshape(2, -1)[0]
         projected = F.linear(x, own.w, bias)
         made: list[torch.Tensor | None] = [None] * x.shape[0]

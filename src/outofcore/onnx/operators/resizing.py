@@ -103,7 +103,9 @@ def _by_pytorch(
     inner = [every.get(2 + i, (1.0, x.shape[2 + i])) for i in range(spatial)]
     whole = [one[1] for one in inner]
     if mode == "nearest":
-        exact = all(scale == int(scale) and size == int(scale) * x.shape[2 + i] for i, (scale, size) in enumerate(inner))
+        exact = all(
+            scale == int(scale) and size == int(scale) * x.shape[2 + i] for i, (scale, size) in enumerate(inner)
+        )
         return F.interpolate(x, size=whole) if how == "asymmetric" and nearest == "floor" and exact else None
     kind = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
     if (mode, spatial) not in kind or (mode == "cubic" and call.get("cubic_coeff_a", -0.75) != -0.75):
@@ -111,7 +113,7 @@ def _by_pytorch(
     if how not in ("half_pixel", "align_corners") and not (how == "pytorch_half_pixel" and min(whole) > 1):
         return None
     # Coordinates follow from the scales where these are given, and from the sizes where not.
-    if how != "align_corners" and given and any(size != scale * x.shape[2 + i] for i, (scale, size) in enumerate(inner)):
+    if given and any(size != scale * x.shape[2 + i] for i, (scale, size) in enumerate(inner)):
         return None
     return F.interpolate(x, size=whole, mode=kind[mode, spatial], align_corners=how == "align_corners")
 
@@ -180,7 +182,7 @@ def _along(
     for step in steps:
         where = left + step
         weight = _weight(mode, (where - at) * narrow, call.get("cubic_coeff_a", -0.75))
-        if call.get("exclude_outside", 0) or (call.get("antialias", 0)):
+        if call.get("exclude_outside", 0):
             weight = torch.where((where < 0) | (where > length - 1), torch.zeros_like(weight), weight)
         weights.append(weight)
         places.append(where.clamp(0, length - 1).to(torch.int64))

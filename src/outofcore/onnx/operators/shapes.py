@@ -116,7 +116,11 @@ def concat(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
 
 @operator("Expand", read=(1,), size=_product)
 def expand(call: Call, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, numbers(sizes)))
+    wanted = numbers(sizes)
+    rank = max(x.dim(), len(wanted))
+    # Each of the two may have ones where the other has more.
+    own, other = [1] * (rank - x.dim()) + list(x.shape), [1] * (rank - len(wanted)) + wanted
+    return x.expand([b if a == 1 else a for a, b in zip(own, other, strict=True)])
 
 
 def _tiled_size(call: Call, x: torch.Tensor, *repeats: torch.Tensor) -> int:
@@ -244,7 +248,8 @@ def depth_to_space(call: Call, x: torch.Tensor) -> torch.Tensor:
 def space_to_depth(call: Call, x: torch.Tensor) -> torch.Tensor:
     block = call.get("blocksize")
     count, channels, height, width = x.shape
-    y = x.reshape(count, channels, height // block, block, width // block, block).permute(0, 3, 5, 1, 2, 4)
+    y = x.reshape(count, channels, height // block, block, width // block, block)
+    y = y.permute(0, 3, 5, 1, 2, 4) if call.get("mode", "DCR") == "DCR" else y.permute(0, 1, 3, 5, 2, 4)
     return y.reshape(count, channels * block * block, height // block, width // block)
 
 
