@@ -467,10 +467,10 @@ class _RunCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As without this, but that options may follow an ONNX file."""
         try:
-            _, rest, _ = self.make_parser(ctx).parse_args(list(args))
+            found, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception:  # it is raised again where it is told
-            rest = []
-        if rest and rest[0].endswith(".onnx"):
+            found = {}
+        if str(found.get("target")).endswith(".onnx") and not found.get("is_module"):
             ctx.allow_interspersed_args = True
         return super().parse_args(ctx, args)
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,8 +40,15 @@ BITS = {
 STRING = 8
 
 
+class _Unchanging:
+    """What has no parts that change: a copy of what holds it holds the same."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @dataclass(frozen=True)
-class FileRange:
+class FileRange(_Unchanging):
     """Bytes of a file."""
 
     path: Path
@@ -50,7 +57,7 @@ class FileRange:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class StoredTensor(_Unchanging):
     """A tensor of a file.
 
     Attributes:
@@ -89,7 +96,7 @@ class Declared:
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Node(_Unchanging):
     """One op of a graph.
 
     Attributes:
@@ -125,7 +132,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(_Unchanging):
     """Nodes in an order in which they can run.
 
     Attributes:
@@ -211,7 +218,7 @@ def read_model(path: Path, onnx: Any, known: Standard) -> Model:
         return _model(_Reading(onnx, path, slimmed, known), proto)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error.__cause__
-    except (DecodeError, UnicodeDecodeError) as error:
+    except (DecodeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
         raise InputError(
             f"{path} is damaged, or no ONNX file ({type(error).__name__}: {error}); take another copy of it"
         ) from error
@@ -232,6 +239,7 @@ def _model(reading: _Reading, proto: Any) -> Model:
         )
     reading.opsets = _checked_opsets(opsets)
     for function in proto.functions:
+        _texts(function.name, function.overload, *function.input, *function.output)
         key = (_domain(function.domain), function.name, function.overload)
         if key in reading.functions:
             raise InputError(f"the function {function.name!r} is defined twice")
@@ -251,7 +259,15 @@ def _checked_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
     return opsets
 
 
+def _texts(*names: object) -> None:
+    """Protobuf gives what is no text as bytes."""
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"the name {name!r} is no text; the file is damaged")
+
+
 def _domain(name: str) -> str:
+    _texts(name)
     return "" if name in _STANDARD else name
 
 
@@ -294,6 +310,7 @@ def _used(nodes: Sequence[Node], outputs: Sequence[Declared]) -> set[str]:
 
 
 def _add(table: dict[str, Any], name: str, item: Any, what: str) -> None:
+    _texts(name)
     if not name:
         raise InputError(f"an {what} of a graph has no name")
     if name in table:
@@ -316,6 +333,7 @@ def _nodes(
     """The nodes of a graph, in an order in which they can run."""
     makers: dict[str, int] = {}
     for place, proto in enumerate(raw):
+        _texts(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
                 continue
@@ -472,6 +490,7 @@ def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[st
 
 
 def _declared(item: Any) -> Declared:
+    _texts(item.name)
     kind = item.type.WhichOneof("value") if item.HasField("type") else None
     if kind != "tensor_type":
         return Declared(item.name, None, None)
@@ -482,6 +501,7 @@ def _declared(item: Any) -> Declared:
             Dimension(dim.dim_value if dim.HasField("dim_value") else None, dim.dim_param) for dim in tensor.shape.dim
         )
         for dim in shape:
+            _texts(dim.name)
             if dim.size is not None and dim.size < 0:
                 raise InputError(f"{item.name!r} is declared with the size {dim.size}")
     return Declared(item.name, tensor.elem_type or None, shape)
@@ -498,6 +518,7 @@ _TENSOR, _GRAPH, _STRING_KIND, _SPARSE = 4, 5, 3, 11
 def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in proto.attribute:
+        _texts(item.name, item.ref_attr_name)
         if item.name in found:
             raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice")
         if item.ref_attr_name:
@@ -583,6 +604,7 @@ def _is_of(wanted: str, value: Any) -> bool:
 
 
 def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
+    _texts(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
     if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:

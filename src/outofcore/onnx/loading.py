@@ -15,7 +15,7 @@ from outofcore.onnx.operators import find
 def load(path: str | os.PathLike[str]) -> OnnxModel:
     """An ONNX file as a PyTorch module that can be run and trained, in core, compiled or in a followed loop.
 
-    All of the file is checked before a tensor is made. Tensors of 16 KiB and more stay in their file, or in the one
+    All of the file is checked before a tensor is made. Tensors of 64 KiB and more stay in their file, or in the one
     beside it that the model names: their bytes are read when they are first used. What an optimizer writes to them stays
     in this process. The files must not change while the module is in use.
 

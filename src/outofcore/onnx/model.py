@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from outofcore._torch_internals import without_modes
+from outofcore._torch_internals import is_aligned, without_modes
 from outofcore.errors import InputError, OutOfCoreError
 from outofcore.onnx.contents import Declared, FileRange, Graph, Model, Node, StoredTensor
 from outofcore.onnx.operators import Call, Operator, find
 from outofcore.onnx.operators.registry import Known
-from outofcore.onnx.storage import ALIGNMENT, DTYPES, Files, Pages, is_mapped
+from outofcore.onnx.storage import DTYPES, Files, Pages, is_mapped
 from outofcore.units import MIB
 
 # Tensors up to this size are computed on the side if they depend on no data.
 _KNOWN_ELEMENTS = 64
+# How PyTorch's own tensors lie in memory.
+ALIGNMENT = 64
 # Bytes of weights that the kernel reads ahead of a streamed model.
 _AHEAD_BYTES = 256 * MIB
 # Inputs that training leaves alone although they are fractions: statistics, scales, limits, masks, tables.
@@ -60,13 +62,11 @@ class _Constant:
         holder: the module that has it.
         name: in that module.
         pages: where it lies in the file; None: in memory.
-        aligned: whether it lies there as PyTorch's own tensors lie in memory.
     """
 
     holder: nn.Module
     name: str
     pages: Pages | None
-    aligned: bool
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ class OnnxModel(nn.Module):
                 return tensor
             if self._stream is not None:
                 return self._stream.fetched(tensor, value.pages)
-            # The same bits come out as from a tensor that PyTorch has made.
-            return tensor if value.aligned else tensor.clone()
+            # PyTorch's kernels round otherwise where memory does not lie as its own does.
+            return tensor if is_aligned(tensor, ALIGNMENT) else tensor.clone()
         return value
 
     def run_program(self, program: _Program, values: Sequence[Any], run: _Run, around: _Scope | None) -> list[Any]:
@@ -442,16 +442,14 @@ class _Builder:
             return Known(tensor.clone() if is_mapped(stored) else tensor)
         if not tensor.dim() or (whole and tensor.numel() <= _KNOWN_ELEMENTS):
             return Known(tensor)
-        pages, data = None, stored.data
-        aligned = True
-        if is_mapped(stored) and isinstance(data, FileRange):
-            pages, aligned = Pages(self._files, data), data.offset % ALIGNMENT == 0
+        data = stored.data
+        pages = Pages(self._files, data) if is_mapped(stored) and isinstance(data, FileRange) else None
         holder, leaf = _place(self._model, name)
         if use.trained and tensor.dtype in _TRAINED:
             holder.register_parameter(leaf, nn.Parameter(tensor))
         else:
             holder.register_buffer(leaf, tensor)
-        return _Constant(holder, leaf, pages, aligned)
+        return _Constant(holder, leaf, pages)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ DTYPES: dict[int, torch.dtype] = {
     22: torch.int8,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items() if BITS[code] >= 8}
-# PyTorch's kernels round otherwise where memory does not lie as its own does.
-ALIGNMENT = 64
 
 
 class Files:
@@ -119,12 +117,6 @@ def is_mapped(stored: StoredTensor) -> bool:
     return isinstance(data, FileRange) and data.length >= LARGE_BYTES and BITS[stored.code] >= 8
 
 
-def is_aligned(stored: StoredTensor) -> bool:
-    """Whether a mapped tensor lies in memory as PyTorch's own tensors do."""
-    data = stored.data
-    return isinstance(data, FileRange) and data.offset % ALIGNMENT == 0
-
-
 class Pages:
     """The pages on which a mapped tensor lies."""
 
@@ -132,6 +124,9 @@ class Pages:
         self._mapping = files.mapping(place)
         self._begin = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self.bytes = place.offset + place.length - self._begin
+
+    def __deepcopy__(self, memo: object) -> Pages:
+        return self  # of the same file
 
     def want(self) -> None:
         """Have the kernel read them beside whatever runs."""

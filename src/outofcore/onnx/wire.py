@@ -15,7 +15,7 @@ from outofcore.errors import InputError
 from outofcore.units import KIB
 
 # Raw bytes of a tensor from here on stay in the file.
-LARGE_BYTES = 16 * KIB
+LARGE_BYTES = 64 * KIB
 # Graphs within graphs; what is deeper is left as it is, and refused by protobuf.
 _DEEPEST = 32
 

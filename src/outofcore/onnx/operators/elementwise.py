@@ -83,7 +83,6 @@ _PLAIN: dict[str, _Op] = {
     "Floor": torch.floor,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
-    "Identity": lambda x: x,
     "IsNaN": torch.isnan,
     "Less": torch.lt,
     "LessOrEqual": torch.le,
@@ -111,6 +110,11 @@ _PLAIN: dict[str, _Op] = {
 }
 for _name, _function in _PLAIN.items():
     _register(_name, _function)
+
+
+@operator("Identity")
+def identity(call: Call, x: Any) -> Any:
+    return (x,)
 
 
 @operator("HardSwish")

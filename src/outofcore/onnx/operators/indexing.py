@@ -21,7 +21,7 @@ def gather(call: Call, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     axis = axis_of(call.get("axis", 0), x.dim())
     at = _counted(index, x.shape[axis])
     found = x.index_select(axis, at.reshape(-1))
-    return found.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
+    return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
 
 
 @operator("GatherElements")
@@ -37,7 +37,7 @@ def gather_nd(call: Call, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     flat = x.reshape(lead, math.prod(x.shape[batch : batch + deep]), *x.shape[batch + deep :])
     at = _flat_index(index, x.shape[batch : batch + deep]).reshape(lead, -1)
     rows = torch.arange(lead, device=x.device)[:, None]
-    return flat[rows, at].reshape(*index.shape[:-1], *x.shape[batch + deep :])
+    return flat[rows, at].reshape([*index.shape[:-1], *x.shape[batch + deep :]])
 
 
 def _flat_index(index: torch.Tensor, shape: torch.Size) -> torch.Tensor:

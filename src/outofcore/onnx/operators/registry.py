@@ -108,7 +108,6 @@ class Call:
         return InputError(f"{self.node}: {why}")
 
 
-@dataclass(frozen=True, eq=False)
 class Known:
     """A small tensor that does not depend on data: a constant, or what follows from constants and shapes.
 
@@ -116,7 +115,20 @@ class Known:
     shapes and axes as Python has them.
     """
 
-    value: torch.Tensor
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._items: list[Any] | None = None
+
+    def __deepcopy__(self, memo: object) -> Known:
+        return self  # it never changes
+
+    @property
+    def items(self) -> list[Any]:
+        """All elements, one after the other."""
+        if self._items is None:
+            with without_modes(), torch.no_grad():
+                self._items = [one.item() for one in self.value.reshape(-1).unbind()]
+        return self._items
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,7 +154,7 @@ class Known:
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """A new tensor of the same numbers, which every watcher sees being made."""
-        return torch.tensor(values(self), dtype=self.dtype, device=device).reshape(self.value.shape)
+        return torch.tensor(self.items, dtype=self.dtype, device=device).reshape(self.value.shape)
 
 
 def known(data: Any, dtype: torch.dtype) -> Known:
@@ -154,9 +166,8 @@ def known(data: Any, dtype: torch.dtype) -> Known:
 def values(given: torch.Tensor | Known) -> list[Any]:
     """All elements, one after the other. Of a tensor that a step computes, this looks at its values."""
     if isinstance(given, Known):
-        with without_modes(), torch.no_grad():
-            return given.value.reshape(-1).tolist()
-    return [one.item() for one in given.reshape(-1).unbind()] if given.numel() <= 64 else given.reshape(-1).tolist()
+        return given.items
+    return [one.item() for one in given.reshape(-1).unbind()]
 
 
 def numbers(given: torch.Tensor | Known) -> list[int]:
