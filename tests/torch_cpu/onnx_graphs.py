@@ -119,7 +119,7 @@ def pyramid_17() -> tuple[Any, Arrays]:
     sizes = g.op("Concat", g.op("Slice", g.op("Shape", down), g.ints(0), g.ints(2)), sizes, axis=0)
     up = g.op("Resize", down, "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel")
     x = g.op("Concat", x, up, axis=1)
-    x = g.op("ConvTranspose", x, g.weight(128, 64, 4, 4, fan=2048), strides=[2, 2], pads=[1, 1, 1, 1])
+    x = g.op("ConvTranspose", x, g.weight(128, 16, 4, 4, fan=512), strides=[2, 2], pads=[1, 1, 1, 1], group=4)
     x = g.op("Clip", g.conv(x, 64, 64), g.tensor(np.float32(-1)), g.tensor(np.float32(2)))
     return g.model(g.op("ReduceMean", x, axes=[2, 3], keepdims=0)), g.arrays
 
@@ -151,7 +151,9 @@ def attention_by_products_17() -> tuple[Any, Arrays]:
         x = g.op("Add", x, g.linear(y))
         y = g.linear(g.norm(x), 2 * WIDTH)
         half = g.op("Div", y, g.tensor(np.float32(np.sqrt(2))))
-        y = g.op("Mul", g.op("Mul", y, g.tensor(np.float32(0.5))), g.op("Add", g.op("Erf", half), g.tensor(np.float32(1))))
+        y = g.op(
+            "Mul", g.op("Mul", y, g.tensor(np.float32(0.5))), g.op("Add", g.op("Erf", half), g.tensor(np.float32(1)))
+        )
         x = g.op("Add", x, g.linear(y, WIDTH, 2 * WIDTH))
     return g.model(x), g.arrays
 
@@ -241,8 +243,12 @@ def lookups_16() -> tuple[Any, Arrays]:
     again = g.op("GatherElements", turned, places, axis=-1)
     at = g.tensor(np.array([[0, 1], [1, 3]], np.int64))
     x = g.op("ScatterND", x, at, g.weight(2, WIDTH, fan=1))
-    x = g.op("ScatterElements", x, g.tensor(np.array([[[3, 3, 0]]], np.int64)), g.weight(1, 1, 3), axis=2, reduction="add")
-    return g.model(x, g.op("Sub", best, g.op("Mul", again, g.tensor(np.float32(0.5)))), g.op("CumSum", best, g.ints(1))), g.arrays
+    x = g.op(
+        "ScatterElements", x, g.tensor(np.array([[[3, 3, 0]]], np.int64)), g.weight(1, 1, 3), axis=2, reduction="add"
+    )
+    return g.model(
+        x, g.op("Sub", best, g.op("Mul", again, g.tensor(np.float32(0.5)))), g.op("CumSum", best, g.ints(1))
+    ), g.arrays
 
 
 @graph
@@ -272,7 +278,7 @@ def branches_19() -> tuple[Any, Arrays]:
 def quantised_21() -> tuple[Any, Arrays]:
     g = Written(21)
     x = g.image(16, 8)
-    for place in range(4):
+    for place in range(10):
         scale, zero = g.tensor(np.float32(0.05)), g.tensor(np.uint8(120))
         x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
         channels = 16 if place == 0 else 96
@@ -298,8 +304,12 @@ def functions_18() -> tuple[Any, Arrays]:
     w = g.weight(WIDTH, WIDTH)
     value, kinds = g.helper.make_tensor_value_info, g.types
     inner = g.helper.make_graph(
-        [node("MatMul", ["state", w], ["p"]), node("Tanh", ["p"], ["next"]), node("Identity", ["goes"], ["on"])]
-        + [node("ReduceSum", ["next"], ["sum"], keepdims=0)],
+        [
+            node("MatMul", ["state", w], ["p"]),
+            node("Tanh", ["p"], ["next"]),
+            node("Identity", ["goes"], ["on"]),
+            node("ReduceSum", ["next"], ["sum"], keepdims=0),
+        ],
         "turn",
         [value("turn", kinds.INT64, []), value("goes", kinds.BOOL, []), value("state", kinds.FLOAT, None)],
         [value("on", kinds.BOOL, []), value("next", kinds.FLOAT, None), value("sum", kinds.FLOAT, None)],

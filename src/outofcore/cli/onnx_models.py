@@ -148,7 +148,8 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
     for declared in model.inputs:
         if declared.name not in found:
             raise InputError(
-                f"the model's input {declared.name!r} is in none of the files; they have {', '.join(found) or 'nothing'}"
+                f"the model's input {declared.name!r} is in none of the files; they have "
+                f"{', '.join(found) or 'nothing'}"
             )
         inputs.append(_tensor(declared.name, found.pop(declared.name), DTYPES.get(declared.code or 0)))
     if found:

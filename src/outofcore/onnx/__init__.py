@@ -1,4 +1,4 @@
-"""ONNX files as PyTorch modules: ``outofcore.onnx.load``. Needs the package ``onnx``: ``pip install outofcore[onnx]``."""
+"""ONNX files as PyTorch modules: ``outofcore.onnx.load``. It needs ``pip install outofcore[onnx]``."""
 
 from outofcore.onnx.loading import load
 from outofcore.onnx.model import OnnxModel

@@ -1,6 +1,6 @@
 """What an ONNX file holds, read and checked once: graphs as frozen data, without protobuf.
 
-Everything that can be wrong with a file is found here, before a tensor is made or an op runs, and is one ``InputError``.
+What is wrong with a file is found here, before a tensor is made or an op runs, and is one ``InputError``.
 The specification: https://github.com/onnx/onnx/blob/main/docs/IR.md
 """
 
@@ -436,7 +436,7 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
             _check_schema(reading, node, schema)
         return node
     function = None if schema is None else _body_of(reading, schema, node.version)
-    if function is None:
+    if function is None or schema is None:
         raise InputError(
             f"{node} is not supported; write it with other operators before the export, or run this part of the model "
             "elsewhere"
@@ -689,7 +689,7 @@ def _external(model: Path, title: str, entries: Mapping[str, str], wanted: int) 
     )
     if not location:
         raise InputError(f"{title} is in another file, and the model does not say in which")
-    if "\0" in location or os.path.isabs(location) or ".." in Path(location.replace("\\", "/")).parts:
+    if "\0" in location or Path(location).is_absolute() or ".." in Path(location.replace("\\", "/")).parts:
         raise InputError(outside)
     path = model.parent / location
     try:

@@ -16,19 +16,19 @@ def load(path: str | os.PathLike[str]) -> OnnxModel:
     """An ONNX file as a PyTorch module that can be run and trained, in core, compiled or in a followed loop.
 
     All of the file is checked before a tensor is made. Tensors of 64 KiB and more stay in their file, or in the one
-    beside it that the model names: their bytes are read when they are first used. What an optimizer writes to them stays
-    in this process. The files must not change while the module is in use.
+    beside it that the model names: their bytes are read when they are first used. What an optimizer writes to them
+    stays in this process. The files must not change while the module is in use.
 
     Args:
         path: the model, of opset 1 to 28. External data lies in its folder.
 
     Returns:
-        a module that takes tensors in the order of ``model.input_names``, or by these names, and returns one tensor, or a
-        tuple in the order of ``model.output_names``. Weights are parameters and have the names of the file.
+        a module that takes tensors in the order of ``model.input_names``, or by these names, and returns one tensor, or
+        a tuple in the order of ``model.output_names``. Weights are parameters and have the names of the file.
 
     Raises:
-        InputError: the file cannot be read, is damaged, contradicts itself, reaches out of its folder, or has an operator
-            that is not supported; or the package ``onnx`` is not installed.
+        InputError: the file cannot be read, is damaged, contradicts itself, reaches out of its folder, or has an
+            operator that is not supported; or the package ``onnx`` is not installed.
 
     Limits: text, sparse and optional inputs, elements of less than four bits, and operators that other domains define
     are not supported. Single numbers of the file are constants, and no parameters.

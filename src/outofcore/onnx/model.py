@@ -212,8 +212,9 @@ def _first_line(error: BaseException) -> str:
 class OnnxModel(nn.Module):
     """An ONNX model as a module: made by ``outofcore.onnx.load``.
 
-    Its state has the names of the file's initialisers. Weights (fractions) are parameters; statistics, quantised weights,
-    scales and tables are buffers; single numbers, shapes and axes are neither. ``model.nodes`` has a module for each node.
+    Its state has the names of the file's initialisers. Weights (fractions) are parameters; statistics, quantised
+    weights, scales and tables are buffers; single numbers, shapes and axes are neither. ``model.nodes`` has a module
+    for each node.
 
     Attributes:
         input_names: what ``forward`` takes, in this order or by name.
@@ -248,7 +249,8 @@ class OnnxModel(nn.Module):
             the output, or a tuple of all.
 
         Raises:
-            InputError: an input is missing, or is not as the file declares it; or a node cannot compute with what it gets.
+            InputError: an input is missing, or is not as the file declares it; or a node cannot compute with what it
+                gets.
         """
         given = self._given(args, named)
         device = next((one.device for one in given if isinstance(one, torch.Tensor)), None)

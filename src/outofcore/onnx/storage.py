@@ -1,7 +1,7 @@
 """Tensors of a file as PyTorch tensors: small ones copied, large ones on the file's own pages.
 
-A large tensor is a private mapping of the file: its bytes are read when they are used, pages that nobody changed are the
-kernel's to drop, and what is written to them never reaches the file.
+A large tensor is a private mapping of the file: its bytes are read when they are used, pages that nobody changed are
+the kernel's to drop, and what is written to them never reaches the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model files without their large tensors: the bytes of those stay where they are in the file.
 
 An ONNX file is one protobuf message, and protobuf copies every byte of it into memory. Here the message is walked
-through as it lies in the file, and what a tensor larger than ``LARGE_BYTES`` holds as raw bytes is replaced by a note of
-where it lies. What is left is small, and is parsed by the ``onnx`` package. The encoding:
+through as it lies in the file, and what a tensor larger than ``LARGE_BYTES`` holds as raw bytes is replaced by a note
+of where it lies. What is left is small, and is parsed by the ``onnx`` package. The encoding:
 https://protobuf.dev/programming-guides/encoding/
 """
 
@@ -78,6 +78,7 @@ def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
     while at < end:
         start = at
         tag, at = _varint(source, at, end)
+        body = length = 0
         number, form = tag >> 3, tag & 7
         if number == 0:
             raise InputError(f"a field without a number at byte {start}")

@@ -27,7 +27,7 @@ def attention(
     past_value: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
 ) -> Any:
-    """Written out, step by step as the standard has it: only so is each of its outputs, and its precision, the right one."""
+    """Written out, step by step as the standard has it: only so are its outputs, and its precision, the right ones."""
     flat = q.dim() == 3
     if flat:
         heads, pairs = call.get("q_num_heads"), call.get("kv_num_heads")

@@ -165,7 +165,7 @@ def max_pool(call: Call, x: torch.Tensor) -> Any:
             _round_up(pads, sizes, kernel, strides, dilations)
         x = F.pad(x, _flat(pads), value=-math.inf)
         found = _MAX[rank](x, kernel, strides, 0, dilations, False, return_indices=call.wants(1))
-    values, places = found if call.wants(1) else (found, None)
+    values, places = found if isinstance(found, tuple) else (found, None)
     values = values.to(kind) if narrow else values
     if places is None:
         return values

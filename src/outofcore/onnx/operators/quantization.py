@@ -138,7 +138,5 @@ def quantized_conv(
     wide = torch.float64
     bias = None if b is None else b.to(wide)
     y = convolved(call, _centred(x, x_zero).to(wide), _centred(w, w_zero, shape).to(wide), bias)
-    of_channel = (
-        w_scale.to(wide).reshape(shape[: 1 - 1] + [1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
-    )
+    of_channel = w_scale.to(wide).reshape([1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
     return _requantized(call, y * (x_scale.to(wide) * of_channel), y_scale.to(wide), y_zero)

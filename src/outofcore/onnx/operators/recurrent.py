@@ -176,10 +176,7 @@ def gru(
         gates = F.linear(h, own.r[: 2 * size], None if bias is None else bias[: 2 * size]) + x[:, : 2 * size]
         z, reset = own.activations[0](_limited(call, gates)).split(size, -1)
         inner = None if bias is None else bias[2 * size :]
-        if late:
-            past = reset * F.linear(h, own.r[2 * size :], inner)
-        else:
-            past = F.linear(reset * h, own.r[2 * size :], inner)
+        past = reset * F.linear(h, own.r[2 * size :], inner) if late else F.linear(reset * h, own.r[2 * size :], inner)
         new = own.activations[1](_limited(call, x[:, 2 * size :] + past))
         return ((1 - z) * new + z * h,)
 

@@ -27,7 +27,8 @@ def resize_of_opset_10(call: Call, x: torch.Tensor, scales: torch.Tensor) -> tor
 
 
 def _upsampled(call: Call, x: torch.Tensor, scales: list[float]) -> torch.Tensor:
-    mode = {"bilinear": "linear", "trilinear": "linear"}.get(call.get("mode", "nearest"), call.get("mode", "nearest"))
+    asked: str = call.get("mode", "nearest")
+    mode = {"bilinear": "linear", "trilinear": "linear"}.get(asked, asked)
     for axis, scale in enumerate(scales):
         if scale != 1:
             size = math.floor(x.shape[axis] * scale)
@@ -207,7 +208,8 @@ def _weight(mode: str, distance: torch.Tensor, a: float) -> torch.Tensor:
 
 @operator("GridSample")
 def grid_sample(call: Call, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(call.get("mode", "linear"), call.get("mode", "linear"))
+    asked: str = call.get("mode", "linear")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(asked, asked)
     return F.grid_sample(
         x,
         grid,
