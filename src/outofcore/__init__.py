@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outofcore.errors import (
@@ -22,6 +23,7 @@ from outofcore.errors import (
 
 if TYPE_CHECKING:
     __version__: str
+    from outofcore import onnx as onnx
     from outofcore.api import (
         Elastic,
         ElasticStats,
@@ -84,8 +86,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
-    if name in __all__:
+    if name in __all__ or name == "onnx":
         try:
+            if name == "onnx":
+                return import_module("outofcore.onnx")
             from outofcore import api  # noqa: PLC0415 - see above
         except ModuleNotFoundError as error:
             if error.name != "torch":
@@ -99,7 +103,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "__version__"])
+    return sorted({*globals(), *__all__, "__version__", "onnx"})
 
 
 def _version() -> str:

@@ -324,6 +324,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
+    """Whether the address of a tensor on the CPU is a multiple of so many bytes, or none is to be had.
+
+    Nobody is told that the address was looked at. Where ops are recorded, what runs them later has tensors of its own.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor):
+        return True
+    return torch._C.TensorBase.data_ptr(tensor) % bytes_ == 0
+
+
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same bytes that reads as their negative."""
     return torch._neg_view(tensor)  # pyright: ignore[reportPrivateImportUsage]

@@ -15,6 +15,7 @@ import pytest
 
 import outofcore
 from outofcore import graphfile, planfile, presets, progress, units
+from outofcore.onnx import loading
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +41,7 @@ def test_there_are_blocks_to_run() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
-    for name in ("transformers", "accelerate", "lightning", "peft", "trl", "datasets", "tensorboard"):
+    for name in ("transformers", "accelerate", "lightning", "peft", "trl", "datasets", "tensorboard", "onnx"):
         if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE):
             pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
@@ -50,7 +51,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
 
 
 # Modules whose public functions users call, besides what the package itself exports.
-MODULES: tuple[ModuleType, ...] = (graphfile, planfile, presets, progress, units)
+MODULES: tuple[ModuleType, ...] = (graphfile, loading, planfile, presets, progress, units)
 
 
 def public() -> Iterator[tuple[str, Any]]:

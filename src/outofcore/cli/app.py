@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import outofcore
 from outofcore.cli import answer
@@ -165,8 +166,19 @@ CacheFolder = Annotated[
     Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")
 ]
 _TARGET = (
-    "As for train, or a function of your own as my_script.py:build, which returns (step, model, optimizer, inputs)."
+    "As for train, or a function of your own as my_script.py:build, which returns (step, model, optimizer, inputs); "
+    "plan also takes an ONNX file, whose forward pass is planned."
 )
+Dims = Annotated[
+    list[str] | None, typer.Option("--dim", help="A size that an ONNX file leaves open, such as batch=4; repeatable.")
+]
+Arrays = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        help="Inputs of an ONNX file: an .npz file by their names, a .npy file for one, or name=x.npy; repeatable.",
+    ),
+]
 Picture = Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")]
 
 
@@ -254,6 +266,8 @@ def plan(
         typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
     ] = None,
     batch: Batch = 8,
+    dims: Dims = None,
+    arrays: Arrays = None,
     device: ForDevice = "cpu",
     home: HomeOf = None,
     host_budget: HostBudget = None,
@@ -297,6 +311,8 @@ def plan(
     Exit status 1: it does not fit.
     """
     _check_plan(model, graph, device)
+    if graph is not None and (dims or arrays):
+        raise typer.BadParameter("the sizes of a graph file are in the file", param_hint="--dim")
     if shard != (ranks is not None) or (shard and graph is not None) or (between is not None and not shard):
         raise typer.BadParameter(
             "a step of your own or of the zoo is planned for processes that share a model by --shard --ranks 8; "
@@ -331,6 +347,8 @@ def plan(
         as_json,
         ranks,
         _bytes(between),
+        dims=dims or (),
+        arrays=arrays or (),
     )
     if several:
         if save_graph is not None:
@@ -373,13 +391,15 @@ def _subject(
     quiet: bool,
     ranks: int | None = None,
     between: int | None = None,
+    dims: Iterable[str] = (),
+    arrays: Iterable[str] = (),
 ) -> answer.Subject:
     """What is to be planned for. Only what is not from a file needs PyTorch."""
     if graph is not None:
         return answer.subject_from(graph)
     subjects = import_module("outofcore.cli.subjects")
     return subjects.subject_of(
-        subjects.find_step(model, options),
+        subjects.find_step(model, options, tuple(dims), tuple(arrays)),
         device=device,
         home=home,
         quiet=quiet,
@@ -441,10 +461,25 @@ def report(
     answer.report_plan(subject, budget=limit, policy=policy, output=output, trace=trace, curve=curve)
 
 
-# What follows the script is its own, whatever it looks like.
-@command(app, context_settings={"allow_interspersed_args": False})
+class _RunCommand(TyperCommand):
+    """What follows a script is its own, whatever it looks like; an ONNX file has nothing of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As without this, but that options may follow an ONNX file."""
+        try:
+            found, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception:  # it is raised again where it is told
+            found = {}
+        if str(found.get("target")).endswith(".onnx") and not found.get("is_module"):
+            ctx.allow_interspersed_args = True
+        return super().parse_args(ctx, args)
+
+
+@command(app, cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 def run(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script, or with -m a module.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A script, with -m a module, or an ONNX file.", show_default=False)
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Those of the script.", show_default=False)
     ] = None,
@@ -459,13 +494,38 @@ def run(
         bool,
         typer.Option("--check/--no-check", help="Compare by checksum what leaves memory without having been written."),
     ] = True,
+    arrays: Arrays = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Write the outputs of an ONNX file to this .npz file, by their names."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing at the end.")] = False,
 ) -> None:
-    """Run a Python script that nobody edits within a byte budget, as python runs it.
+    """Run a Python script that nobody edits within a byte budget, as python runs it; or an ONNX file on arrays.
 
-    Options come before the script; what comes after it is the script's. The exit status is that of the script.
+    Options come before a script; what comes after it is the script's. The exit status is that of the script.
     """
     limit = parse_bytes(budget)
+    if target.endswith(".onnx") and not is_module:
+        if arguments:
+            raise typer.BadParameter(
+                f"an ONNX file takes no arguments, and {arguments[0]!r} is one", param_hint="ARGUMENTS"
+            )
+        import_module("outofcore.cli.onnx_models").run_model(
+            target,
+            limit,
+            arrays or (),
+            output,
+            home=home,
+            host_budget=_bytes(host_budget),
+            checked=check,
+            quiet=quiet,
+        )
+        return
+    if arrays or output is not None:
+        raise typer.BadParameter(
+            "arrays are for ONNX files; a script has arguments after its name", param_hint="--input"
+        )
     launch = scripts.Launch(target, tuple(arguments or ()), is_module, limit, home, _bytes(host_budget), check, quiet)
     raise scripts.Launching(scripts.checked(launch))
 

@@ -1,11 +1,11 @@
-"""Steps that the command line names: a model of the zoo, or the user's own function as ``my_script.py:build``."""
+"""Steps that the command line names: a model of the zoo, an ONNX file, or the user's own ``my_script.py:build``."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +75,11 @@ class PlainStep:
 def is_script(target: str) -> bool:
     """Whether a target on the command line is the user's own code: "folder/file.py:function"."""
     return _TARGET.fullmatch(target) is not None
+
+
+def is_onnx(target: str) -> bool:
+    """Whether a target on the command line is an ONNX file."""
+    return target.endswith(".onnx")
 
 
 def build(target: str) -> PlainStep:
@@ -154,12 +159,37 @@ def plain_step(work: zoo.Workload) -> PlainStep:
     return PlainStep(work.make_step(network, optimizer), [network], [optimizer], batch, work.describe())
 
 
-def find_step(model: str, options: Mapping[str, Any]) -> PlainStep:
-    """What a command is to plan for: "folder/file.py:function", or a model of the zoo with its options.
+def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:
+    """The forward pass of an ONNX file.
+
+    Args:
+        path: the file.
+        dims: sizes that it leaves open, such as "batch=4".
+        arrays: files with inputs, from which sizes are taken instead.
+
+    Raises:
+        OutOfCoreError: the file cannot be used, or sizes are missing.
+    """
+    from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
+
+    found = forward_step(path, dims, arrays)
+    return PlainStep(found, [found.model], [], found.inputs, found.title)
+
+
+def find_step(
+    model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
+) -> PlainStep:
+    """What a command is to plan for: "folder/file.py:function", "file.onnx", or a model of the zoo with its options.
+
+    ``dims`` and ``arrays`` are for an ONNX file, as for ``onnx_step``.
 
     Raises:
         OutOfCoreError: there is no such thing, or an option does not fit it.
     """
+    if is_onnx(model):
+        return onnx_step(model, dims, arrays)
+    if dims or arrays:
+        raise InputError("--dim and --input are for ONNX files")
     return build(model) if is_script(model) else plain_step(find_workload(model, options))
 
 

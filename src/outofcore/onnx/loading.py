@@ -1,0 +1,72 @@
+"""``outofcore.onnx.load``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from outofcore.errors import InputError
+from outofcore.onnx.contents import Standard, read_model
+from outofcore.onnx.model import OnnxModel
+from outofcore.onnx.operators import find
+
+
+def load(path: str | os.PathLike[str]) -> OnnxModel:
+    """An ONNX file as a PyTorch module that can be run and trained, in core, compiled or in a followed loop.
+
+    All of the file is checked before a tensor is made. Tensors of 64 KiB and more stay in their file, or in the one
+    beside it that the model names: their bytes are read when they are first used. What an optimizer writes to them
+    stays in this process. The files must not change while the module is in use.
+
+    Args:
+        path: the model, of opset 1 to 28. External data lies in its folder.
+
+    Returns:
+        a module that takes tensors in the order of ``model.input_names``, or by these names, and returns one tensor, or
+        a tuple in the order of ``model.output_names``. Weights are parameters and have the names of the file.
+
+    Raises:
+        InputError: the file cannot be read, is damaged, contradicts itself, reaches out of its folder, or has an
+            operator that is not supported; or the package ``onnx`` is not installed.
+
+    Limits: text, sparse and optional inputs, elements of less than four bits, and operators that other domains define
+    are not supported. Single numbers of the file are constants, and no parameters.
+
+    >>> import onnx, torch
+    >>> from onnx import TensorProto, helper, numpy_helper
+    >>> weight = numpy_helper.from_array(torch.ones(4, 2).numpy(), "weight")
+    >>> x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    >>> graph = helper.make_graph([helper.make_node("MatMul", ["x", "weight"], ["y"])], "net", [x], [y], [weight])
+    >>> onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), "net.onnx")
+    >>> import outofcore
+    >>> model = outofcore.onnx.load("net.onnx")
+    >>> model(torch.ones(1, 4)).tolist(), [name for name, _ in model.named_parameters()]
+    ([[4.0, 4.0]], ['weight'])
+    """
+    package = _package()
+    return OnnxModel(read_model(Path(path), package, Standard(_supported, lambda *key: _schema(package, *key))))
+
+
+def _package() -> Any:
+    try:
+        import onnx  # noqa: PLC0415 - few users have it
+    except ModuleNotFoundError as error:
+        if error.name != "onnx":
+            raise
+        raise InputError(
+            "to read ONNX files, the package onnx is needed, which is not installed; install it with: "
+            "pip install outofcore[onnx]"
+        ) from error
+    return onnx
+
+
+def _supported(domain: str, name: str, version: int) -> bool:
+    return (domain, name) == ("", "Constant") or find(domain, name, version) is not None
+
+
+def _schema(package: Any, domain: str, name: str, version: int) -> Any:
+    try:
+        return package.defs.get_schema(name, max_inclusive_version=version, domain=domain)
+    except package.defs.SchemaError:
+        return None

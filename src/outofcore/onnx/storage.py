@@ -1,0 +1,137 @@
+"""Tensors of a file as PyTorch tensors: small ones copied, large ones on the file's own pages.
+
+A large tensor is a private mapping of the file: its bytes are read when they are used, pages that nobody changed are
+the kernel's to drop, and what is written to them never reaches the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outofcore.errors import InputError
+from outofcore.onnx.contents import BITS, STRING, FileRange, StoredTensor
+from outofcore.onnx.wire import LARGE_BYTES
+
+# By the number of the data type in TensorProto.
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    4: torch.uint16,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    12: torch.uint32,
+    13: torch.uint64,
+    14: torch.complex64,
+    15: torch.complex128,
+    16: torch.bfloat16,
+    17: torch.float8_e4m3fn,
+    18: torch.float8_e4m3fnuz,
+    19: torch.float8_e5m2,
+    20: torch.float8_e5m2fnuz,
+    # Four bits take a byte each in memory.
+    21: torch.uint8,
+    22: torch.int8,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items() if BITS[code] >= 8}
+
+
+class Files:
+    """The files of a model, each mapped once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, mmap.mmap] = {}
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """What a stored tensor holds; a large one lies on the pages of its file.
+
+        Raises:
+            InputError: it holds text, or the file cannot be read.
+        """
+        if stored.code == STRING:
+            raise InputError(f"the tensor {stored.name!r} holds text, which PyTorch has no tensors of")
+        dtype, data = DTYPES[stored.code], stored.data
+        if isinstance(data, FileRange):
+            source = self.mapping(data)
+            if data.length < LARGE_BYTES or BITS[stored.code] < 8:
+                array = np.frombuffer(source, np.uint8, data.length, data.offset).copy()
+            else:
+                array = np.frombuffer(source, np.uint8, data.length, data.offset)
+        else:
+            array = data.copy()
+        if BITS[stored.code] == 4:
+            array = _nibbles(array, int(np.prod(stored.shape, dtype=np.int64)), signed=dtype is torch.int8)
+        if dtype is torch.bool and array.size and array.max() > 1:
+            array = (array != 0).view(np.uint8)  # other bytes are no truth values
+        if not array.size:
+            return torch.empty(stored.shape, dtype=dtype)
+        return _viewed(array, dtype).reshape(stored.shape)
+
+    def mapping(self, place: FileRange) -> mmap.mmap:
+        """The file of a range, mapped.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        if place.path not in self._open:
+            try:
+                with place.path.open("rb") as file:
+                    # Private: what an optimizer writes stays in this process.
+                    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise InputError(f"cannot read {place.path}: {error}") from error
+            self._open[place.path] = found
+        found = self._open[place.path]
+        if place.offset + place.length > len(found):
+            raise InputError(f"{place.path} has become shorter while it was read; take another copy of it")
+        return found
+
+
+def _viewed(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the bytes of an array, which may lie at any address."""
+    width = dtype.itemsize
+    whole = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
+    return torch.from_numpy(np.frombuffer(array.data, dtype=whole)).view(dtype)
+
+
+def _nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.ndarray[Any, Any]:
+    """Two elements a byte, the first in the lower half."""
+    wide = np.empty(packed.size * 2, dtype=np.uint8)
+    wide[0::2], wide[1::2] = packed & 15, packed >> 4
+    wide = wide[:count]
+    return ((wide ^ 8).astype(np.int8) - 8).view(np.uint8) if signed else wide
+
+
+def is_mapped(stored: StoredTensor) -> bool:
+    """Whether a tensor lies on the pages of its file."""
+    data = stored.data
+    return isinstance(data, FileRange) and data.length >= LARGE_BYTES and BITS[stored.code] >= 8
+
+
+class Pages:
+    """The pages on which a mapped tensor lies."""
+
+    def __init__(self, files: Files, place: FileRange) -> None:
+        self._mapping = files.mapping(place)
+        self._begin = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.bytes = place.offset + place.length - self._begin
+
+    def __deepcopy__(self, memo: object) -> Pages:
+        return self  # of the same file
+
+    def want(self) -> None:
+        """Have the kernel read them beside whatever runs."""
+        self._mapping.madvise(mmap.MADV_WILLNEED, self._begin, self.bytes)
+
+    def forget(self) -> None:
+        """Let go of them: they are read again from the file. What was written to them is lost."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, self._begin, self.bytes)

@@ -1,0 +1,389 @@
+"""ONNX files as modules: exact within a budget, right beside onnxruntime, refused clearly where they are damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx_graphs import GRAPHS, WIDTH, Arrays, Written
+from typer.testing import CliRunner, Result
+
+import outofcore
+from outofcore.cli.app import app
+from outofcore.errors import InputError, OutOfCoreError
+from outofcore.onnx import OnnxModel
+
+onnx = pytest.importorskip("onnx")
+
+
+def saved(folder: Path, name: str, *, outside: bool = False) -> tuple[Path, Arrays]:
+    model, arrays = GRAPHS[name]()
+    path = folder / f"{name}.onnx"
+    if outside:
+        onnx.save(model, path, save_as_external_data=True, location=f"{name}.data", size_threshold=1024)
+    else:
+        onnx.save(model, path)
+    return path, arrays
+
+
+def tensors(model: OnnxModel, arrays: Arrays) -> list[torch.Tensor]:
+    return [torch.from_numpy(arrays[name].copy()) for name in model.input_names]
+
+
+def outputs(model: OnnxModel, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = model(*inputs)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def state_bytes(model: OnnxModel) -> int:
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_has_the_same_bits_within_a_third_of_its_weights(name: str, tmp_path: Path) -> None:
+    path, arrays = saved(tmp_path, name, outside=len(name) % 2 == 0)
+    model = outofcore.onnx.load(path)
+    whole = outputs(model, *tensors(model, arrays))
+    # Bytes that are dequantised become numbers of four.
+    weights = state_bytes(model) * (4 if name.startswith("quantised") else 1)
+    with outofcore.budget(weights // 3, model, policy=None) as run:
+        for _ in range(2):
+            found = outputs(model, *tensors(model, arrays))
+            assert len(found) == len(whole)
+            assert all(a.equal(b) for a, b in zip(found, whole, strict=True))
+    assert run.stats.fetched_bytes > state_bytes(model) // 2
+    runtime = pytest.importorskip("onnxruntime")
+    theirs = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, arrays)
+    for ours, other in zip(whole, theirs, strict=True):
+        assert ours.shape == other.shape
+        assert np.abs(ours.numpy() - other).max() <= 1e-5 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("name", ["residual_network_13", "attention_by_products_17", "branches_19"])
+def test_a_compiled_forward_pass_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    path, arrays = saved(tmp_path, name, outside=True)
+    model = outofcore.onnx.load(path)
+    inputs = tensors(model, arrays)
+    whole = outputs(model, *inputs)
+
+    def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+        return outputs(model, *given)
+
+    with outofcore.compile(forward, model, budget=state_bytes(model) // 2) as step:
+        for _ in range(2):
+            assert all(a.equal(b) for a, b in zip(step(*inputs), whole, strict=True))
+
+
+def test_a_model_is_trained_within_a_third_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    path, arrays = saved(tmp_path, "attention_by_products_17", outside=True)
+    content = (tmp_path / "attention_by_products_17.data").read_bytes()
+
+    def trained(budget: int | None) -> tuple[list[float], list[torch.Tensor]]:
+        model = outofcore.onnx.load(path)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        (x,) = tensors(model, arrays)
+        if budget is None:
+            losses = [step(x).item() for _ in range(3)]
+        else:
+            with outofcore.budget(budget, model, policy=None):
+                losses = [step(x).item() for _ in range(3)]
+        return losses, [one.detach().clone() for one in model.parameters()]
+
+    plain, weights = trained(None)
+    ours, others = trained(sum(one.numel() for one in weights) * 16 // 3)
+    assert plain == ours
+    assert plain[2] < plain[0]
+    assert all(a.equal(b) for a, b in zip(weights, others, strict=True))
+    assert (tmp_path / "attention_by_products_17.data").read_bytes() == content
+
+
+def test_weights_are_parameters_by_their_names_and_stay_in_the_file(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, "residual_network_13", outside=True)
+    model = outofcore.onnx.load(path)
+    proto = onnx.load(path)
+    named = dict(model.named_parameters())
+    for tensor in proto.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        held = dict(model.state_dict())[tensor.name]
+        assert np.array_equal(held.numpy(), array)
+    statistics = {name for node in proto.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:]}
+    assert statistics
+    assert not statistics & named.keys()
+    assert all(node.name in dict(model.nodes.named_children()) for node in proto.graph.node)
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        named["layers.0.weight"].zero_()
+    assert not np.array_equal(
+        named["layers.0.weight"].detach().numpy(), onnx.numpy_helper.to_array(proto.graph.initializer[0])
+    )
+    assert outofcore.onnx.load(path).state_dict()["layers.0.weight"].abs().sum() > 0
+
+
+def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> None:
+    g = Written(21)
+    x = g.input("x", np.ones((1, 2048), np.float32))
+    for _ in range(2):
+        x = g.op("MatMul", x, g.tensor(np.zeros((2048, 2048), np.float32), "weight"))
+    for outside in (False, True):  # in the model's own file, and beside it
+        path = tmp_path / f"large{outside}.onnx"
+        onnx.save(g.model(x), path, save_as_external_data=outside, location="large.data")
+        code = (
+            "import sys, torch, onnx, outofcore\n"
+            "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+            "outofcore.onnx.load(sys.argv[2])\n"
+            "before = resident()\n"
+            "model = outofcore.onnx.load(sys.argv[1])\n"
+            "print(resident() - before, sum(p.numel() for p in model.parameters()))"
+        )
+        small, _ = saved(tmp_path, "perceptron_20")
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(small)], capture_output=True, text=True, check=True
+        )
+        grown, count = map(int, done.stdout.split())
+        assert count == 2 * 2048 * 2048
+        assert grown < 8 << 20
+
+
+# ---- what is damaged ------------------------------------------------------------------------------------------------
+
+
+def tiny(**changes: Any) -> Any:
+    """A graph of two layers whose first weight is outside of the file."""
+    from onnx import TensorProto, helper, numpy_helper  # noqa: PLC0415
+
+    random_ = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(random_.standard_normal((4, 4)).astype(np.float32), name) for name in ("a", "b")]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y"))
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["p"], name="first"),
+        helper.make_node("Softmax", ["p"], ["q"], name="second", axis=-1),
+        helper.make_node("MatMul", ["q", "b"], ["y"], name="third"),
+    ]
+    graph = helper.make_graph(nodes, "net", [x], [y], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def outside(model: Any, location: str, **entries: Any) -> None:
+    tensor = model.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, location, **entries)
+    tensor.ClearField("raw_data")
+
+
+def _cycle(model: Any) -> None:
+    model.graph.node[0].input[0] = "q"
+
+
+def _self_made(model: Any) -> None:
+    model.graph.node[1].input[0] = "q"
+
+
+DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "absolute": (lambda m: outside(m, "/etc/hostname"), "outside of the model's folder"),
+    "above": (lambda m: outside(m, "../secret.bin"), "outside of the model's folder"),
+    "link": (lambda m: outside(m, "link.bin"), "outside of the model's folder"),
+    "missing file": (lambda m: outside(m, "nothing.bin"), "cannot be read"),
+    "folder": (lambda m: outside(m, "."), "which is no file"),
+    "cut file": (lambda m: outside(m, "beside.bin", offset=8, length=64), "which has 64"),
+    "wrong length": (lambda m: outside(m, "beside.bin", offset=0, length=32), "32 bytes, and its shape"),
+    "negative offset": (lambda m: outside(m, "beside.bin", offset=-8, length=64), "at bytes -8"),
+    "raw length": (lambda m: setattr(m.graph.initializer[0], "raw_data", b"123"), "3 bytes, and its shape"),
+    "shape": (lambda m: m.graph.initializer[0].dims.append(1 << 40), "bytes, and its shape"),
+    "impossible shape": (lambda m: m.graph.initializer[0].dims.append(-1), "which cannot be"),
+    "data type": (lambda m: setattr(m.graph.initializer[0], "data_type", 77), "data type 77"),
+    "text": (lambda m: setattr(m.graph.initializer[0], "data_type", 8), "elements, and its shape"),
+    "cycle": (_cycle, "has a cycle, among others through node 'first'"),
+    "cycle of one": (_self_made, "has a cycle, among others through node 'second'"),
+    "missing input": (lambda m: m.graph.node[2].input.__setitem__(1, "c"), "uses 'c', which nothing makes"),
+    "missing output": (lambda m: setattr(m.graph.output[0], "name", "z"), "nothing makes the output 'z'"),
+    "two values": (lambda m: m.graph.node[1].output.__setitem__(0, "p"), "the value 'p' is made twice"),
+    "two weights": (
+        lambda m: setattr(m.graph.initializer[1], "name", "a"),
+        "two initializers of a graph are called 'a'",
+    ),
+    "two inputs": (lambda m: m.graph.input.append(m.graph.input[0]), "two inputs of a graph are called 'x'"),
+    "operator": (
+        lambda m: setattr(m.graph.node[1], "op_type", "Sooftmax"),
+        "node 'second' (ai.onnx::Sooftmax of opset 21) is not supported",
+    ),
+    "domain": (lambda m: setattr(m.graph.node[1], "domain", "acme"), "of the domain 'acme', of which"),
+    "attribute": (lambda m: setattr(m.graph.node[1].attribute[0], "name", "axes"), "has an attribute 'axes'"),
+    "attribute type": (lambda m: setattr(m.graph.node[1].attribute[0], "type", 1), "'axis' is not of the type INT"),
+    "inputs": (lambda m: m.graph.node[1].input.append("p"), "has 2 inputs, and the operator 1 to 1"),
+    "no opset": (lambda m: m.opset_import.pop(), "no graph and opset"),
+    "later opset": (lambda m: setattr(m.opset_import[0], "version", 99), "it needs opset 99"),
+    "no graph": (lambda m: m.ClearField("graph"), "no graph and opset"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_one_clear_error(damage: str, tmp_path: Path) -> None:
+    change, message = DAMAGES[damage]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(64))
+    (folder / "beside.bin").write_bytes(bytes(64))
+    (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
+    model = tiny()
+    change(model)
+    path = folder / "net.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(InputError) as raised:
+        outofcore.onnx.load(path)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+    for content in (b"", b"hello", b"\x80", bytes(100), b"PK\x03\x04" * 10):
+        path = tmp_path / "net.onnx"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=str(path)):
+            outofcore.onnx.load(path)
+    with pytest.raises(InputError, match="cannot read"):
+        outofcore.onnx.load(tmp_path / "nothing.onnx")
+
+
+def test_cut_and_changed_files_are_a_model_or_one_clear_error(tmp_path: Path) -> None:
+    content = tiny().SerializeToString()
+    path = tmp_path / "net.onnx"
+    cases = [content[:end] for end in range(0, len(content), 3)]
+    dice = random.Random(0)
+    for _ in range(250):
+        changed = bytearray(content)
+        for _ in range(dice.choice((1, 1, 2, 5))):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        cases.append(bytes(changed))
+    refused = ran = 0
+    for case in cases:
+        path.write_bytes(case)
+        try:
+            model = outofcore.onnx.load(path)
+            outputs(model, *(torch.ones(3, 4) for _ in model.input_names))
+            ran += 1
+        except OutOfCoreError as error:
+            assert str(error).strip()
+            refused += 1
+    assert refused > 150
+    assert ran > 30  # most bytes are those of weights
+
+
+def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    onnx.save(tiny(), tmp_path / "net.onnx")
+    model = outofcore.onnx.load(tmp_path / "net.onnx")
+    for given, message in (
+        ((), "is not given its input 'x'"),
+        ((torch.ones(2, 5),), r"must have the shape \[n, 4\]"),
+        ((torch.ones(2, 4).double(),), "must be of torch.float32"),
+        ((torch.ones(2, 4), torch.ones(1)), "has 1 inputs and was given 2"),
+        (([1.0],), "must be a tensor"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model(*given)
+    with pytest.raises(InputError, match="'z' is not known"):
+        model(z=torch.ones(2, 4))
+    assert model(x=torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['onnx'] = None\n"
+        "import outofcore\n"
+        "outofcore.onnx\n"
+        "try: outofcore.onnx.load('net.onnx')\n"
+        "except outofcore.InputError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install outofcore[onnx]" in done.stdout, done.stderr
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def command(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
+    path, arrays = saved(tmp_path, "decoder_23", outside=True)
+    np.savez(tmp_path / "in.npz", **arrays)
+    model = outofcore.onnx.load(path)
+    (whole,) = outputs(model, *tensors(model, arrays))
+    result = command(
+        "run",
+        path,
+        "--budget",
+        state_bytes(model) // 3,
+        "--input",
+        tmp_path / "in.npz",
+        "--output",
+        tmp_path / "out.npz",
+    )
+    assert result.exit_code == 0, result.output
+    assert "in use" in result.stderr
+    with np.load(tmp_path / "out.npz") as found:
+        assert found.files == list(model.output_names)
+        assert np.array_equal(found[model.output_names[0]], whole.numpy())
+    # Each weight is read from the model's file, and none is written elsewhere.
+    assert " 0 B copied out" in result.stderr or "evict" not in result.stderr
+    tight = command("run", path, "--budget", "100KiB", "--input", tmp_path / "in.npz")
+    assert tight.exit_code == 2
+    assert "error: " in tight.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--input", "no.npz"), "cannot read arrays from no.npz"),
+        ((), "'x' is in none of the files"),
+        (("--input", "z=x.npy"), "'x' is in none of the files; they have z"),
+        (("--input", "x.npy", "--output", "/no/folder/y.npz"), "there is no folder"),
+        (("--input", "wrong.npy"), "must have the shape"),
+        (("--input", "x.npy", "more"), "takes no arguments"),
+    ],
+)
+def test_what_cannot_be_run_is_one_message(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(tiny(), "net.onnx")
+    np.save("x.npy", np.ones((2, 4), np.float32))
+    np.save("wrong.npy", np.ones((2, 5), np.float32))
+    result = command("run", "net.onnx", "--budget", "1MiB", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+def test_a_file_is_planned(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, "perceptron_20")
+    told = command("plan", path, "--budget", "300KiB", "--dim", "batch=2", "--dim", "length=8", "--json")
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert found["feasible"]
+    assert found["bytes_in"] >= 2 * WIDTH * WIDTH * 4
+    assert found["in_core_budget"] > 4 * WIDTH * WIDTH * 4
+    missing = command("plan", path, "--budget", "300KiB", "--dim", "batch=2")
+    assert missing.exit_code == 2
+    assert "such as --dim length=4" in missing.stderr
+    unknown = command("plan", path, "--dim", "batch=2", "--dim", "length=8", "--dim", "depth=8")
+    assert "has no open size 'depth'; it has batch, length" in unknown.stderr
