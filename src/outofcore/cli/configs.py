@@ -51,6 +51,8 @@ _SEQUENCE = 1024
 # Fields of which a configuration that leaves them out is of another model than people think.
 _SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+# The edge of images of convolutional models, whose configurations leave it open.
+_PIXELS = 224
 # Samples a second and a frame's samples of speech models; transformers keeps them beside the configuration.
 _SAMPLES_PER_S, _SAMPLES_PER_FRAME = 16_000, 160
 
@@ -366,7 +368,8 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
     counted, learnt = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     if training.lora is not None:
-        missed = sum(p.numel() for p in parameters if p.dim() == 3)
+        experts = [m for m in model.modules() if "Experts" in type(m).__name__]
+        missed = sum(p.numel() for m in experts for p in m.parameters(recurse=False))
         if missed:
             notes.append(
                 f"the adapters are on linear layers; {missed / counted:.0%} of the parameters are experts, which are "
@@ -470,13 +473,17 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+            from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         raise InputError("--lora takes peft, which is not installed; install it with: pip install peft") from error
+    # Not peft's own "all-linear", which takes parameters of experts as well and replaces them in every step.
+    head = cast("Any", model).get_output_embeddings()
+    linear = [path for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     try:
         with _quiet(), torch.device("meta"):
-            adapted = get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules="all-linear"))
+            adapted = get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
             cast("Any", adapted).enable_input_require_grads()
     except Exception as error:
         raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
@@ -498,7 +505,7 @@ def _inputs(
 
     if main == "pixel_values" or ("pixel_values" in taken and found.labels is Labels.PAIRS):
         vision = getattr(config, "vision_config", None) or config
-        size = _needed(found, vision, "image_size")
+        size = getattr(vision, "image_size", _PIXELS)
         edges = (size, size) if isinstance(size, int) else tuple(size)
         frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()
         shape = (count, *frames, getattr(vision, "num_channels", 3), *edges)
