@@ -287,7 +287,14 @@ def test_the_answer_for_a_card(tmp_path: Path) -> None:
     assert changed["logits and loss in 8 pieces"]["in_core_budget"] <= told["in_core_budget"]
     words = asked(path, "--batch", "2", "--sequence", "64", "--gpu", "rtx4090")
     assert words.exit_code == 0, words.output
-    for part in ("smallest budget", "nothing moves", "tokens a second", "longest sequence", "largest batch", "SIMULATED"):
+    for part in (
+        "smallest budget",
+        "nothing moves",
+        "tokens a second",
+        "longest sequence",
+        "largest batch",
+        "SIMULATED",
+    ):
         assert part in words.output
 
 

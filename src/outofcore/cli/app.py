@@ -402,7 +402,8 @@ def _fit(
     card = simulated(device)
     if card is None and device != "cpu":
         raise typer.BadParameter(
-            "a configuration is planned for a device by its data sheet; name one that is simulated", param_hint="--device"
+            "a configuration is planned for a device by its data sheet; name one that is simulated",
+            param_hint="--device",
         )
     configs, fitting = import_module("outofcore.cli.configs"), import_module("outofcore.cli.fit")
     chosen = {name: value for name, value in options.items() if name not in unset or name in taken - {"seed"}}

@@ -158,9 +158,13 @@ class ModelConfig:
     @property
     def reads_tokens(self) -> bool:
         """Whether there is a sequence of tokens whose length one may choose."""
-        return isinstance(getattr(self.text, "vocab_size", None), int) and self.labels is not Labels.PAIRS and (
-            "input_ids" in signature(self.kind.forward).parameters
-            or "decoder_input_ids" in signature(self.kind.forward).parameters
+        return (
+            isinstance(getattr(self.text, "vocab_size", None), int)
+            and self.labels is not Labels.PAIRS
+            and (
+                "input_ids" in signature(self.kind.forward).parameters
+                or "decoder_input_ids" in signature(self.kind.forward).parameters
+            )
         )
 
 
@@ -249,12 +253,16 @@ def read_config(target: str) -> ModelConfig:
         with _quiet():
             config = CONFIG_MAPPING[name].from_dict(content)
     except Exception as error:
-        raise InputError(f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}") from error
+        raise InputError(
+            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
+        ) from error
     kind = _model_class(path, content, config, transformers)
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names code of its own, which is not run: this is the model of transformers")
-    absent = [f"{key}={getattr(config, key)}" for key in _SHAPES if hasattr(config, key) and not _said(config, content, key)]
+    absent = [
+        f"{key}={getattr(config, key)}" for key in _SHAPES if hasattr(config, key) and not _said(config, content, key)
+    ]
     if absent:
         notes.append(f"not in the file, so as {type(config).__name__} has it by default: {', '.join(absent)}")
     return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes))
@@ -303,7 +311,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
         if isinstance(name, str):
             return getattr(transformers, name)
     raise InputError(
-        f"{path} names no class: add \"architectures\", such as [\"{type(config).__name__.replace('Config', 'Model')}\"]"
+        f'{path} names no class: add "architectures", such as ["{type(config).__name__.replace("Config", "Model")}"]'
     )
 
 
@@ -350,7 +358,7 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     model = _built(found, training, dtype)
     if training.layers is not None:
         _shorten(model, training.layers)
-    length = _length(found, training)
+    length = length_of(found, training)
     batch, unit, items = _inputs(found, model, training, dtype, length)
     if training.lora is not None:
         model = _adapted(model, training.lora)
@@ -427,7 +435,8 @@ def _check(found: ModelConfig, training: Training) -> None:
         raise InputError(f"the rank of adapters is one at least, not {training.lora}")
 
 
-def _length(found: ModelConfig, training: Training) -> int | None:
+def length_of(found: ModelConfig, training: Training) -> int | None:
+    """Tokens of a sequence: as asked for, or what suits the model; None: it reads none."""
     if not found.reads_tokens:
         return None
     return training.sequence or min(_SEQUENCE, found.sequence_limit or _SEQUENCE)

@@ -21,6 +21,7 @@ from outofcore.cli.configs import (
     Unit,
     configured_step,
     dtype_of,
+    length_of,
 )
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError
@@ -96,13 +97,11 @@ class Change:
         what: in words.
         flag: of the command line that does so; "" where there is none.
         need: of the changed step.
-        items_share: how many items its step works through, as a share of those now.
     """
 
     what: str
     flag: str
     need: Need
-    items_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,7 @@ class Captures:
         self._found, self._where, self._tell = found, where, tell
         self._known: dict[Training, tuple[ConfiguredStep, StepGraph, Costs]] = {}
         self._smallest: dict[Training, int] = {}
+        self._placed: dict[tuple[Training, int], bool] = {}
         self._shortens = True
 
     def of(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
@@ -194,6 +194,22 @@ class Captures:
             self._smallest[training] = planning.smallest_budget(graph, costs)
         return self._smallest[training]
 
+    def placed(self, training: Training, memory: int) -> bool:
+        """Whether a plan in which everything leaves between two uses lies within a memory."""
+        if (training, memory) not in self._placed:
+            _, graph, costs = self.of(training)
+            try:
+                planning.plan_step(graph, costs, memory, "offload-all")
+            except BudgetError:
+                self._placed[training, memory] = False
+            else:
+                self._placed[training, memory] = True
+        return self._placed[training, memory]
+
+    def fitted(self, training: Training, memory: int) -> None:
+        """Take it that there is a plan for a step within a memory: one was made."""
+        self._placed[training, memory] = True
+
     def _captured(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
         step = configured_step(self._found, training)
         try:
@@ -222,7 +238,12 @@ def _uncaptured(found: ModelConfig, error: OutOfCoreError) -> OutOfCoreError:
 
 
 def fit(
-    found: ModelConfig, training: Training, card: Device | None, budgets: tuple[int, ...], policy: PolicyLike, tell: Tell
+    found: ModelConfig,
+    training: Training,
+    card: Device | None,
+    budgets: tuple[int, ...],
+    policy: PolicyLike,
+    tell: Tell,
 ) -> Fit:
     """Answer for a configuration.
 
@@ -240,13 +261,19 @@ def fit(
     """
     start = perf_counter()
     captures = Captures(found, card or device("a100-80gb"), tell)
+    # A length that was left open is known from here on, so that nothing is captured twice.
+    training = replace(training, sequence=training.sequence or length_of(found, training))
     step, graph, costs = captures.of(training)
     if not graph.ops:
         raise InputError(f"{found.path}: nothing is computed in a step of {found.kind.__name__}")
     memory = None if card is None else card.memory_bytes
     need = _need(graph, costs, memory)
     wanted = (*budgets, *([] if memory is None else [memory]))
-    plans = tuple(_planned(graph, costs, budget, policy, step.items, card) for budget in dict.fromkeys(wanted))
+    bounds = {} if memory is None or need.bound_seconds is None else {memory: need.bound_seconds}
+    plans = tuple(_planned(graph, costs, budget, policy, step.items, card, bounds) for budget in dict.fromkeys(wanted))
+    for plan in plans:
+        if plan.fits:
+            captures.fitted(training, plan.budget)
     longest = batch = None
     limit = memory if memory is not None else (min(budgets) if budgets else None)
     if limit is not None:
@@ -288,7 +315,13 @@ def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
 
 
 def _planned(
-    graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike, items: float, card: Device | None
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    policy: PolicyLike,
+    items: float,
+    card: Device | None,
+    bounds: dict[int, float],
 ) -> Planned:
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
@@ -297,7 +330,7 @@ def _planned(
     if card is None:
         return Planned(budget, True)
     seconds = planned.timeline.step_seconds
-    bound = max(planning.lower_bound_seconds(graph, costs, budget), costs.compute_seconds)
+    bound = bounds.get(budget) or max(planning.lower_bound_seconds(graph, costs, budget), costs.compute_seconds)
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     rate = items / seconds if seconds else None
     return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
@@ -348,16 +381,19 @@ def _largest(
             True,
             whole,
             None,
-            _placed(captures, sized(size, shallow=False), memory),
-            "the device holds this, which is all that the model has positions for" if tokens and found.sequence_limit
+            captures.placed(sized(size, shallow=False), memory),
+            "the device holds this, which is all that the model has positions for"
+            if tokens and found.sequence_limit
             else "the device holds this, and nothing larger was looked at",
         )
     more = captures.smallest(sized(size + 1, shallow=True))
     how = "by its first layers alone"
     if more <= memory:
         more, how = captures.smallest(sized(size + 1, shallow=False)), "as captured whole"
-    placed = _placed(captures, sized(size, shallow=False), memory)
-    certainty = f"captured whole and {'planned for' if placed else 'not planned for'}; the next size does not fit, {how}"
+    placed = captures.placed(sized(size, shallow=False), memory)
+    certainty = (
+        f"captured whole and {'planned for' if placed else 'not planned for'}; the next size does not fit, {how}"
+    )
     in_core = _in_core(captures, sized, need, now / stride, size, memory)
     return Largest(
         size * stride, stride, False, whole, more, placed, certainty, None if in_core is None else in_core * stride
@@ -408,16 +444,6 @@ def _where(points: dict[float, int], memory: int) -> float | None:
     return None if rise <= 0 else near[0] + (memory - points[near[0]]) / rise
 
 
-def _placed(captures: Captures, training: Training, memory: int) -> bool:
-    """Whether a plan in which everything leaves between two uses lies within the memory."""
-    _, graph, costs = captures.of(training)
-    try:
-        planning.plan_step(graph, costs, memory, "offload-all")
-    except BudgetError:
-        return False
-    return True
-
-
 def _in_core(
     captures: Captures,
     sized: Callable[..., Training],
@@ -456,17 +482,13 @@ def _changes(
             wanted.append((f"LoRA of rank {_RANK}", f"--lora {_RANK}", replace(training, lora=_RANK)))
     if dtype_of(found, training).itemsize == 4:
         wanted.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
-    if training.batch > 1:
-        half = training.batch // 2
-        wanted.append((f"a batch of {half}", f"--batch {half}", replace(training, batch=half)))
     for number, (what, flag, other) in enumerate(wanted):
         tell("try what would help", number, len(wanted))
         try:
             _, changed, its_costs = captures.of(other)
         except (InputError, CaptureError, ModuleNotFoundError):
             continue  # a model without checkpointing, no peft: then it is no help
-        share = other.batch / training.batch
-        changes.append(Change(what, flag, _need(changed, its_costs, memory), share))
+        changes.append(Change(what, flag, _need(changed, its_costs, memory)))
     tell("try what would help", len(wanted), len(wanted))
     return changes
 
@@ -497,7 +519,7 @@ def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
     need = change.need
     if memory is None or need.bound_seconds is None:
         return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)
-    return (need.bound_seconds / change.items_share, need.in_core_budget)
+    return (need.bound_seconds, need.in_core_budget)
 
 
 # What is said
@@ -545,7 +567,13 @@ def text_of(found: Fit) -> str:
         parts.append(f"SIMULATED: {found.device.describe()}")
     parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
     if found.changes:
-        head = ("what would change it", "smallest", "nothing moves", *(("step, at best",) if found.device else ()), "by")
+        head = (
+            "what would change it",
+            "smallest",
+            "nothing moves",
+            *(("step, at best",) if found.device else ()),
+            "by",
+        )
         table = [head, *(_change_row(found, change) for change in found.changes)]
         parts.append(columns(table))
     parts += [f"note: {note}" for note in found.notes]
@@ -554,8 +582,8 @@ def text_of(found: Fit) -> str:
     return "\n".join(parts)
 
 
-def _rate(found: Fit, seconds: float, share: float = 1.0) -> str:
-    return f", {found.items * share / seconds:,.0f} {found.unit.value} a second" if seconds and found.items else ""
+def _rate(found: Fit, seconds: float) -> str:
+    return f", {found.items / seconds:,.0f} {found.unit.value} a second" if seconds and found.items else ""
 
 
 def _plan_text(found: Fit, plan: Planned) -> str:
@@ -582,10 +610,14 @@ def _change_row(found: Fit, change: Change) -> tuple[str, ...]:
     times: tuple[str, ...] = ()
     if found.device is not None:
         bound = need.bound_seconds
-        times = ("does not fit",) if bound is None else (
-            f"{format_seconds(bound)}{_rate(found, bound, change.items_share)}",
-        )
-    return (change.what, format_bytes(need.smallest_budget), format_bytes(need.in_core_budget), *times, change.flag or "-")
+        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate(found, bound)}",)
+    return (
+        change.what,
+        format_bytes(need.smallest_budget),
+        format_bytes(need.in_core_budget),
+        *times,
+        change.flag or "-",
+    )
 
 
 def answer(
