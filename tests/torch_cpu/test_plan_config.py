@@ -298,6 +298,15 @@ def test_the_answer_for_a_card(tmp_path: Path) -> None:
         assert part in words.output
 
 
+def test_a_step_is_the_same_whatever_was_asked_before(tmp_path: Path) -> None:
+    # transformers writes the dtype into the configuration that it builds of.
+    found = configs.read_config(written(tmp_path, LLAMA))
+    training = configs.Training(batch=2, sequence=LENGTH)
+    first = fitting.Captures(found, CARD).of(training)[1]
+    fitting.Captures(found, CARD).of(fitting.replace(training, dtype="bf16"))
+    assert fitting.Captures(found, CARD).of(training)[1] == first
+
+
 def test_a_budget_that_is_too_small_says_so(tmp_path: Path) -> None:
     result = asked(written(tmp_path, BERT), "--budget", "100KiB")
     assert result.exit_code == 1

@@ -8,6 +8,7 @@ looked up anywhere else.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -236,8 +237,8 @@ def read_config(target: str) -> ModelConfig:
     name = content.get("model_type")
     if not isinstance(name, str):
         raise InputError(
-            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): give the config.json "
-            "that lies beside a model's weights"
+            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): give the "
+            "config.json that lies beside a model's weights"
         )
     if name not in CONFIG_MAPPING:
         if content.get("auto_map"):
@@ -443,7 +444,8 @@ def length_of(found: ModelConfig, training: Training) -> int | None:
 
 
 def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Module:
-    config = found.config
+    # transformers writes into it, such as the dtype.
+    config = copy.deepcopy(found.config)
     try:
         with _quiet(), torch.device("meta"):
             model = cast("Any", found.kind)._from_config(config, dtype=dtype)
@@ -492,11 +494,9 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
     linear = [path for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     try:
         with _quiet(), torch.device("meta"):
-            adapted = get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
-            cast("Any", adapted).enable_input_require_grads()
+            return get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
     except Exception as error:
         raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
-    return adapted
 
 
 def _inputs(

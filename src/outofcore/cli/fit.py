@@ -1,8 +1,9 @@
 """Whether a model that is known by its configuration fits a device, how fast it is there, and what would help.
 
 The step is captured whole, once, without weights. What fits best is searched for with a shallow model, which has the
-first layers of each stack alone: the smallest budget is what one op needs, and layers that are alike need the same. What
-the shallow model lacks is a constant, known from the whole step; the answer is then captured whole and planned for.
+first layers of each stack alone: the smallest budget is what one op needs, and layers that are alike need the same.
+What the shallow model lacks is a constant, known from the whole step; the answer is then captured whole and planned
+for.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def _uncaptured(found: ModelConfig, error: OutOfCoreError) -> OutOfCoreError:
     if not isinstance(error, CaptureError):
         return error
     return CaptureError(
-        f"{found.path}: {found.kind.__name__} cannot be captured as one graph: {error} It can be trained as it is within "
-        "outofcore.budget(...), but not planned for ahead."
+        f"{found.path}: {found.kind.__name__} cannot be captured as one graph: {error} It can be trained as it is "
+        "within outofcore.budget(...), but not planned for ahead."
     )
 
 
@@ -308,10 +309,13 @@ def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
     whole = planning.in_core_budget(graph, costs)
     bound = None
     if memory is not None and memory >= smallest:
-        bound = costs.compute_seconds
-        if whole > memory:
-            bound = max(bound, planning.lower_bound_seconds(graph, costs, memory))
+        bound = costs.compute_seconds if whole <= memory else _bound(graph, costs, memory)
     return Need(smallest, whole, costs.compute_seconds if memory is not None else None, bound)
+
+
+def _bound(graph: StepGraph, costs: Costs, budget: int) -> float:
+    """Seconds that no plan beats."""
+    return max(planning.lower_bound_seconds(graph, costs, budget) or 0.0, costs.compute_seconds)
 
 
 def _planned(
@@ -330,7 +334,7 @@ def _planned(
     if card is None:
         return Planned(budget, True)
     seconds = planned.timeline.step_seconds
-    bound = bounds.get(budget) or max(planning.lower_bound_seconds(graph, costs, budget), costs.compute_seconds)
+    bound = bounds.get(budget) or _bound(graph, costs, budget)
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     rate = items / seconds if seconds else None
     return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
@@ -406,32 +410,32 @@ def _search(need: Callable[[int], int], known: dict[float, int], memory: int, mo
     Needs rise with the count, nearly as straight lines: the next count is where the line through the last two meets the
     memory; halves of the interval where that does not close in.
     """
-    low, high = 0, most + 1
     points = dict(known)
+
+    def fits(count: int) -> bool:
+        if count not in points:
+            points[count] = need(count)
+        return points[count] <= memory
+
+    low, high = 0, most + 1
     for tries in range(64):
         if high - low <= 1:
             break
+        # Every third time the interval is halved, in case needs are no line.
         guess = _where(points, memory) if tries % 3 < 2 else None
         count = (low + high) // 2 if guess is None else int(guess)
-        if guess is None and low and high > 4 * low:
-            count = 2 * low  # while nothing is known above, sizes double
         count = min(max(count, low + 1), high - 1)
-        points[count] = found = need(count)
-        if found <= memory:
+        if fits(count):
             low = count
-            # The line may well be right: then the next count is too large, which closes the interval.
-            if guess is not None and count + 1 < high:
-                points[count + 1] = above = need(count + 1)
-                if above > memory:
-                    return count
-                low = count + 1
         else:
             high = count
-            if guess is not None and count - 1 > low:
-                points[count - 1] = below = need(count - 1)
-                if below <= memory:
-                    return count - 1
-                high = count - 1
+        # The line may well be right: then the count beside closes the interval.
+        if guess is not None and high - low > 1:
+            beside = count + 1 if low == count else count - 1
+            if fits(beside):
+                low = beside
+            else:
+                high = beside
     return low
 
 
