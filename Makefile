@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-pack bench-peers bench-sharded \
-	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench: setup  ## step times and peaks, beside eager PyTorch
 
 bench-fit: setup  ## step time where everything fits
 	$(BIN)/python benchmarks/fit.py
+
+bench-will-it-fit: setup  ## what is said of known models by their configurations, beside accelerate's estimate
+	$(BIN)/python benchmarks/will_it_fit.py
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py

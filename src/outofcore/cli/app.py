@@ -26,6 +26,7 @@ from outofcore.units import format_bytes, parse_bytes
 
 Command = Callable[..., None]
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_CONFIGURED = "A model's configuration"
 
 
 def _flag(name: str, kind: Any, default: object, text: str, panel: str) -> inspect.Parameter:
@@ -63,6 +64,13 @@ ZOO_FLAGS = (
     _training("amp", bool, False, "Run the forward pass under autocast to bfloat16."),
     _training("clip", float | None, None, "Clip the norm of all gradients to this."),
     _training("seed", int, 0, "Decides weights, data and dropout."),
+)
+# What goes with a model's configuration alone; see ``outofcore.cli.configs``.
+CONFIG_FLAGS = (
+    _flag("sequence", int | None, None, "Tokens in a sequence.", _CONFIGURED),
+    _flag("dtype", str | None, None, "Of the parameters: fp32, bf16 or fp16; by default as configured.", _CONFIGURED),
+    _flag("lora", int | None, None, "Rank of LoRA adapters on all linear layers; they alone are trained.", _CONFIGURED),
+    _flag("checkpointing", bool, False, "Gradient checkpointing, as transformers does it.", _CONFIGURED),
 )
 DEBUG_FLAG = _flag("debug", bool, False, "Log what the library does, and show the traceback of an error.", "Help")
 
@@ -179,6 +187,7 @@ Arrays = Annotated[
         help="Inputs of an ONNX file: an .npz file by their names, a .npy file for one, or name=x.npy; repeatable.",
     ),
 ]
+_PLANNED = f"{_TARGET[:-1]}, or a model's config.json, of which transformers builds the model without weights."
 Picture = Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")]
 
 
@@ -257,9 +266,9 @@ def train(
     )
 
 
-@command(app, ZOO_FLAGS)
+@command(app, (*ZOO_FLAGS, *CONFIG_FLAGS))
 def plan(
-    model: Annotated[str | None, typer.Argument(help=_TARGET, show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(help=_PLANNED, show_default=False)] = None,
     *,
     budget: Annotated[
         str | None,
@@ -324,6 +333,26 @@ def plan(
     preset = simulated(device)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     several = compare or sweep
+    configured = {flag.name: zoo.pop(flag.name) for flag in CONFIG_FLAGS}
+    if _is_config(model):
+        asked = {
+            "--compare": compare,
+            "--sweep": sweep,
+            "--picture": picture is not None,
+            "--save-graph": save_graph is not None,
+            "--save-plan": save_plan is not None,
+            "--curve": curve is not None,
+            "--shard": shard,
+            "--home": home is not None,
+            "--host-budget": host_budget is not None,
+        }
+        fits = _fit(str(model), {**zoo, **configured, "batch": batch}, asked, device, budgets, policy, as_json)
+        if not fits:
+            raise typer.Exit(1)
+        return
+    for name, value in configured.items():
+        if value:
+            raise typer.BadParameter("it goes with a model's config.json alone", param_hint=f"--{name}")
     if len(budgets) > 1 and not several:
         raise typer.BadParameter("several budgets need --compare or --sweep", param_hint="--budget")
     if not budgets and preset is not None and not several:
@@ -360,6 +389,46 @@ def plan(
         fits = answer.present(subject, budgets[0] if budgets else None, wish)
     if not fits:
         raise typer.Exit(1)
+
+
+def _is_config(model: str | None) -> bool:
+    """Whether a target is a model's configuration: a JSON file, or a folder."""
+    return model is not None and (model.endswith(".json") or Path(model).is_dir())
+
+
+def _fit(
+    model: str,
+    options: dict[str, Any],
+    asked: dict[str, bool],
+    device: str,
+    budgets: tuple[int, ...],
+    policy: str,
+    as_json: bool,
+) -> bool:
+    """Answer for a model's configuration; False: it does not fit."""
+    for flag, given in asked.items():
+        if given:
+            raise typer.BadParameter("it does not go with a model's config.json", param_hint=flag)
+    unset = {flag.name: flag.default for flag in ZOO_FLAGS}
+    taken = {"optimizer", "amp", "clip", "seed"}
+    for name, default in unset.items():
+        if name not in taken and options[name] != default:
+            raise typer.BadParameter(
+                "it goes with models of the zoo; a model's config.json says this itself",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
+    card = simulated(device)
+    if card is None and device != "cpu":
+        raise typer.BadParameter(
+            "a configuration is planned for a device by its data sheet; name one that is simulated",
+            param_hint="--device",
+        )
+    configs, fitting = import_module("outofcore.cli.configs"), import_module("outofcore.cli.fit")
+    chosen = {name: value for name, value in options.items() if name not in unset or name in taken - {"seed"}}
+    training = configs.Training(**chosen)
+    return fitting.answer(
+        configs.read_config(model), training, card=card, budgets=budgets, policy=policy, as_json=as_json
+    )
 
 
 def _bytes(given: str | None) -> int | None:

@@ -10,7 +10,9 @@ here; no workspace is assumed; caches do not help; tensor cores reach their shar
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +50,8 @@ from outofcore.units import MIB
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 # Where the two factors stand among the arguments.
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+# Rows in groups, each by a matrix of its own.
+_GROUPED = "_grouped_mm"
 # Products of matrices in fused attention; backward computes the scores again.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
 
@@ -83,11 +87,21 @@ def given_memory(models: Sequence[nn.Module], inputs: Any) -> Generator[Any]:
         leaves, spec = tree_flatten(inputs)
         leaves = [_filled(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
         yield tree_unflatten(leaves, spec)
-    finally:
-        if swapped:
-            gc.collect()  # what the capture leaves behind still refers to the tensors, weakly
-        for tensor, other in swapped:
-            _swap(tensor, other)
+    except BaseException as error:
+        # Its traceback refers to the tensors, maybe weakly; what was wrong matters more than giving memory back.
+        traceback.clear_frames(error.__traceback__)
+        with contextlib.suppress(InputError):
+            _swap_back(swapped)
+        raise
+    else:
+        _swap_back(swapped)
+
+
+def _swap_back(swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if swapped:
+        gc.collect()  # what the capture leaves behind still refers to the tensors, weakly
+    for tensor, other in swapped:
+        _swap(tensor, other)
 
 
 def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -238,6 +252,10 @@ def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
         causal = isinstance(func, OpOverload) and by_name(func, call.args, call.kwargs).get("is_causal")
         share = 0.5 if causal else 1.0
         return Work.ATTENTION, 2.0 * products * share * prod(query) * key[-2]
+    if name == _GROUPED:
+        # Rows by experts' weights, of which each row meets one; or, backward, columns by rows, all of which meet.
+        left, right = shapes[:2]
+        return Work.MATMUL, 2.0 * prod(left) * right[-1]
     if name in _PRODUCTS:
         left, right = (shapes[place] for place in _PRODUCTS[name])
         return Work.MATMUL, 2.0 * prod(left) * right[-1]

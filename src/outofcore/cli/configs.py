@@ -1,0 +1,620 @@
+"""Steps of a model that is known by its configuration alone: a ``config.json`` of transformers, without weights.
+
+The model is built on the device "meta" by the class of transformers that the configuration names. Its inputs follow
+from the configuration and from what kind of model it is. No code but that of transformers is run, and nothing is
+looked up anywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from inspect import signature
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn, optim
+
+from outofcore._torch_internals import tree_flatten
+from outofcore.errors import InputError
+
+_INSTALL = "pip install transformers"
+# What is not computed in: gradients, moments and losses need a sign and many digits.
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "adafactor": optim.Adafactor,
+    "adagrad": optim.Adagrad,
+    "rmsprop": optim.RMSprop,
+    "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
+    "sgd": optim.SGD,
+}
+INFERENCE = "none"
+# Without --sequence: as long as this, or as the model allows.
+_SEQUENCE = 1024
+# Fields of which a configuration that leaves them out is of another model than people think.
+_SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+# The edge of images of convolutional models, whose configurations leave it open.
+_PIXELS = 224
+# Samples a second and a frame's samples of speech models; transformers keeps them beside the configuration.
+_SAMPLES_PER_S, _SAMPLES_PER_FRAME = 16_000, 160
+
+
+class Unit(Enum):
+    """What a step works through."""
+
+    TOKENS = "tokens"
+    IMAGES = "images"
+    AUDIO = "seconds of audio"
+
+
+class Labels(Enum):
+    """What a model of transformers takes to compute its own loss."""
+
+    TOKENS = "one for each token"
+    CLASSES = "one for each sample"
+    SPANS = "a start and an end for each sample"
+    PAIRS = "none: pairs of texts and images are told apart"
+    NONE = "none: it has no loss"
+
+
+# By the names of tasks in transformers' own tables of classes.
+_TASKS = {
+    "CAUSAL_LM": Labels.TOKENS,
+    "MASKED_LM": Labels.TOKENS,
+    "SEQ_TO_SEQ_CAUSAL_LM": Labels.TOKENS,
+    "SPEECH_SEQ_2_SEQ": Labels.TOKENS,
+    "TOKEN_CLASSIFICATION": Labels.TOKENS,
+    "MULTIMODAL_LM": Labels.TOKENS,
+    "IMAGE_TEXT_TO_TEXT": Labels.TOKENS,
+    "CTC": Labels.TOKENS,
+    "SEQUENCE_CLASSIFICATION": Labels.CLASSES,
+    "IMAGE_CLASSIFICATION": Labels.CLASSES,
+    "AUDIO_CLASSIFICATION": Labels.CLASSES,
+    "VIDEO_CLASSIFICATION": Labels.CLASSES,
+    "QUESTION_ANSWERING": Labels.SPANS,
+    "ZERO_SHOT_IMAGE_CLASSIFICATION": Labels.PAIRS,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be done with a model.
+
+    Attributes:
+        batch: samples in a batch.
+        sequence: tokens of each; None: what suits the model.
+        dtype: of parameters, such as "bf16"; None: what the configuration says.
+        optimizer: by name; "none": a forward pass alone, without gradients.
+        lora: rank of the adapters on all linear layers; None: all parameters are trained.
+        checkpointing: whether layers are computed again in the backward pass.
+        amp: whether the forward pass runs under autocast to bfloat16.
+        clip: what the norm of all gradients is clipped to; None: nothing.
+        layers: keep so many of each stack of layers that are alike; None: all.
+    """
+
+    batch: int = 8
+    sequence: int | None = None
+    dtype: str | None = None
+    optimizer: str = "adamw"
+    lora: int | None = None
+    checkpointing: bool = False
+    amp: bool = False
+    clip: float | None = None
+    layers: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.optimizer != INFERENCE
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A configuration of transformers that was read, and what follows from it.
+
+    Attributes:
+        path: of the file.
+        config: the object of transformers.
+        kind: the class of the model.
+        labels: what the model takes to compute a loss.
+        notes: what a reader of the answer should know.
+    """
+
+    path: Path
+    config: Any
+    kind: type[nn.Module]
+    labels: Labels
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> Any:
+        """The part that speaks of tokens."""
+        return self.config.get_text_config()
+
+    @property
+    def sequence_limit(self) -> int | None:
+        """Tokens that the model has positions for; None: as many as one likes, or it reads no tokens."""
+        found = (getattr(self.text, name, None) for name in _POSITIONS)
+        return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether there is a sequence of tokens whose length one may choose."""
+        return (
+            isinstance(getattr(self.text, "vocab_size", None), int)
+            and self.labels is not Labels.PAIRS
+            and (
+                "input_ids" in signature(self.kind.forward).parameters
+                or "decoder_input_ids" in signature(self.kind.forward).parameters
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ConfiguredStep:
+    """The step of a model that is known by its configuration.
+
+    Attributes:
+        step, models, optimizers, inputs: as for ``PlainStep``.
+        title: one line for people.
+        unit: what it works through.
+        items: so many of these in a step.
+        sequence: tokens of a sample; None: it reads none.
+        parameters: their number.
+        trained: how many of them are trained.
+        notes: what a reader of the answer should know.
+    """
+
+    step: Callable[..., Any]
+    models: list[Any]
+    optimizers: list[Any]
+    inputs: tuple[Any, ...]
+    title: str
+    unit: Unit
+    items: float
+    sequence: int | None
+    parameters: int
+    trained: int
+    notes: tuple[str, ...]
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without what transformers and peft have to say about how they are used: nobody here can change that."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def read_config(target: str) -> ModelConfig:
+    """Read a configuration.
+
+    Args:
+        target: the path of a ``config.json`` or of the folder that it is in.
+
+    Raises:
+        InputError: it cannot be read, is no configuration that the installed transformers knows, needs code of its own,
+            or transformers is not installed.
+    """
+    path = Path(target)
+    path = path / "config.json" if path.is_dir() else path
+    content = _content(path)
+    try:
+        with _quiet():
+            import transformers  # noqa: PLC0415
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise InputError(
+            f"{path} is a model's configuration, which transformers builds, and it is not installed; install it with: "
+            f"{_INSTALL}"
+        ) from error
+    name = content.get("model_type")
+    if not isinstance(name, str):
+        raise InputError(
+            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): give the "
+            "config.json that lies beside a model's weights"
+        )
+    if name not in CONFIG_MAPPING:
+        if content.get("auto_map"):
+            raise InputError(
+                f"{path}: a model of type {name!r} needs code from its own repository, which outofcore never runs; "
+                "write a function that builds your step, and give it as my_script.py:build"
+            )
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} knows no model of type {name!r}; look whether it is "
+            f"written rightly, or install a newer release: {_INSTALL} --upgrade"
+        )
+    try:
+        with _quiet():
+            config = CONFIG_MAPPING[name].from_dict(content)
+    except Exception as error:
+        raise InputError(
+            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
+        ) from error
+    kind = _model_class(path, content, config, transformers)
+    notes: list[str] = []
+    if content.get("auto_map"):
+        notes.append("the configuration names code of its own, which is not run: this is the model of transformers")
+    absent = [
+        f"{key}={getattr(config, key)}" for key in _SHAPES if hasattr(config, key) and not _said(config, content, key)
+    ]
+    if absent:
+        notes.append(f"not in the file, so as {type(config).__name__} has it by default: {', '.join(absent)}")
+    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes))
+
+
+def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
+    """Whether a file gives a field, by whatever name its class knows it."""
+    names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
+    return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}; give a config.json, or its folder") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}; give the config.json of a model of transformers") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no JSON object; give the config.json of a model of transformers")
+    return cast("dict[str, Any]", content)
+
+
+def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
+    """The class that a configuration names; without a name that of its language model."""
+    named = content.get("architectures")
+    if isinstance(named, list) and named:
+        name = str(named[0])
+        kind = getattr(transformers, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise InputError(
+                f"{path}: transformers {transformers.__version__} has no model {name!r}, which 'architectures' names; "
+                f"look whether it is written rightly, or install a newer release: {_INSTALL} --upgrade"
+            )
+        wanted = getattr(kind, "config_class", None)
+        if isinstance(wanted, type) and not isinstance(config, wanted):
+            raise InputError(
+                f"{path}: 'architectures' names {name}, which takes a {wanted.__name__}, and 'model_type' is "
+                f"{config.model_type!r}: the two have to be of one model"
+            )
+        return kind
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM"):
+        name = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(config.model_type)
+        if isinstance(name, str):
+            return getattr(transformers, name)
+    raise InputError(
+        f'{path} names no class: add "architectures", such as ["{type(config).__name__.replace("Config", "Model")}"]'
+    )
+
+
+def _labels_of(kind: type[nn.Module]) -> Labels:
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    for task, labels in _TASKS.items():
+        for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
+            if kind.__name__ in ((name,) if isinstance(name, str) else name):
+                taken = "return_loss" if labels is Labels.PAIRS else "labels"
+                taken = "start_positions" if labels is Labels.SPANS else taken
+                return labels if taken in signature(kind.forward).parameters else Labels.NONE
+    # What stands in no table, such as classes for one model alone, is told by its name.
+    if "labels" in signature(kind.forward).parameters:
+        return Labels.CLASSES if "Classification" in kind.__name__ and "Token" not in kind.__name__ else Labels.TOKENS
+    return Labels.NONE
+
+
+def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
+    """What parameters are: what is asked for, else what the configuration says.
+
+    Raises:
+        InputError: there is no such type, or it is none to train in.
+    """
+    if training.dtype is not None:
+        if training.dtype not in _DTYPES:
+            raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
+        return _DTYPES[training.dtype]
+    given = getattr(found.config, "dtype", None) or getattr(found.text, "dtype", None) or torch.float32
+    given = getattr(torch, given, None) if isinstance(given, str) else given
+    if given not in _DTYPES.values():
+        raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")
+    return cast("torch.dtype", given)
+
+
+def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
+    """Build a model on the device "meta", and a step of it.
+
+    Raises:
+        InputError: an option does not go with the model, or transformers cannot build it.
+    """
+    _check(found, training)
+    dtype = dtype_of(found, training)
+    model = _built(found, training, dtype)
+    if training.layers is not None:
+        _shorten(model, training.layers)
+    length = length_of(found, training)
+    batch, unit, items = _inputs(found, model, training, dtype, length)
+    if training.lora is not None:
+        model = _adapted(model, training.lora)
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    optimizers: list[optim.Optimizer] = []
+    if training.trains:
+        optimizers.append(_OPTIMIZERS[training.optimizer](trained))
+        model.train()
+    else:
+        model.eval()
+    notes = list(found.notes)
+    if found.labels is Labels.NONE and training.trains:
+        notes.append(f"{found.kind.__name__} has no loss of its own: the mean of its first result stands in for one")
+    step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
+    counted, learnt = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
+    if training.lora is not None:
+        experts = [m for m in model.modules() if "Experts" in type(m).__name__]
+        missed = sum(p.numel() for m in experts for p in m.parameters(recurse=False))
+        if missed:
+            notes.append(
+                f"the adapters are on linear layers; {missed / counted:.0%} of the parameters are experts, which are "
+                "no linear layers, and have none"
+            )
+    shapes = ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
+    how = _how(training, dtype, counted, learnt if training.trains else 0)
+    return ConfiguredStep(
+        step,
+        [model],
+        optimizers,
+        (batch,),
+        f"{found.kind.__name__} of {found.path}: {how}; {shapes}",
+        unit,
+        items,
+        length,
+        counted,
+        learnt if training.trains else 0,
+        tuple(notes),
+    )
+
+
+def _how(training: Training, dtype: torch.dtype, parameters: int, trained: int) -> str:
+    parts = [f"{parameters:,} parameters in {str(dtype).removeprefix('torch.')}"]
+    if not training.trains:
+        return ", ".join([*parts, "a forward pass alone"])
+    if training.lora is not None:
+        parts.append(f"of which LoRA of rank {training.lora} trains {trained:,}")
+    parts.append(training.optimizer)
+    if training.checkpointing:
+        parts.append("gradient checkpointing")
+    if training.amp:
+        parts.append("autocast to bfloat16")
+    return ", ".join(parts)
+
+
+def _check(found: ModelConfig, training: Training) -> None:
+    if training.batch < 1 or (training.sequence is not None and training.sequence < 2):
+        raise InputError("a batch has one sample at least, and a sequence two tokens")
+    if training.optimizer != INFERENCE and training.optimizer not in _OPTIMIZERS:
+        raise InputError(
+            f"there is no optimizer {training.optimizer!r} for a configuration; choose one of "
+            f"{', '.join(_OPTIMIZERS)}, or {INFERENCE} for a forward pass alone"
+        )
+    if training.sequence is not None and not found.reads_tokens:
+        raise InputError(f"{found.kind.__name__} takes no sequence whose length could be chosen: leave --sequence out")
+    limit = found.sequence_limit
+    if training.sequence is not None and limit is not None and training.sequence > limit:
+        raise InputError(
+            f"{found.path}: the model has positions for {limit} tokens, and --sequence is {training.sequence}"
+        )
+    if not training.trains and (training.lora is not None or training.checkpointing or training.clip is not None):
+        raise InputError("a forward pass alone has no gradients: leave --lora, --checkpointing and --clip out")
+    if training.lora is not None and training.lora < 1:
+        raise InputError(f"the rank of adapters is one at least, not {training.lora}")
+
+
+def length_of(found: ModelConfig, training: Training) -> int | None:
+    """Tokens of a sequence: as asked for, or what suits the model; None: it reads none."""
+    if not found.reads_tokens:
+        return None
+    return training.sequence or min(_SEQUENCE, found.sequence_limit or _SEQUENCE)
+
+
+def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Module:
+    # transformers writes into it, such as the dtype.
+    config = copy.deepcopy(found.config)
+    try:
+        with _quiet(), torch.device("meta"):
+            model = cast("Any", found.kind)._from_config(config, dtype=dtype)
+            if training.checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except Exception as error:
+        what = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
+        raise InputError(f"{found.path}: {found.kind.__name__} {what}: {_one_line(error)}") from error
+    return model
+
+
+def stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """The stacks of a model: lists of layers of one class with parameters of the same shapes, with their paths.
+
+    Lists within the layers of a stack, such as experts, are left out.
+    """
+    found: list[tuple[str, nn.ModuleList]] = []
+    for path, module in model.named_modules():
+        within = any(path.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and not within and len({_shape_of(layer) for layer in module}) == 1:
+            found.append((path, module))
+    return found
+
+
+def _shape_of(layer: nn.Module) -> tuple[object, ...]:
+    return type(layer), *((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+
+
+def _shorten(model: nn.Module, layers: int) -> None:
+    """Leave of each stack its first layers."""
+    for _, stack in stacks(model):
+        del stack[layers:]
+
+
+def _adapted(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        with _quiet():
+            from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+            from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise InputError("--lora takes peft, which is not installed; install it with: pip install peft") from error
+    # Not peft's own "all-linear", which takes parameters of experts as well and replaces them in every step.
+    head = cast("Any", model).get_output_embeddings()
+    linear = [path for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    try:
+        with _quiet(), torch.device("meta"):
+            return get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
+    except Exception as error:
+        raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
+
+
+def _inputs(
+    found: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
+) -> tuple[dict[str, torch.Tensor], Unit, float]:
+    """What the model is called with, by name: without contents; what it works through, and how much of that."""
+    config, taken = found.config, signature(found.kind.forward).parameters
+    main = cast("str", getattr(model, "main_input_name", "input_ids"))
+    count = training.batch
+    batch: dict[str, torch.Tensor] = {}
+    unit, items = Unit.TOKENS, float(count * (length or 0))
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.long, device="meta")
+
+    if main == "pixel_values" or ("pixel_values" in taken and found.labels is Labels.PAIRS):
+        vision = getattr(config, "vision_config", None) or config
+        size = getattr(vision, "image_size", _PIXELS)
+        edges = (size, size) if isinstance(size, int) else tuple(size)
+        frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()
+        shape = (count, *frames, getattr(vision, "num_channels", 3), *edges)
+        batch["pixel_values"] = torch.empty(shape, dtype=dtype, device="meta")
+        unit, items = Unit.IMAGES, float(count)
+    if main == "input_features":
+        frames = 2 * _needed(found, config, "max_source_positions")
+        batch[main] = torch.empty((count, _needed(found, config, "num_mel_bins"), frames), dtype=dtype, device="meta")
+        unit, items = Unit.AUDIO, count * frames * _SAMPLES_PER_FRAME / _SAMPLES_PER_S
+    if main == "input_values":
+        samples = _SAMPLES_PER_S * 10
+        batch[main] = torch.empty((count, samples), dtype=dtype, device="meta")
+        unit, items = Unit.AUDIO, count * samples / _SAMPLES_PER_S
+    if found.labels is Labels.PAIRS:
+        batch["input_ids"] = ids(count, found.sequence_limit or _SEQUENCE)
+    elif main == "input_ids" and length is not None:
+        batch["input_ids"] = ids(count, length)
+    if not batch:
+        raise InputError(
+            f"{found.path}: {found.kind.__name__} is called with {main!r}, for which it is not known what to give; "
+            "write a function that builds your step, and give it as my_script.py:build"
+        )
+    if training.trains:
+        batch |= _labels(found, count, length)
+    elif length is not None and "decoder_input_ids" in taken:
+        batch["decoder_input_ids"] = ids(count, length)
+    return batch, unit, items
+
+
+def _labels(found: ModelConfig, count: int, length: int | None) -> dict[str, torch.Tensor]:
+    each = torch.empty(count, dtype=torch.long, device="meta")
+    match found.labels:
+        case Labels.TOKENS:
+            shape = (count, length if length is not None else 32)
+            return {"labels": torch.empty(shape, dtype=torch.long, device="meta")}
+        case Labels.CLASSES:
+            regression = found.config.num_labels == 1 and found.config.problem_type is None
+            return {"labels": each.float() if regression else each}
+        case Labels.SPANS:
+            return {"start_positions": each, "end_positions": each.clone()}
+        case Labels.PAIRS | Labels.NONE:
+            return {}
+
+
+def _needed(found: ModelConfig, config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    if value is None:
+        raise InputError(f"{found.path} has no {name!r}, which says how large the inputs of {found.kind.__name__} are")
+    return value
+
+
+def _call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """The model, told not to keep what only generating text needs, and to return its loss."""
+    inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
+    taken = signature(inner.forward).parameters
+    more: dict[str, Any] = {}
+    if "use_cache" in taken:
+        more["use_cache"] = False
+    if "return_loss" in taken and model.training:
+        more["return_loss"] = True
+    return lambda batch: model(**batch, **more)
+
+
+def _training_step(
+    model: nn.Module, optimizers: Sequence[optim.Optimizer], training: Training
+) -> Callable[[dict[str, torch.Tensor]], Any]:
+    call = _call(model)
+
+    def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if training.amp else nullcontext():
+            found = call(batch)
+            loss = getattr(found, "loss", None)
+            if loss is None:
+                loss = _first(found).float().mean()
+        loss.backward()
+        if training.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return train_step
+
+
+def _forward_step(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
+    call = _call(model)
+
+    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return _first(call(batch))
+
+    return forward
+
+
+def _first(found: Any) -> torch.Tensor:
+    """The first result of a model that is a tensor of numbers."""
+    leaves = tree_flatten(tuple(found.to_tuple()) if hasattr(found, "to_tuple") else found)[0]
+    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]

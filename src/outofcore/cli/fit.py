@@ -1,0 +1,644 @@
+"""Whether a model that is known by its configuration fits a device, how fast it is there, and what would help.
+
+The step is captured whole, once, without weights. What fits best is searched for with a shallow model, which has the
+first layers of each stack alone: the smallest budget is what one op needs, and layers that are alike need the same.
+What the shallow model lacks is a constant, known from the whole step; the answer is then captured whole and planned
+for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from time import perf_counter
+
+from outofcore import planning
+from outofcore.cli.configs import (
+    ConfiguredStep,
+    ModelConfig,
+    Training,
+    Unit,
+    configured_step,
+    dtype_of,
+    length_of,
+)
+from outofcore.costs import Costs
+from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError
+from outofcore.estimation.costing import costed
+from outofcore.graph import StepGraph, StorageKind
+from outofcore.planning import QUICK, PolicyLike
+from outofcore.presets import Device, device
+from outofcore.progress import Tell, following, silent
+from outofcore.report import columns, step_report
+from outofcore.units import format_bytes, format_seconds
+
+# What is planned for here is to be known in seconds: one linear program, and few attempts to place what it says. A plan
+# for training is made anyway, with more effort.
+SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
+# Layers of each stack that a shallow model keeps.
+_LAYERS = 2
+# Lengths of sequences are multiples of this, which kernels like.
+STRIDE = 64
+# No sizes above these are looked at.
+_MOST_SAMPLES, _MOST_TOKENS = 1 << 16, 1 << 24
+# Into how many pieces logits and loss are cut where that is asked about.
+_PIECES = 8
+_RANK = 16
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a step needs.
+
+    Attributes:
+        smallest_budget: bytes that can hold it, whatever moves.
+        in_core_budget: bytes from which on nothing needs to move, as plain training would have it.
+        compute_seconds: all ops once; None without a device.
+        bound_seconds: no plan for the device's memory is quicker; None without a device, or where it does not fit.
+    """
+
+    smallest_budget: int
+    in_core_budget: int
+    compute_seconds: float | None
+    bound_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size of a step that fits a device.
+
+    Attributes:
+        size: tokens of a sequence, or samples of a batch; 0: not even the least fits.
+        step: sizes are multiples of this.
+        limit: it is the model's own limit, or the largest that was looked at: the device holds more.
+        smallest_budget: of the step of this size, captured whole.
+        next_smallest_budget: that of the next size; None where ``limit``.
+        placed: whether a plan for this size, with everything leaving that may leave, was placed on the device.
+        certainty: how sure this is, in words.
+        in_core: about how large it may be until something needs to move; None where that is not known.
+    """
+
+    size: int
+    step: int
+    limit: bool
+    smallest_budget: int
+    next_smallest_budget: int | None
+    placed: bool
+    certainty: str
+    in_core: int | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the step would need if something were done otherwise.
+
+    Attributes:
+        what: in words.
+        flag: of the command line that does so; "" where there is none.
+        need: of the changed step.
+    """
+
+    what: str
+    flag: str
+    need: Need
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a budget, as far as it is told.
+
+    Attributes:
+        budget: bytes.
+        fits: whether there is a plan.
+        seconds: of a step; None where there is no plan, or no device.
+        items_per_s: tokens, images or seconds of audio a second.
+        bytes_out, bytes_in: copied in a step.
+        bound_seconds: no plan is quicker.
+        reason: why it does not fit.
+    """
+
+    budget: int
+    fits: bool
+    seconds: float | None = None
+    items_per_s: float | None = None
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bound_seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """All that is said of a configuration. Bytes and seconds throughout."""
+
+    title: str
+    unit: Unit
+    items: float
+    parameters: int
+    trained: int
+    device: Device | None
+    need: Need
+    plans: tuple[Planned, ...]
+    longest: Largest | None
+    batch: Largest | None
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    took_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that was asked about fits."""
+        return all(plan.fits for plan in self.plans)
+
+
+class Captures:
+    """Steps of one configuration, captured once for each way of training."""
+
+    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent) -> None:
+        """Args: the configuration, the device that costs are of, and a progress callback ``(stage, done, total)``."""
+        self._found, self._where, self._tell = found, where, tell
+        self._known: dict[Training, tuple[ConfiguredStep, StepGraph, Costs]] = {}
+        self._smallest: dict[Training, int] = {}
+        self._placed: dict[tuple[Training, int], bool] = {}
+        self._shortens = True
+
+    def of(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
+        """A step with its costs.
+
+        Raises:
+            InputError: an option does not go with the model.
+            CaptureError: the step cannot become one graph.
+        """
+        if training not in self._known:
+            self._known[training] = self._captured(training)
+        return self._known[training]
+
+    def smallest(self, training: Training) -> int:
+        """The smallest budget of a step; of a shallow one nothing else is kept.
+
+        Raises:
+            InputError: an option does not go with the model.
+            CaptureError: the step cannot become one graph.
+        """
+        if training not in self._smallest:
+            if training.layers is not None and self._shortens:
+                try:
+                    _, graph, costs = self._captured(training)
+                except (InputError, CaptureError):
+                    # Its code counts on all of its layers.
+                    self._shortens = False
+                    return self.smallest(training)
+            else:
+                _, graph, costs = self.of(replace(training, layers=None))
+            self._smallest[training] = planning.smallest_budget(graph, costs)
+        return self._smallest[training]
+
+    def placed(self, training: Training, memory: int) -> bool:
+        """Whether a plan in which everything leaves between two uses lies within a memory."""
+        if (training, memory) not in self._placed:
+            _, graph, costs = self.of(training)
+            try:
+                planning.plan_step(graph, costs, memory, "offload-all")
+            except BudgetError:
+                self._placed[training, memory] = False
+            else:
+                self._placed[training, memory] = True
+        return self._placed[training, memory]
+
+    def fitted(self, training: Training, memory: int) -> None:
+        """Take it that there is a plan for a step within a memory: one was made."""
+        self._placed[training, memory] = True
+
+    def _captured(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
+        step = configured_step(self._found, training)
+        try:
+            graph, costs = costed(
+                step.step, step.models, step.optimizers, step.inputs, {}, where=self._where, cache=None, tell=self._tell
+            )
+        except OutOfCoreError as error:
+            raise _uncaptured(self._found, error) from error
+        except Exception as error:
+            # What transformers makes of its inputs is its own affair, and mostly that of the configuration.
+            raise InputError(
+                f"{self._found.path}: a step of {self._found.kind.__name__} fails: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model wants other "
+                "inputs: then write a function that builds your step, and give it as my_script.py:build"
+            ) from error
+        return replace(step, models=[], optimizers=[], inputs=()), graph, costs
+
+
+def _uncaptured(found: ModelConfig, error: OutOfCoreError) -> OutOfCoreError:
+    if not isinstance(error, CaptureError):
+        return error
+    return CaptureError(
+        f"{found.path}: {found.kind.__name__} cannot be captured as one graph: {error} It can be trained as it is "
+        "within outofcore.budget(...), but not planned for ahead."
+    )
+
+
+def fit(
+    found: ModelConfig,
+    training: Training,
+    card: Device | None,
+    budgets: tuple[int, ...],
+    policy: PolicyLike,
+    tell: Tell,
+) -> Fit:
+    """Answer for a configuration.
+
+    Args:
+        found: the configuration.
+        training: what is done with it.
+        card: the device; None: only bytes are told.
+        budgets: bytes to plan for besides the device's memory.
+        policy: how to plan.
+        tell: progress callback ``(stage, done, total)``.
+
+    Raises:
+        InputError: an option does not go with the model.
+        CaptureError: the step cannot become one graph.
+    """
+    start = perf_counter()
+    captures = Captures(found, card or device("a100-80gb"), tell)
+    # A length that was left open is known from here on, so that nothing is captured twice.
+    training = replace(training, sequence=training.sequence or length_of(found, training))
+    step, graph, costs = captures.of(training)
+    if not graph.ops:
+        raise InputError(f"{found.path}: nothing is computed in a step of {found.kind.__name__}")
+    memory = None if card is None else card.memory_bytes
+    need = _need(graph, costs, memory)
+    wanted = (*budgets, *([] if memory is None else [memory]))
+    bounds = {} if memory is None or need.bound_seconds is None else {memory: need.bound_seconds}
+    plans = tuple(_planned(graph, costs, budget, policy, step.items, card, bounds) for budget in dict.fromkeys(wanted))
+    for plan in plans:
+        if plan.fits:
+            captures.fitted(training, plan.budget)
+    longest = batch = None
+    limit = memory if memory is not None else (min(budgets) if budgets else None)
+    if limit is not None:
+        tell("search for the largest that fits", 0, 2)
+        if step.sequence is not None:
+            longest = _largest(captures, found, training, step.sequence, need, limit, tokens=True)
+        tell("search for the largest that fits", 1, 2)
+        batch = _largest(captures, found, training, training.batch, need, limit, tokens=False)
+        tell("search for the largest that fits", 2, 2)
+    changes = _changes(captures, found, training, memory, tell)
+    if card is None:
+        need = replace(need, compute_seconds=None, bound_seconds=None)
+    return Fit(
+        title=step.title,
+        unit=step.unit,
+        items=step.items,
+        parameters=step.parameters,
+        trained=step.trained,
+        device=card,
+        need=need,
+        plans=plans,
+        longest=longest,
+        batch=batch,
+        changes=tuple(sorted(changes, key=partial(_rank, need, limit))),
+        notes=step.notes,
+        took_seconds=perf_counter() - start,
+    )
+
+
+def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
+    smallest = planning.smallest_budget(graph, costs)
+    whole = planning.in_core_budget(graph, costs)
+    bound = None
+    if memory is not None and memory >= smallest:
+        bound = costs.compute_seconds if whole <= memory else _bound(graph, costs, memory)
+    return Need(smallest, whole, costs.compute_seconds if memory is not None else None, bound)
+
+
+def _bound(graph: StepGraph, costs: Costs, budget: int) -> float:
+    """Seconds that no plan beats."""
+    return max(planning.lower_bound_seconds(graph, costs, budget) or 0.0, costs.compute_seconds)
+
+
+def _planned(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    policy: PolicyLike,
+    items: float,
+    card: Device | None,
+    bounds: dict[int, float],
+) -> Planned:
+    try:
+        planned = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
+    except BudgetError as error:
+        return Planned(budget, False, reason=str(error))
+    if card is None:
+        return Planned(budget, True)
+    seconds = planned.timeline.step_seconds
+    bound = bounds.get(budget) or _bound(graph, costs, budget)
+    report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
+    rate = items / seconds if seconds else None
+    return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
+
+
+# The largest that fits
+
+
+def _largest(
+    captures: Captures, found: ModelConfig, training: Training, now: int, need: Need, memory: int, *, tokens: bool
+) -> Largest:
+    """The longest sequence, or the largest batch, that fits a device's memory."""
+    stride, most = 1, _MOST_SAMPLES
+    if tokens:
+        own = found.sequence_limit
+        most = own or _MOST_TOKENS
+        stride = STRIDE if most >= 4 * STRIDE else 1
+    most = max(most // stride, 1)
+
+    def sized(count: int, *, shallow: bool) -> Training:
+        size = max(count * stride, 2) if tokens else count
+        layers = _LAYERS if shallow else None
+        return replace(training, **{"sequence" if tokens else "batch": size}, layers=layers)
+
+    # What the other layers add: their small parameters, which stay on the device.
+    here = replace(training, layers=_LAYERS, **({"sequence": now} if tokens else {}))
+    beyond = max(need.smallest_budget - captures.smallest(here), 0)
+
+    def shallow_need(count: int) -> int:
+        return captures.smallest(sized(count, shallow=True)) + beyond
+
+    known = {now / stride: need.smallest_budget}
+    size = _search(shallow_need, known, memory, most)
+    whole = 0
+    while size:
+        whole = captures.smallest(sized(size, shallow=False))
+        if whole <= memory:
+            break
+        # The layers that a shallow model lacks need more than those that it has.
+        size -= 1
+    if not size:
+        least = captures.smallest(sized(1, shallow=False))
+        return Largest(0, stride, False, least, least, False, "the least size was captured whole, and does not fit")
+    if size == most:
+        return Largest(
+            size * stride,
+            stride,
+            True,
+            whole,
+            None,
+            captures.placed(sized(size, shallow=False), memory),
+            "the device holds this, which is all that the model has positions for"
+            if tokens and found.sequence_limit
+            else "the device holds this, and nothing larger was looked at",
+        )
+    more = captures.smallest(sized(size + 1, shallow=True))
+    how = "by its first layers alone"
+    if more <= memory:
+        more, how = captures.smallest(sized(size + 1, shallow=False)), "as captured whole"
+    placed = captures.placed(sized(size, shallow=False), memory)
+    certainty = (
+        f"captured whole and {'planned for' if placed else 'not planned for'}; the next size does not fit, {how}"
+    )
+    in_core = _in_core(captures, sized, need, now / stride, size, memory)
+    return Largest(
+        size * stride, stride, False, whole, more, placed, certainty, None if in_core is None else in_core * stride
+    )
+
+
+def _search(need: Callable[[int], int], known: dict[float, int], memory: int, most: int) -> int:
+    """The largest count up to ``most`` whose need is within a memory; 0: none.
+
+    Needs rise with the count, nearly as straight lines: the next count is where the line through the last two meets the
+    memory; halves of the interval where that does not close in.
+    """
+    points = dict(known)
+
+    def fits(count: int) -> bool:
+        if count not in points:
+            points[count] = need(count)
+        return points[count] <= memory
+
+    low, high = 0, most + 1
+    for tries in range(64):
+        if high - low <= 1:
+            break
+        # Every third time the interval is halved, in case needs are no line.
+        guess = _where(points, memory) if tries % 3 < 2 else None
+        count = (low + high) // 2 if guess is None else int(guess)
+        count = min(max(count, low + 1), high - 1)
+        if fits(count):
+            low = count
+        else:
+            high = count
+        # The line may well be right: then the count beside closes the interval.
+        if guess is not None and high - low > 1:
+            beside = count + 1 if low == count else count - 1
+            if fits(beside):
+                low = beside
+            else:
+                high = beside
+    return low
+
+
+def _where(points: dict[float, int], memory: int) -> float | None:
+    """Where the line through the two points nearest to the memory meets it; None: it does not rise."""
+    if len(points) < 2:
+        return None
+    near = sorted(points, key=lambda count: abs(points[count] - memory))[:2]
+    rise = (points[near[1]] - points[near[0]]) / (near[1] - near[0])
+    return None if rise <= 0 else near[0] + (memory - points[near[0]]) / rise
+
+
+def _in_core(
+    captures: Captures,
+    sized: Callable[..., Training],
+    need: Need,
+    now: float,
+    size: int,
+    memory: int,
+) -> int | None:
+    """About the size up to which nothing needs to move, from a straight line through two that are known."""
+    if need.in_core_budget > memory and now <= 1:
+        return 0
+    _, graph, costs = captures.of(sized(size, shallow=False))
+    above = planning.in_core_budget(graph, costs)
+    if above <= memory:
+        return size
+    where = _where({now: need.in_core_budget, float(size): above}, memory) if now != size else None
+    return None if where is None else max(min(int(where), size), 0)
+
+
+# What would help
+
+
+def _changes(
+    captures: Captures, found: ModelConfig, training: Training, memory: int | None, tell: Tell
+) -> list[Change]:
+    _, graph, costs = captures.of(training)
+    changes: list[Change] = []
+    pieces = _in_pieces(found, training, graph)
+    if pieces is not None:
+        changes.append(Change(f"logits and loss in {_PIECES} pieces", "", _need(pieces, costs, memory)))
+    wanted: list[tuple[str, str, Training]] = []
+    if training.trains:
+        if not training.checkpointing:
+            wanted.append(("gradient checkpointing", "--checkpointing", replace(training, checkpointing=True)))
+        if training.lora is None:
+            wanted.append((f"LoRA of rank {_RANK}", f"--lora {_RANK}", replace(training, lora=_RANK)))
+    if dtype_of(found, training).itemsize == 4:
+        wanted.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
+    for number, (what, flag, other) in enumerate(wanted):
+        tell("try what would help", number, len(wanted))
+        try:
+            _, changed, its_costs = captures.of(other)
+        except (InputError, CaptureError, ModuleNotFoundError):
+            continue  # a model without checkpointing, no peft: then it is no help
+        changes.append(Change(what, flag, _need(changed, its_costs, memory)))
+    tell("try what would help", len(wanted), len(wanted))
+    return changes
+
+
+def _in_pieces(found: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
+    """The step with what has a number for each token and each word of the vocabulary cut down; None: there is nothing.
+
+    As a loss that is computed for some tokens at a time would have it: of logits, their copies and gradients only a
+    piece is there.
+    """
+    words, length = getattr(found.text, "vocab_size", None), training.sequence
+    if not isinstance(words, int) or not found.reads_tokens:
+        return None
+    counts = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
+    tokens = training.batch * length if length else max((count // 8 for count in counts), default=0)
+    # A language model may leave out the last token of each sample.
+    lengths = {tokens, tokens - training.batch}
+    whole = {count * words * item for count in lengths for item in (2, 4) if count > 0}
+    cut = [s for s in graph.storages if s.kind is StorageKind.ACTIVATION and s.bytes in whole]
+    if not cut:
+        return None
+    smaller = {s.id: replace(s, bytes=s.bytes // _PIECES) for s in cut}
+    return replace(graph, storages=tuple(smaller.get(s.id, s) for s in graph.storages))
+
+
+def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
+    """The best first: what makes it fit, then what makes it quick, then what takes the fewest bytes."""
+    need = change.need
+    if memory is None or need.bound_seconds is None:
+        return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)
+    return (need.bound_seconds, need.in_core_budget)
+
+
+# What is said
+
+
+def content_of(found: Fit) -> dict[str, object]:
+    """An answer as JSON: bytes and seconds throughout, null where nothing is known."""
+    return {
+        "model": found.title,
+        "unit": found.unit.value,
+        "items_per_step": found.items,
+        "parameters": found.parameters,
+        "trained_parameters": found.trained,
+        "device": None if found.device is None else found.device.key,
+        "device_bytes": None if found.device is None else found.device.memory_bytes,
+        "simulated": None if found.device is None else found.device.describe(),
+        **asdict(found.need),
+        "fits": found.fits if found.plans else None,
+        "plans": [asdict(plan) for plan in found.plans],
+        "longest_sequence": None if found.longest is None else asdict(found.longest),
+        "largest_batch": None if found.batch is None else asdict(found.batch),
+        "changes": [asdict(change) for change in found.changes],
+        "notes": list(found.notes),
+        "took_seconds": found.took_seconds,
+    }
+
+
+def text_of(found: Fit) -> str:
+    """An answer for people."""
+    need = found.need
+    rows = [
+        ("smallest budget", f"{format_bytes(need.smallest_budget)} ({need.smallest_budget} bytes)"),
+        ("nothing moves", f"from {format_bytes(need.in_core_budget)} ({need.in_core_budget} bytes) on"),
+    ]
+    if need.compute_seconds is not None:
+        rows.append(("ops alone", f"{format_seconds(need.compute_seconds)} a step{_rate(found, need.compute_seconds)}"))
+    for plan in found.plans:
+        rows.append((f"within {format_bytes(plan.budget)}", _plan_text(found, plan)))
+    if found.longest is not None:
+        rows.append(("longest sequence", _largest_text(found.longest, "tokens")))
+    if found.batch is not None:
+        rows.append(("largest batch", _largest_text(found.batch, "samples")))
+    parts = [found.title]
+    if found.device is not None:
+        parts.append(f"SIMULATED: {found.device.describe()}")
+    parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
+    if found.changes:
+        head = (
+            "what would change it",
+            "smallest",
+            "nothing moves",
+            *(("step, at best",) if found.device else ()),
+            "by",
+        )
+        table = [head, *(_change_row(found, change) for change in found.changes)]
+        parts.append(columns(table))
+    parts += [f"note: {note}" for note in found.notes]
+    if found.device is None:
+        parts.append("note: no times are told without a device: name one with --gpu, such as --gpu rtx4090-24gb")
+    return "\n".join(parts)
+
+
+def _rate(found: Fit, seconds: float) -> str:
+    return f", {found.items / seconds:,.0f} {found.unit.value} a second" if seconds and found.items else ""
+
+
+def _plan_text(found: Fit, plan: Planned) -> str:
+    if not plan.fits:
+        lacking = found.need.smallest_budget - plan.budget
+        return f"does not fit: {format_bytes(lacking)} are lacking" if lacking > 0 else "no plan was found"
+    if plan.seconds is None:
+        return "fits"
+    how = "fits, with copies" if plan.bytes_in or plan.bytes_out else "fits, and nothing moves"
+    bound = plan.bound_seconds or 0.0
+    off = "" if plan.seconds <= 1.01 * bound else f"; no plan is quicker than {format_seconds(bound)}"
+    return f"{how}: {format_seconds(plan.seconds)} a step{_rate(found, plan.seconds)}{off}"
+
+
+def _largest_text(found: Largest, what: str) -> str:
+    if not found.size:
+        return f"none fits: {found.certainty}"
+    core = "" if found.in_core is None else f"; nothing moves up to about {found.in_core}"
+    return f"{found.size} {what}{core} ({found.certainty})"
+
+
+def _change_row(found: Fit, change: Change) -> tuple[str, ...]:
+    need = change.need
+    times: tuple[str, ...] = ()
+    if found.device is not None:
+        bound = need.bound_seconds
+        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate(found, bound)}",)
+    return (
+        change.what,
+        format_bytes(need.smallest_budget),
+        format_bytes(need.in_core_budget),
+        *times,
+        change.flag or "-",
+    )
+
+
+def answer(
+    found: ModelConfig,
+    training: Training,
+    *,
+    card: Device | None,
+    budgets: tuple[int, ...],
+    policy: PolicyLike,
+    as_json: bool,
+) -> bool:
+    """Print what is said of a configuration; False: something that was asked about does not fit.
+
+    Raises:
+        OutOfCoreError: an option does not go with the model, or it cannot be captured.
+    """
+    with following(silent if as_json else None) as tell:
+        known = fit(found, training, card, budgets, policy, tell)
+    print(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
+    return known.fits
