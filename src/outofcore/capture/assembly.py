@@ -66,7 +66,8 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
                 "the step as an argument"
             )
-    storages = tuple(Storage(index, s.bytes, s.kind, s.name) for index, s in enumerate(tables.storages))
+    watched = tables.device.type == "cpu"  # see ``StateKeeper.bring_home``
+    storages = tuple(Storage(index, s.bytes, s.kind, s.name, watched) for index, s in enumerate(tables.storages))
     return compacted(
         Captured(
             graph=StepGraph(storages, tuple(op for op, _ in traced), tuple(outputs)),

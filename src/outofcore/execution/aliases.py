@@ -26,6 +26,7 @@ from outofcore.capture.captured import CPU, Captured, StateBinding, Value
 from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
+from outofcore.execution.fingerprints import fingerprint
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Slots
 
@@ -143,7 +144,9 @@ class State:
     bytes: int
     place: Place
     windows: list[Window] = field(default_factory=list[Window])
-    slot: int | None = None  # its offset at its home
+    # The offset of its slot at its home. In the arena: of a copy there, whose fingerprint is ``mark``.
+    slot: int | None = None
+    mark: int | None = None
     home: int = 0  # which of the homes, nearest first, has its slot
     origin: torch.device = CPU  # where the user had it
     # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
@@ -201,6 +204,10 @@ class State:
         for window in self.windows:
             tensor_on(gathered, window.value).copy_(window.tensor.data)
         return gathered
+
+    def fingerprint(self) -> int:
+        """Of the bytes that are shown, which lie on the CPU."""
+        return fingerprint(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
         """How far the bytes lie behind an address, that of an arena which has them."""

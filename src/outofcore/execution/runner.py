@@ -124,7 +124,7 @@ class Runner:
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
-            keeper.enter(self._states, self.program, arena)
+            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
@@ -160,7 +160,7 @@ class Runner:
         """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
         found: dict[int, int] = {}
         for storage, state in self._states.items():
-            if state.place is Place.HOME:
+            if state.place is Place.HOME or storage in self.program.clean:
                 found[storage] = self._keeper.slot(state)
         for index, (_, state) in self._gradients.items():
             if is_large(state.bytes) and index not in self._staying:
@@ -206,6 +206,8 @@ class Runner:
                 self._first_requests = {}
         for slots in self._keeper.slots:
             slots.home.start()
+        for storage in self.program.clean:
+            self._keeper.bring_home(self._states[storage], placed.arena)
         placed.undo.begin(placed.arena)
         self._begun = True
         timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
