@@ -58,6 +58,7 @@ class Worker:
         spec: what it trains.
         preload: a shared library to load before all others.
         limit: seconds that an answer may take before the process is killed; None: any time.
+        script: that it runs.
 
     Raises:
         WorkerError: it could not be set up.
@@ -67,6 +68,7 @@ class Worker:
     spec: Spec
     preload: Path | None = None
     limit: float | None = None
+    script: Path = Path(__file__).with_name("_worker.py")
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -75,7 +77,7 @@ class Worker:
         if self.preload is not None:
             env["LD_PRELOAD"] = str(self.preload)
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("_worker.py")), json.dumps(asdict(self.spec))],
+            [sys.executable, str(self.script), json.dumps(asdict(self.spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

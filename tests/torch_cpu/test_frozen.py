@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import outofcore
@@ -48,9 +50,10 @@ class Side:
         return self.model[number % DEPTH]
 
 
-def made() -> Side:
-    torch.manual_seed(3)
-    model = nn.Sequential(*[Adapted() for _ in range(DEPTH)])
+def made(model: nn.Sequential | None = None) -> Side:
+    if model is None:
+        torch.manual_seed(3)
+        model = nn.Sequential(*[Adapted() for _ in range(DEPTH)])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +74,11 @@ def values(number: int) -> torch.Tensor:
     return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number)) * 0.1
 
 
-def compiled(home: str, host_budget: str | None = None) -> tuple[Side, outofcore.CompiledStep]:
+def compiled(
+    home: str | outofcore.OpenHome, host_budget: str | None = None, ours: Side | None = None
+) -> tuple[Side, Any]:
     """A step of which some frozen weights stay in the arena from step to step, and leave it within."""
-    ours = made()
+    ours = ours or made()
     budget = outofcore.smallest_budget(ours.step, ours.model, ours.optimizer, inputs=(batch(0),)) + 3 * _WEIGHT
     step = outofcore.compile(
         ours.step, ours.model, ours.optimizer, budget=budget, home=home, host_budget=host_budget, dynamic=False
@@ -82,15 +87,32 @@ def compiled(home: str, host_budget: str | None = None) -> tuple[Side, outofcore
     return ours, step
 
 
-def program_of(step: outofcore.CompiledStep) -> Any:
+def from_file(folder: Path, home: outofcore.OpenHome) -> Side:
+    """The same model, with its weights where a file has them."""
+    save_file(made().model.state_dict(), folder / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*[Adapted() for _ in range(DEPTH)])
+    outofcore.materialize(model, home=home, weights=folder)
+    return made(model)
+
+
+def program_of(step: Any) -> Any:
     session = step._session
     assert session.runner is not None
     return session.runner.program, session.runner.captured.graph
 
 
-@pytest.fixture(params=["disk", "host", "tiers"])
-def pair(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=["disk", "host", "tiers", "file"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     home = request.param
+    if home == "file":
+        with outofcore.open_home("disk") as opened:
+            ours, step = compiled(opened, ours=from_file(tmp_path, opened))
+            before = (tmp_path / "model.safetensors").read_bytes()
+            with step:
+                yield made(), ours
+            assert (tmp_path / "model.safetensors").read_bytes() == before
+        return
     ours, step = compiled("disk" if home == "tiers" else home, "300KiB" if home == "tiers" else None)
     with step:
         yield made(), ours

@@ -26,6 +26,7 @@ from outofcore.capture.captured import CPU, Captured, StateBinding, Value
 from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
+from outofcore.execution.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
 from outofcore.execution.fingerprints import fingerprint
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Slots
@@ -414,6 +415,13 @@ class Faces:
         elif self.drop_elsewhere is not None:
             self.drop_elsewhere(tensor)
 
+    def restore(self, tensor: torch.Tensor) -> None:
+        """Have a tensor show again what the file has that it was read from in place; nothing else is changed."""
+        face = self.find(tensor)
+        files = None if face is None else self.slots[face.home].home.files
+        if face is not None and files is not None:
+            files.restore(face.offset)
+
     def birth(self, count: int) -> torch.Tensor:
         """A face of ``count`` bytes at the last home, contents unknown, for a tensor that begins its life there.
 
@@ -423,6 +431,43 @@ class Faces:
         self.sweep()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
+
+    def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
+        """A face of ``count`` bytes of a file at the last home, which has no copy of them.
+
+        Raises:
+            StateError: the home takes no files (see ``takes_files``).
+        """
+        self.sweep()
+        last = len(self.slots) - 1
+        files = self.slots[last].home.files
+        if files is None:
+            raise StateError("this home takes no files; please report it")
+        return self.show(last, files.adopt(file, begin, count), count, owned=False)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether the last home reads files where they are, and finds out what is written to what shows them."""
+        return self.slots[-1].home.files is not None and writes_are_seen()
+
+    def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
+        """The home and the slot whose bytes are those of a tensor's storage; None: they are in the tensor alone.
+
+        Args:
+            tensor: any.
+            to_write: whether somebody is about to write there, or to the tensor: not to somebody else's file.
+
+        Raises:
+            SpillError: the home has no room for what was in a file.
+        """
+        face = self.find(tensor)
+        if face is None:
+            return None
+        slots = self.slots[face.home]
+        if to_write:
+            slots.own(face.offset)
+        moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # not at a page's beginning
+        return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def part(self, tensor: torch.Tensor | None) -> None:
         """Give a tensor its bytes in a place of their own, because those where it is are to be something else's.

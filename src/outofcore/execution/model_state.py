@@ -11,6 +11,7 @@ changing it in place, saving a state dict or evaluating the model needs nothing 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Set
@@ -24,8 +25,16 @@ from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Val
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arena import Memory
+from outofcore.execution.file_ranges import FIRST_RANGE
+from outofcore.execution.memory import Region, map_anonymous
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
+from outofcore.units import MIB
+
+_log = logging.getLogger("outofcore")
+
+# What moves between two slots does so in pieces of so many bytes.
+_MOVED_BYTES = MIB
 
 
 class StateKeeper:
@@ -43,6 +52,7 @@ class StateKeeper:
         self._by_tensor: dict[str, State] = {}
         self._arena: Memory | None = None
         self._settled: set[int] = set()  # ids of states that are not to make way for others
+        self._in_files: list[State] = []  # of the program in the arena, what is shown in others' files
         self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # how often all states were forgotten
@@ -377,6 +387,29 @@ class StateKeeper:
                     self._to_home(states[storage], home)
         for storage in program.clean:
             self._copy_home(states[storage], lodgings.get(storage, 0), arena)
+        for storage in sorted(leaving.keys() - unwritten):
+            self._to_slot(states[storage])
+        self._in_files = [state for state in states.values() if self._is_in_file(state)]
+
+    def _to_slot(self, state: State) -> None:
+        """Have a state that a step writes in a slot that it can be written to."""
+        if state.place is not Place.HOME or state.slot is None or state.slot < FIRST_RANGE:
+            return
+        self._notice(state)
+        old, slots = state.slot, self.slots[state.home]
+        new = self._take(state.home, state)
+        buffer = Region(map_anonymous(_MOVED_BYTES), _MOVED_BYTES).memory(0, _MOVED_BYTES)
+        try:
+            for start in range(0, state.bytes, _MOVED_BYTES):
+                piece = buffer[: min(_MOVED_BYTES, state.bytes - start)]
+                slots.home.read(old + start, piece)
+                slots.home.write(new + start, piece)
+        except BaseException:
+            slots.give(new, placed_bytes(state.bytes))
+            raise
+        self._vacate(state)
+        state.slot = new
+        state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
 
     def _copy_home(self, state: State, home: int, arena: Memory) -> None:
         """Have a copy of what is in the arena at a home.
@@ -400,10 +433,32 @@ class StateKeeper:
         mark = state.fingerprint()
         if mark == state.mark or state.slot is None:
             return False
+        if self.slots[state.home].is_in_file(state.slot):
+            self._vacate(state)
+            state.slot = self._take(state.home, state)
         store = self.slots[state.home].home
         arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
         state.mark = mark
         return True
+
+    def notice_writes(self) -> None:
+        """Have what the user has written to a tensor that is shown in a file counted from here on.
+
+        Raises:
+            SpillError: the home has no room for it.
+            TransferError: it could not be copied.
+        """
+        for state in self._in_files:
+            self._notice(state)
+        self._in_files = [state for state in self._in_files if self._is_in_file(state)]
+
+    def _notice(self, state: State) -> None:
+        if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
+            self.slots[state.home].own(state.slot)
+            _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
+
+    def _is_in_file(self, state: State) -> bool:
+        return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
 
     def leave(self, arena: Memory) -> None:
         """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
@@ -501,6 +556,7 @@ class StateKeeper:
             state.mark = None
             state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
             return
+        self._notice(state)
         slots = self.slots[home]
         fresh = slots.end
         slot = self._take(home, state)
@@ -529,6 +585,7 @@ class StateKeeper:
         if state.place is Place.UNBORN:
             target.zero_()
         elif state.place is Place.HOME and state.slot is not None:
+            self._notice(state)
             arena.load(block.offset, block.bytes, self.slots[state.home].home, state.slot)
         else:
             target.copy_(state.bytes_now())
