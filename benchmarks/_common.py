@@ -21,6 +21,7 @@ from outofcore.report.machine import this_machine
 from outofcore.units import MIB
 
 RESULTS = Path(__file__).with_name("results")
+_SCRIPT = Path(__file__).with_name("_worker.py")
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
@@ -68,7 +69,7 @@ class Worker:
     spec: Spec
     preload: Path | None = None
     limit: float | None = None
-    script: Path = Path(__file__).with_name("_worker.py")
+    script: Path = _SCRIPT
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""One process of the benchmark of adapters: trains LoRA on all linear layers of a Llama-shaped model, as its parent says.
+"""One process of the benchmark of adapters: trains LoRA on all linear layers of a Llama-shaped model, step by step.
 
 Its argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (PEFT in core), "outofcore" (compiled, with the weights
 read where the files have them) or "followed" (the same loop in ``outofcore.budget``). It answers ``step`` and
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import outofcore
 from outofcore.errors import OutOfCoreError
@@ -34,8 +36,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def config_of(options: dict[str, Any]) -> Any:
     """The shape of the model; by default that of TinyLlama 1.1B."""
-    from transformers import LlamaConfig
-
     return LlamaConfig(
         hidden_size=options.get("width", 2048),
         num_hidden_layers=options.get("layers", 22),
@@ -52,8 +52,6 @@ def config_of(options: dict[str, Any]) -> Any:
 
 def make(folder: Path, options: dict[str, Any]) -> None:
     """Write a model of random weights, a file for each layer, where there is none yet."""
-    from transformers import LlamaForCausalLM
-
     if (folder / "model.safetensors.index.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +84,9 @@ def make(folder: Path, options: dict[str, Any]) -> None:
 def _unnamed_bytes() -> int:
     """Bytes on disks of the files without a name that this process has open."""
     found: dict[tuple[int, int], int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for opened in Path("/proc/self/fd").iterdir():
         try:
-            facts = os.stat(f"/proc/self/fd/{name}")
+            facts = opened.stat()
         except OSError:
             continue
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0:
@@ -98,9 +96,6 @@ def _unnamed_bytes() -> int:
 
 class _Training:
     def __init__(self, spec: dict[str, Any]) -> None:
-        from peft import LoraConfig, get_peft_model
-        from transformers import LlamaForCausalLM
-
         self._options: dict[str, Any] = spec["options"]
         self._mode: str = spec["mode"]
         torch.set_num_threads(self._options.get("threads", torch.get_num_threads()))

@@ -1,9 +1,9 @@
 """LoRA on all linear layers of a 1.1 B-parameter model within 400 MiB, beside PEFT in core.
 
-The model has TinyLlama's shape and random weights in safetensors files, which are made on first use. Compared are losses
-and adapters, bit for bit; what is copied of frozen weights; the time of a step and from the start to the end of the
-first one; memory as the kernel counts it; and what we take of the disk. ``compile`` reads the weights where the files
-have them; ``follow`` is a plain loop in ``outofcore.budget``. Each is a process of its own, and they take turns.
+The model has TinyLlama's shape and random weights in safetensors files, which are made on first use. Compared are
+losses and adapters, bit for bit; what is copied of frozen weights; the time of a step and from the start to the end of
+the first one; memory as the kernel counts it; and what we take of the disk. ``compile`` reads the weights where the
+files have them; ``follow`` is a plain loop in ``outofcore.budget``. Each is a process of its own, and they take turns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _measure(folder: Path, dtype: str, budget: int, ways: list[str], rounds: int
     seconds = {way: [step["seconds"] for step in worker.steps] for way, worker in workers.items()}
     first = {way: facts[way]["seconds"] + found[0] for way, found in seconds.items()}
     half = rounds // 2  # by then there are plans
-    moved = {way: worker.steps[-1]["written_bytes"] - worker.steps[-2]["written_bytes"] for way, worker in workers.items()}
+    moved = {
+        way: worker.steps[-1]["written_bytes"] - worker.steps[-2]["written_bytes"] for way, worker in workers.items()
+    }
     moved |= {way: report["bytes_out"] for way, report in reports.items() if "bytes_out" in report}
     losses = {way: [step["loss"] for step in worker.steps] for way, worker in workers.items()}
     return {

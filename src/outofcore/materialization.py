@@ -127,9 +127,9 @@ def materialize(
 
     With ``weights``, what the files have in the dtype of the model stays there: the files are read in place, past the
     page cache, as steps need them; no copy is made, and nothing of it is read now. Between steps such a tensor is a
-    private mapping of the file, so that whatever is written to it stays in this process, and it moves to the home before
-    the next step. So does what a step learns, when that is first called. Leave the files as they are while the model is
-    in use. What is read now is small tensors, and those that are stored in another dtype.
+    private mapping of the file, so that whatever is written to it stays in this process, and it moves to the home
+    before the next step. So does what a step learns, when that is first called. Leave the files as they are while the
+    model is in use. What is read now is small tensors, and those that are stored in another dtype.
 
     Without ``weights``, each module's own ``reset_parameters`` runs, inner modules before outer ones, as when
     PyTorch's modules are constructed; then ``init`` for each module, as by ``model.apply(init)``. For a model

@@ -131,7 +131,9 @@ def _ones(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", ["a step learns it", "another dtype", "init", "its module lacks something"])
-def test_what_changes_or_is_initialised_has_the_right_bytes(home: outofcore.OpenHome, tmp_path: Path, change: str) -> None:
+def test_what_changes_or_is_initialised_has_the_right_bytes(
+    home: outofcore.OpenHome, tmp_path: Path, change: str
+) -> None:
     weights = saved(tmp_path)
     if change == "its module lacks something":
         del weights["1.bias"]
@@ -287,7 +289,14 @@ def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
             start = end
         assert start == len(changed)
     assert refused > 200
-    for text in (b'{"a":1,"a":2}', b"[" * 5000, b"[]", b"{}x", b"\xff\xfe", b'{"a":{"dtype":["F32"],"shape":[],"data_offsets":[0,4]}}'):
+    for text in (
+        b'{"a":1,"a":2}',
+        b"[" * 5000,
+        b"[]",
+        b"{}x",
+        b"\xff\xfe",
+        b'{"a":{"dtype":["F32"],"shape":[],"data_offsets":[0,4]}}',
+    ):
         path.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(InputError):
             read_header(path)

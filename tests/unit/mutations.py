@@ -274,7 +274,7 @@ def leave_early(graph: StepGraph, program: Program, random: Random | None = None
 
 def forget_copy(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """What leaves without a copy is not said to be at home when the step begins, or something that an op writes is."""
-    for storage in _mixed(program.clean, random):
+    for storage in _mixed(list(program.clean), random):
         kept = tuple(s for s in program.clean if s != storage)
         yield f"storage {storage} is not clean", replace(program, clean=kept)
     wraps = {b.storage for b in program.blocks if b.wraps}

@@ -1,10 +1,10 @@
 """Slots that lie in somebody else's file: a checkpoint's, which is read where it is and never written.
 
-A range is the bytes of one tensor in such a file. It counts as a slot of the home that has it, from an offset on that no
+A range is the bytes of one tensor in such a file. It counts as a slot of the home that has it, at an offset that no
 page of the home itself has. What the user sees of it between steps are pages of the file, mapped privately (copy on
 write): they come as they are read, and what is written to them never reaches the file. The kernel says of each page
-whether it was written (``/proc/self/pagemap``, see its admin guide), by whatever alias; such a range moves, at the same
-addresses, to pages of the home's own before the next step reads it.
+whether it was written (``/proc/self/pagemap``), by whatever alias; such a range moves, at the same addresses, to pages
+of the home's own before the next step reads it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class ReadFile:
         """
         now = Stamp.of(self.descriptor)
         if now != self._stamp:
-            how = f"has {now.bytes} bytes, and had {self._stamp.bytes}" if now.bytes != self._stamp.bytes else "is newer"
+            how = (
+                f"has {now.bytes} bytes, and had {self._stamp.bytes}" if now.bytes != self._stamp.bytes else "is newer"
+            )
             raise TransferError(
                 f"{self.path} was changed while weights were read from it in place (it {how}): the model is no longer "
                 "what it was; put the file back and start again, and write new checkpoints under other names"

@@ -1,9 +1,9 @@
 """Fingerprints: whether bytes are still those that they were, by whatever way somebody has written to them.
 
-PyTorch counts what is written to a tensor (``_version``), but not what goes through ``tensor.data``, NumPy, or a pointer
-that others have. So what lies in the arena between two steps and at home as well is read once when a step starts. Bytes
-that differ have the same fingerprint with a chance of about 2^-64, whatever they are: it depends on numbers that are
-drawn anew in each process.
+PyTorch counts what is written to a tensor (``_version``), but not what goes through ``tensor.data``, NumPy, or a
+pointer that others have. So what lies in the arena between two steps and at home as well is read once when a step
+starts. Bytes that differ have the same fingerprint with a chance of about 2^-64, whatever they are: it depends on
+numbers that are drawn anew in each process.
 """
 
 from __future__ import annotations

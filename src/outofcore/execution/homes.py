@@ -537,7 +537,7 @@ class DiskHome:
 
     @property
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most: the limit, or what they have and the free space; and those in files."""
+        """Bytes that slots could occupy at most: the limit, or what they have and what is free; and those in files."""
         room = self.bytes + free_bytes(self.directory)
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 

@@ -183,6 +183,7 @@ class StateKeeper:
         except SpillError:
             kept = [s for s in self._states.values() if s.place is Place.ARENA and s.home == home]
             spare = [s for s in kept if s.slot is not None and id(s) not in self._relied_on]
+            spare = [s for s in spare if s.slot is not None and not slots.is_in_file(s.slot)]
             for other in spare:
                 self._vacate(other)
             if home == last and not slots.home.in_memory and not spare:
@@ -343,7 +344,9 @@ class StateKeeper:
         slot = self.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
 
-    def enter(self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()) -> None:
+    def enter(
+        self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()
+    ) -> None:
         """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
 
         Args:

@@ -154,7 +154,7 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
 
 
 def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
-    """What leaves without a copy: its slot is nobody else's, and its bytes may be gone from its block until they return."""
+    """What leaves without a copy: its slot is nobody else's, and its block may have other bytes until it returns."""
     copies = enumerate(program.instructions)
     index, back = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
     return _Stray(block, None, slots[index], back.home, index, ())
