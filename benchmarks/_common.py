@@ -21,6 +21,7 @@ from outofcore.report.machine import this_machine
 from outofcore.units import MIB
 
 RESULTS = Path(__file__).with_name("results")
+_SCRIPT = Path(__file__).with_name("_worker.py")
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
@@ -58,6 +59,7 @@ class Worker:
         spec: what it trains.
         preload: a shared library to load before all others.
         limit: seconds that an answer may take before the process is killed; None: any time.
+        script: that it runs.
 
     Raises:
         WorkerError: it could not be set up.
@@ -67,6 +69,7 @@ class Worker:
     spec: Spec
     preload: Path | None = None
     limit: float | None = None
+    script: Path = _SCRIPT
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -75,7 +78,7 @@ class Worker:
         if self.preload is not None:
             env["LD_PRELOAD"] = str(self.preload)
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("_worker.py")), json.dumps(asdict(self.spec))],
+            [sys.executable, str(self.script), json.dumps(asdict(self.spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

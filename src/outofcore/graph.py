@@ -39,6 +39,9 @@ class Storage:
     bytes: int
     kind: StorageKind
     name: str = ""  # for people: "layer3.2.conv1.weight", or the module path and op that created it
+    # Persistent: whether the executor finds out what was written to it between two steps, by whatever way. Then a copy
+    # at home can be relied on from step to step, as long as no op writes to it (see ``Program.clean``).
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,12 @@ class StepGraph:
     def persistent(self) -> frozenset[int]:
         """Storages whose contents at the end of a step are those at the start of the next."""
         return frozenset(s.id for s in self.storages if s.kind in PERSISTENT_KINDS and s.id not in self.creator)
+
+    @cached_property
+    def frozen(self) -> frozenset[int]:
+        """Persistent storages that no op writes, and of which the executor finds out what the user writes."""
+        written = {storage for op in self.ops for storage in op.mutates}
+        return frozenset(s for s in self.persistent if self.storages[s].watched and s not in written)
 
     @cached_property
     def gradients_left(self) -> frozenset[int]:

@@ -63,6 +63,7 @@ class _Storage(Struct, omit_defaults=True):
     bytes: Bytes
     kind: StorageKind
     name: str | None = None
+    watched: bool = False
 
 
 class _Op(Struct, omit_defaults=True):
@@ -164,7 +165,8 @@ def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Stora
         kind = StorageKind.ACTIVATION
     if not created and kind in (StorageKind.ACTIVATION, StorageKind.OUTPUT):
         kind = StorageKind.INPUT
-    return Storage(number, storage.bytes, kind, _unnamed(storage.id) if storage.name is None else storage.name)
+    name = _unnamed(storage.id) if storage.name is None else storage.name
+    return Storage(number, storage.bytes, kind, name, storage.watched)
 
 
 def _unnamed(key: int | str) -> str:
@@ -228,7 +230,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
         _File(
             format=FORMAT,
             storages=tuple(
-                _Storage(keys[s.id], s.bytes, s.kind, None if s.name == _unnamed(keys[s.id]) else s.name)
+                _Storage(keys[s.id], s.bytes, s.kind, None if s.name == _unnamed(keys[s.id]) else s.name, s.watched)
                 for s in graph.storages
             ),
             ops=tuple(

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +24,10 @@ from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
 from outofcore.analysis import is_large
-from outofcore.checkpoint.tensor_files import Weights
+from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.aliases import Faces
+from outofcore.execution.file_ranges import ReadFile
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opening import OpenHome
 from outofcore.units import MIB
@@ -124,6 +125,12 @@ def materialize(
 ) -> nn.Module:
     """Give every tensor of a model on the meta device memory at its home, and its contents.
 
+    With ``weights``, what the files have in the dtype of the model stays there: the files are read in place, past the
+    page cache, as steps need them; no copy is made, and nothing of it is read now. Between steps such a tensor is a
+    private mapping of the file, so that whatever is written to it stays in this process, and it moves to the home
+    before the next step. So does what a step learns, when that is first called. Leave the files as they are while the
+    model is in use. What is read now is small tensors, and those that are stored in another dtype.
+
     Without ``weights``, each module's own ``reset_parameters`` runs, inner modules before outer ones, as when
     PyTorch's modules are constructed; then ``init`` for each module, as by ``model.apply(init)``. For a model
     that is initialised by these alone, the numbers are those of the model made in memory with the same
@@ -142,7 +149,7 @@ def materialize(
         the model.
 
     Raises:
-        InputError: a tensor is left without contents, or has another shape in the file.
+        InputError: a tensor is left without contents, or has another shape in the file; a file is damaged.
         SpillError: the home has no room.
         StateError: a parameter cannot be given memory, since something holds on to it; or the home is closed.
 
@@ -156,8 +163,10 @@ def materialize(
     """
     home.check_open()
     files = None if weights is None else Weights(Path(weights))
+    in_place = {} if files is None else _kept_in_files(model, files, home.faces)
     with _InitializationMode(home.faces) as mode:
-        made = allocate(model, home.faces)
+        made = allocate(model, home.faces, in_place)
+        mode.restore([made[name] for name in in_place])
         mode.watch([tensor for tensor in made.values() if tensor.numel()])
         held = set() if files is None else {id(made[name]) for name in made.keys() & files.names}
         for module in _inner_first(model, set()):
@@ -175,18 +184,62 @@ def materialize(
             "no reset_parameters(); give init=, or make the model with outofcore.build(), which runs its constructor"
         )
     if files is not None:
-        files.load({name: made[name] for name in sorted(made.keys() & files.names)}, home.faces)
+        there = {id(made[name]) for name in made.keys() & in_place.keys()}
+        wanted = [name for name in sorted(made.keys() & files.names) if id(made[name]) not in there]
+        files.load({name: made[name] for name in wanted}, home.faces)
     trim_heap()
     return model
 
 
-def allocate(model: nn.Module, faces: Faces | None) -> dict[str, torch.Tensor]:
+def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
+    """By name, the tensors on the meta device that stay in the files: large, and lying there as they are to be.
+
+    Raises:
+        InputError: a tensor has another shape in its file, or a file was changed since its header was read.
+    """
+    if not faces.takes_files:
+        return {}
+    named = _on_meta(model)
+    users: dict[int, set[int]] = {}
+    for tensor in named.values():
+        users.setdefault(storage_key(tensor), set()).add(id(tensor))
+    opened: dict[Path, ReadFile] = {}
+    found: dict[str, tuple[ReadFile, Entry]] = {}
+    for name in sorted(named.keys() & files.names):
+        tensor, (file, entry) = named[name], files.find(name)
+        if entry.shape != tuple(tensor.shape):
+            raise InputError(f"{name} has the shape {tuple(tensor.shape)}, and {entry.shape} in {file.path}")
+        count = tensor.untyped_storage().nbytes()
+        if (
+            users[storage_key(tensor)] == {id(tensor)}
+            and tensor.dtype == entry.dtype
+            and tensor.is_contiguous()
+            and count == entry.end - entry.begin
+            and is_large(count)
+            and entry.begin % tensor.element_size() == 0
+        ):
+            if file.path not in opened:
+                opened[file.path] = ReadFile(file.path, file.stamp)
+            found[name] = (opened[file.path], entry)
+    return found
+
+
+def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers on the meta device, under each of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in named if tensor.is_meta}
+
+
+def allocate(
+    model: nn.Module, faces: Faces | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
+) -> dict[str, torch.Tensor]:
     """Give every tensor of a model that is on the meta device memory, contents unknown.
 
     Args:
         model: its parameters stay the same objects but for those that something refers to weakly, and share
             memory where they did.
         faces: of the home for large ones; None: all get ordinary memory.
+        in_place: by name, those that have their bytes in files; such a tensor is the only one on its storage.
 
     Returns:
         the tensors by name, under each of their names.
@@ -195,14 +248,8 @@ def allocate(model: nn.Module, faces: Faces | None) -> dict[str, torch.Tensor]:
         StateError: something holds on to a parameter, so that it cannot be changed.
         SpillError: the home has no room.
     """
-    named = {
-        name: tensor
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        if tensor.is_meta
-    }
+    named = _on_meta(model)
+    files = {id(named[name]): found for name, found in (in_place or {}).items()}
     bases: dict[int, torch.Tensor] = {}
     done: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
@@ -210,6 +257,9 @@ def allocate(model: nn.Module, faces: Faces | None) -> dict[str, torch.Tensor]:
             continue
         count = tensor.untyped_storage().nbytes()
         base = bases.get(storage_key(tensor))
+        if base is None and faces is not None and id(tensor) in files:
+            file, entry = files[id(tensor)]
+            base = bases[storage_key(tensor)] = faces.adopt(file, entry.begin, count)
         if base is None:
             large = faces is not None and is_large(count)
             base = faces.birth(count) if faces is not None and large else torch.empty(count, dtype=torch.uint8)
@@ -291,6 +341,7 @@ class _InitializationMode(TorchDispatchMode):
         self._touched: dict[int, torch.Tensor] = {}
         self._bytes = 0
         self._watched: set[int] = set()
+        self._restored: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -320,10 +371,17 @@ class _InitializationMode(TorchDispatchMode):
     def drop_caches(self) -> None:
         """Give back the physical memory of all faces that ops have used."""
         if self._faces is not None:
-            for tensor in self._touched.values():
-                self._faces.drop_cache(tensor)
+            for key, tensor in self._touched.items():
+                if key in self._restored:
+                    self._faces.restore(tensor)
+                else:
+                    self._faces.drop_cache(tensor)
         self._touched.clear()
         self._bytes = 0
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Whatever is written to these tensors from now on, they are to show what their files have."""
+        self._restored.update({storage_key(tensor): tensor for tensor in tensors})
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """See from now on which of these tensors are written to."""

@@ -115,6 +115,7 @@ class _Program(Struct):
     results: tuple[Key, ...] = ()
     lodgings: tuple[_Lodging, ...] = ()
     staying: tuple[Key, ...] = ()
+    clean: tuple[Key, ...] = ()
 
 
 class _File(Struct):
@@ -186,6 +187,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
                 named(program.results),
                 tuple(_Lodging(keys[lodging.storage], lodging.home) for lodging in program.lodgings),
                 named(program.staying),
+                named(program.clean),
             ),
         ),
     )
@@ -262,6 +264,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
                 for index, lodging in enumerate(program.lodgings)
             ),
             all_of(program.staying, "$.program.staying"),
+            all_of(program.clean, "$.program.clean"),
         ),
         file.predicted_step_seconds,
     )

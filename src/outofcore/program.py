@@ -136,6 +136,9 @@ class Program:
             output that does not stay, and every persistent storage that no wrapping block holds.
         lodgings: the persistent storages whose home is not the first. Everything else that is seen between
             two steps, inputs and outputs among it, is found at the first home.
+        clean: persistent storages that a wrapping block holds and no op writes, and whose home (that of their
+            lodging, else the first) holds the same bytes when a step starts: so they leave without a copy. The executor
+            sees to that, by writing there what the user has changed between two steps.
         staying: gradients that the step leaves in a block, which is held to the end of the step. They are seen
             there until the next step begins, and its bytes are free from then on.
     """
@@ -146,6 +149,7 @@ class Program:
     results: tuple[int, ...] = ()
     lodgings: tuple[Lodging, ...] = ()
     staying: tuple[int, ...] = ()
+    clean: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

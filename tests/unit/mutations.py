@@ -272,6 +272,16 @@ def leave_early(graph: StepGraph, program: Program, random: Random | None = None
                 yield f"block {block.id} dies after its last use", with_block(program, gone)
 
 
+def forget_copy(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
+    """What leaves without a copy is not said to be at home when the step begins, or something that an op writes is."""
+    for storage in _mixed(list(program.clean), random):
+        kept = tuple(s for s in program.clean if s != storage)
+        yield f"storage {storage} is not clean", replace(program, clean=kept)
+    wraps = {b.storage for b in program.blocks if b.wraps}
+    for storage in _mixed([s for s in sorted(graph.persistent) if s in wraps and s not in graph.frozen], random):
+        yield f"storage {storage} is said to be clean", replace(program, clean=(*program.clean, storage))
+
+
 def shrink_block(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """A block is smaller than its storage."""
     for block in _mixed(list(program.blocks), random):
@@ -325,6 +335,7 @@ MUTATIONS: dict[str, Mutation] = {
     "wait_ahead": wait_ahead,
     "drop_result": drop_result,
     "leave_early": leave_early,
+    "forget_copy": forget_copy,
     "shrink_block": shrink_block,
     "wrong_again": wrong_again,
     "rerun_elsewhere": rerun_elsewhere,

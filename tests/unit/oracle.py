@@ -141,7 +141,7 @@ class Machine:
         self.home: dict[tuple[int, int], Value] = {
             (s.id, self.lodgings.get(s.id, 0)): ("before", s.id)
             for s in graph.storages
-            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps)
+            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps) or s.id in program.clean
         }
         self.needs, self.final = plain_values(graph)
         self.faults: list[str] = []
@@ -210,7 +210,7 @@ class Machine:
     def finish(self) -> list[str]:
         due = set(self.program.results) | (set(self.graph.outputs) - set(self.program.staying))
         due |= {s for s in self.graph.persistent if not any(b.wraps and b.storage == s for b in self.program.blocks)}
-        for storage in sorted(due):
+        for storage in sorted(due | set(self.program.clean)):
             if self.home.get((storage, self.lodgings.get(storage, 0)), GARBAGE) != self.final[storage]:
                 self.faults.append(f"wrong value at home in storage {storage}")
         for block in self.program.blocks:

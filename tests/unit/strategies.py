@@ -33,10 +33,11 @@ class _Draft:
     draw: st.DrawFn
     storages: list[Storage] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
+    watched: bool = False
 
     def storage(self, kind: StorageKind, name: str, size: int | None = None) -> int:
         count = self.draw(_SIZES) if size is None else size
-        self.storages.append(Storage(len(self.storages), count, kind, name))
+        self.storages.append(Storage(len(self.storages), count, kind, name, self.watched))
         return len(self.storages) - 1
 
     def like(self, storage: int, kind: StorageKind, name: str) -> int:
@@ -63,6 +64,7 @@ class _Layer:
     param: int
     state: int | None
     kept_grad: int | None  # a gradient that persists, accumulated in place
+    frozen: bool = False  # neither a gradient nor an update
     saved: list[int] = field(default_factory=list)  # what the backward pass needs
     grad: int = -1
 
@@ -71,12 +73,12 @@ class _Layer:
 def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     """Valid step graphs that look like training steps: forward, loss, backward, update.
 
-    With parameters that may be used twice, activations reused in backward, in-place ops, storages that are
+    With parameters that may be used twice or be frozen, activations reused in backward, in-place ops, storages that are
     overwritten as a whole, buffers, random
     and non-rerunnable ops, ops without storages, gradients that are created, accumulated or left, constants,
     unused storages, inputs that are mutated, and several kinds of outputs.
     """
-    draft = _Draft(draw)
+    draft = _Draft(draw, watched=draw(st.booleans()))
     layers = _layers(draft, draw(st.integers(1, max_layers)))
     inputs = [draft.storage(StorageKind.INPUT, f"input{i}") for i in range(draw(st.integers(1, 2)))]
     constants = [draft.storage(StorageKind.CONSTANT, "constant")] if draft.chance() else []
@@ -99,7 +101,7 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     if draft.chance():
         visible.append(draw(st.sampled_from(activations + inputs + constants + [layer.param for layer in layers])))
     if draft.chance():  # the step clears gradients at its start, if at all
-        visible += [layer.grad for layer in layers if layer.kept_grad is None]
+        visible += [layer.grad for layer in layers if layer.kept_grad is None and not layer.frozen]
     graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
     graph.check()
     return graph
@@ -107,9 +109,12 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
 
 def _layers(draft: _Draft, count: int) -> list[_Layer]:
     layers: list[_Layer] = []
-    accumulate, has_state = draft.chance(), draft.chance()
+    accumulate, has_state, some_frozen = draft.chance(), draft.chance(), draft.chance()
     for index in range(count):
         param = draft.storage(StorageKind.PARAMETER, f"layer{index}.weight")
+        if some_frozen and draft.chance():
+            layers.append(_Layer(param, None, None, frozen=True))
+            continue
         state = draft.like(param, StorageKind.OPTIMIZER_STATE, f"layer{index}.moment") if has_state else None
         grad = draft.like(param, StorageKind.GRADIENT, f"layer{index}.weight.grad") if accumulate else None
         layers.append(_Layer(param, state, grad))
@@ -175,6 +180,8 @@ def _backward(draft: _Draft, layers: list[_Layer], last: int) -> None:
             reads = [flow, *saved, layer.kept_grad]
             draft.op("linear_backward_", reads, (layer.kept_grad,), (below,), rerunnable=False, module=module)
             layer.grad = layer.kept_grad
+        elif layer.frozen:
+            draft.op("linear_backward", [flow, *saved], creates=(below,), module=module)
         else:
             layer.grad = draft.like(layer.param, StorageKind.GRADIENT, f"{module}.grad")
             draft.op("linear_backward", [flow, *saved], creates=(below, layer.grad), module=module)
@@ -185,7 +192,7 @@ def _update(draft: _Draft, layers: list[_Layer]) -> None:
     fused = draft.chance()
     reads: list[int] = []
     mutates: list[int] = []
-    for layer in layers:
+    for layer in [layer for layer in layers if not layer.frozen]:
         state = [] if layer.state is None else [layer.state]
         if fused:
             reads += [layer.param, *state, layer.grad]

@@ -23,7 +23,7 @@ from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror, Mirrored
 from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
 from outofcore.errors import CaptureError
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
 
 # The fields of an op that name storages.
 _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
@@ -66,7 +66,10 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
                 "the step as an argument"
             )
-    storages = tuple(Storage(index, s.bytes, s.kind, s.name) for index, s in enumerate(tables.storages))
+    watched = PERSISTENT_KINDS if tables.device.type == "cpu" else frozenset()  # see ``StateKeeper.bring_home``
+    storages = tuple(
+        Storage(index, s.bytes, s.kind, s.name, s.kind in watched) for index, s in enumerate(tables.storages)
+    )
     return compacted(
         Captured(
             graph=StepGraph(storages, tuple(op for op, _ in traced), tuple(outputs)),

@@ -26,6 +26,7 @@ from msgspec import Struct
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
+from outofcore.execution.file_ranges import Stamp
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import decode_json, refuse
@@ -37,6 +38,7 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
+_MOST_TOLD = 200  # characters of what is wrong with a header
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -77,6 +79,7 @@ class TensorFile:
     path: Path
     entries: dict[str, Entry]
     bytes: int
+    stamp: Stamp
 
 
 def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -113,7 +116,8 @@ def read_header(path: Path) -> TensorFile:
     """
     try:
         with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
+            stamp = Stamp.of(file.fileno())
+            total = stamp.bytes
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if total < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, total - _LENGTH_BYTES):
                 raise InputError(f"{path} is not a safetensors file, or was cut off")
@@ -121,11 +125,12 @@ def read_header(path: Path) -> TensorFile:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:
-        described = json.loads(text)
+        described = json.loads(text, object_pairs_hook=_once_each)
         start = _LENGTH_BYTES + length
         found = [_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"the header of {path} is not that of a safetensors file ({error})") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
+        raise InputError(f"the header of {path} is not that of a safetensors file ({why})") from error
     end = start
     for entry in sorted(found, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
@@ -133,14 +138,28 @@ def read_header(path: Path) -> TensorFile:
         end = entry.end
     if end != total:
         raise InputError(f"{path} has {total} bytes, and its header tells of {end}: it was cut off or changed")
-    return TensorFile(path, {entry.name: entry for entry in found}, total)
+    return TensorFile(path, {entry.name: entry for entry in found}, total, stamp)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _whole(number: object) -> int:
+    """A number that counts bytes or elements: JSON has others, and Python would take them."""
+    if type(number) is not int or not 0 <= number < 1 << 63:
+        raise ValueError(f"{number!r} is no count")
+    return number
 
 
 def _entry(name: str, item: Mapping[str, Any], start: int) -> Entry:
-    begin, end = (int(offset) for offset in item["data_offsets"])
-    shape = tuple(int(size) for size in item["shape"])
-    if item["dtype"] not in _DTYPES or min(shape, default=0) < 0:
-        raise ValueError(f"{name} has the dtype {item['dtype']!r} and the shape {shape}")
+    begin, end = map(_whole, item["data_offsets"])
+    shape = tuple(map(_whole, item["shape"]))
+    if item["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} has the dtype {item['dtype']!r}")
     return Entry(name, _DTYPES[item["dtype"]], shape, start + begin, start + end)
 
 
@@ -310,7 +329,7 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
-    slot = _whole_slot(tensor, faces)
+    slot = _whole_slot(tensor, faces, to_write=False)
     if slot is not None:
         home, offset = slot
         for start in range(0, count, len(buffer)):
@@ -346,8 +365,8 @@ def fill(
     at, count = entry.begin, entry.end - entry.begin
     if not count:
         return crc32
-    slot = _whole_slot(tensor, faces) if tensor.dtype == entry.dtype else None
-    if slot is not None:
+    slot = _whole_slot(tensor, faces, to_write=True)
+    if slot is not None and tensor.dtype == entry.dtype:
         home, offset = slot
         for start in range(0, count, len(buffer)):
             piece = buffer[: min(len(buffer), count - start)]
@@ -407,15 +426,15 @@ def fill_range(
     return crc32
 
 
-def _whole_slot(tensor: torch.Tensor, faces: Faces | None) -> tuple[HomeStore, int] | None:
+def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
     """The home and the slot of a tensor that takes all of it, in the order of a file."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
         and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
-    face = faces.find(tensor) if whole and faces is not None else None
-    return None if faces is None or face is None else (faces.store_of(face), face.offset)
+    slot = None if faces is None else faces.slot_of(tensor, to_write=to_write)
+    return slot if whole else None
 
 
 def _pieces(tensor: torch.Tensor, most: int, itemsize: int) -> Iterator[torch.Tensor]:
@@ -483,6 +502,14 @@ class Weights:
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self._entries)
+
+    def find(self, name: str) -> tuple[TensorFile, Entry]:
+        """The file that has a tensor, and where in it.
+
+        Raises:
+            KeyError: none has it.
+        """
+        return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
         """Fill tensors on the CPU, each by its name, converted where the dtypes differ; others in the files are left.

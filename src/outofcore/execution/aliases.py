@@ -26,6 +26,8 @@ from outofcore.capture.captured import CPU, Captured, StateBinding, Value
 from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
+from outofcore.execution.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
+from outofcore.execution.fingerprints import fingerprint
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import Slots
 
@@ -143,7 +145,9 @@ class State:
     bytes: int
     place: Place
     windows: list[Window] = field(default_factory=list[Window])
-    slot: int | None = None  # its offset at its home
+    # The offset of its slot at its home. In the arena: of a copy there, whose fingerprint is ``mark``.
+    slot: int | None = None
+    mark: int | None = None
     home: int = 0  # which of the homes, nearest first, has its slot
     origin: torch.device = CPU  # where the user had it
     # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
@@ -201,6 +205,10 @@ class State:
         for window in self.windows:
             tensor_on(gathered, window.value).copy_(window.tensor.data)
         return gathered
+
+    def fingerprint(self) -> int:
+        """Of the bytes that are shown, which lie on the CPU."""
+        return fingerprint(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
         """How far the bytes lie behind an address, that of an arena which has them."""
@@ -407,6 +415,13 @@ class Faces:
         elif self.drop_elsewhere is not None:
             self.drop_elsewhere(tensor)
 
+    def restore(self, tensor: torch.Tensor) -> None:
+        """Have a tensor show again what the file has that it was read from in place; nothing else is changed."""
+        face = self.find(tensor)
+        files = None if face is None else self.slots[face.home].home.files
+        if face is not None and files is not None:
+            files.restore(face.offset)
+
     def birth(self, count: int) -> torch.Tensor:
         """A face of ``count`` bytes at the last home, contents unknown, for a tensor that begins its life there.
 
@@ -416,6 +431,43 @@ class Faces:
         self.sweep()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
+
+    def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
+        """A face of ``count`` bytes of a file at the last home, which has no copy of them.
+
+        Raises:
+            StateError: the home takes no files (see ``takes_files``).
+        """
+        self.sweep()
+        last = len(self.slots) - 1
+        files = self.slots[last].home.files
+        if files is None:
+            raise StateError("this home takes no files; please report it")
+        return self.show(last, files.adopt(file, begin, count), count, owned=False)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether the last home reads files where they are, and finds out what is written to what shows them."""
+        return self.slots[-1].home.files is not None and writes_are_seen()
+
+    def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
+        """The home and the slot whose bytes are those of a tensor's storage; None: they are in the tensor alone.
+
+        Args:
+            tensor: any.
+            to_write: whether somebody is about to write there, or to the tensor: not to somebody else's file.
+
+        Raises:
+            SpillError: the home has no room for what was in a file.
+        """
+        face = self.find(tensor)
+        if face is None:
+            return None
+        slots = self.slots[face.home]
+        if to_write:
+            slots.own(face.offset)
+        moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # not at a page's beginning
+        return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def part(self, tensor: torch.Tensor | None) -> None:
         """Give a tensor its bytes in a place of their own, because those where it is are to be something else's.

@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from outofcore.errors import TransferError
+from outofcore.execution.file_ranges import FileRanges
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
@@ -89,6 +90,15 @@ class CheckedHome:
     def edges(self) -> Sequence[int]:
         """See ``HomeStore.edges``."""
         return self.inner.edges
+
+    @property
+    def files(self) -> FileRanges | None:
+        """See ``HomeStore.files``."""
+        return self.inner.files
+
+    def move_range(self, offset: int, pages: tuple[int, int]) -> None:
+        """See ``HomeStore.move_range``."""
+        self.inner.move_range(offset, pages)
 
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""

@@ -18,6 +18,7 @@ import torch
 
 from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.errors import SpillError, StateError, TransferError
+from outofcore.execution.file_ranges import FIRST_RANGE, FileRanges
 from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.execution.memory import (
     Region,
@@ -67,6 +68,19 @@ class HomeStore(Protocol):
     @property
     def edges(self) -> Sequence[int]:
         """Offsets that no slot may lie across, in order; the end is one of them where what is added lies apart."""
+        ...
+
+    @property
+    def files(self) -> FileRanges | None:
+        """Ranges of others' files that count as slots here; None: the home takes none."""
+        ...
+
+    def move_range(self, offset: int, pages: tuple[int, int]) -> None:
+        """Have a range of ``files`` in pages of the home's own, given as offset and bytes, from now on.
+
+        Raises:
+            TransferError: they cannot be written.
+        """
         ...
 
     def check(self, count: int) -> None:
@@ -238,6 +252,15 @@ class HostHome:
     def edges(self) -> Sequence[int]:
         """See ``HomeStore.edges``: all is one stretch."""
         return ()
+
+    @property
+    def files(self) -> FileRanges | None:
+        """See ``HomeStore.files``: what is to be in memory is read."""
+        return None
+
+    def move_range(self, offset: int, pages: tuple[int, int]) -> None:
+        """See ``HomeStore.move_range``."""
+        raise StateError("host memory has no ranges of files; please report it")
 
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""
@@ -482,6 +505,7 @@ class DiskHome:
         self._file: SpillFile | None = None
         self._faces: dict[int, int] = {}  # slot of the last face at each address; a face that is gone does no harm
         self._closed = False
+        self._ranges = FileRanges()
         check_directory(self.directory)
         if directory is not None and in_memory(self.directory):
             warnings.warn(
@@ -513,14 +537,23 @@ class DiskHome:
 
     @property
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most: the limit, or what they have and the free space."""
+        """Bytes that slots could occupy at most: the limit, or what they have and what is free; and those in files."""
         room = self.bytes + free_bytes(self.directory)
-        return room if self._limit is None else min(self._limit, room)
+        return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
     @property
     def edges(self) -> Sequence[int]:
         """See ``HomeStore.edges``: a file is one stretch."""
         return ()
+
+    @property
+    def files(self) -> FileRanges | None:
+        """See ``HomeStore.files``."""
+        return self._ranges
+
+    def move_range(self, offset: int, pages: tuple[int, int]) -> None:
+        """See ``HomeStore.move_range``."""
+        self._ranges.move(offset, pages, self._opened())
 
     @property
     def direct(self) -> bool:
@@ -538,6 +571,7 @@ class DiskHome:
 
     def check(self, count: int) -> None:
         """See ``HomeStore.check``."""
+        count = max(count - self._ranges.bytes, 0)
         if self._limit is not None and count > self._limit:
             raise SpillError(
                 f"the step needs {format_bytes(count)} on disk, and its limit is {format_bytes(self._limit)}; "
@@ -572,10 +606,18 @@ class DiskHome:
 
     def read(self, offset: int, target: memoryview) -> None:
         """See ``HomeStore.read``."""
-        self._opened().read(offset, target)
+        if offset >= FIRST_RANGE:
+            self._ranges.read(offset, target, self._file)
+        else:
+            self._opened().read(offset, target)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """See ``HomeStore.face``: pages of the file mapped as shared memory, coherent with direct I/O on Linux."""
+        """See ``HomeStore.face``: pages of the file mapped as shared memory, coherent with direct I/O on Linux.
+
+        Those of somebody else's file are mapped privately (see ``execution.file_ranges``).
+        """
+        if offset >= FIRST_RANGE:
+            return self._face_in_file(offset)
         file = self._opened()
         check_slot(offset, count, file.bytes)
         if not count:
@@ -590,9 +632,20 @@ class DiskHome:
         self._faces[face.data_ptr()] = offset
         return face
 
+    def _face_in_file(self, offset: int) -> torch.Tensor:
+        try:
+            return self._ranges.face(offset, self._file)
+        except OSError as error:
+            raise TransferError(
+                f"weights cannot be mapped from the file that has them ({error.strerror}); raise vm.max_map_count or "
+                "the limit on address space (ulimit -v)"
+            ) from error
+
     def drop_cache(self, face: torch.Tensor) -> None:
         """See ``HomeStore.drop_cache``: unmaps the pages (they stay in the file) and lets the page cache drop them."""
         storage = face.untyped_storage()
+        if self._ranges.drop_cache(face, None if self._closed else self._file):
+            return
         offset = self._faces.get(storage.data_ptr())
         if offset is None or not storage.nbytes():
             return
@@ -603,10 +656,12 @@ class DiskHome:
 
     def discard(self, offset: int, count: int) -> None:
         """See ``HomeStore.discard``: of the page cache; the pages of the file are for the next slot."""
-        self._opened().forget(offset, count)
+        if offset < FIRST_RANGE:
+            self._opened().forget(offset, count)
 
     def start(self) -> None:
-        """See ``HomeStore.start``: the file is as long as it was made."""
+        """See ``HomeStore.start``: the file is as long as it was made, and those of others are what they were."""
+        self._ranges.check()
         if self._file is not None and not self._closed:
             self._file.check_length()
 

@@ -26,6 +26,11 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # absent from the mma
 _MADV_POPULATE_WRITE = 23  # absent from the mmap module
 # Pages are made in runs of so many bytes, by so many threads at most: more of them wait for each other.
 _RUN_BYTES, _MAKERS = 128 * MIB, 8
+_MAP_FIXED = 0x10  # absent from the mmap module
+# Of an entry of /proc/self/pagemap: present or swapped, or of a file.
+_OF_A_FILE = np.uint64(1 << 61)
+_PAGE_FLAGS = np.uint64(7 << 61)
+_PAGES_AT_ONCE = 1 << 17
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -99,6 +104,10 @@ class Region:
             raise ValueError(f"bytes [{offset}, {offset + count}) do not lie in a region of {self.bytes} bytes")
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
+    def watch(self) -> Watched:
+        """The same without keeping it alive."""
+        return Watched(self.address, self.bytes, weakref.ref(self._buffer))
+
     def make_accessible(self, offset: int, count: int) -> None:
         """Make pages of a region that was only reserved readable and writable.
 
@@ -114,6 +123,23 @@ class Region:
         flags = np.empty(pages, np.uint8)
         _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
         return int(np.count_nonzero(flags & 1)) * mmap.PAGESIZE
+
+
+class Watched:
+    """A region of which somebody else decides how long it lives."""
+
+    def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
+        self.address, self.bytes, self._buffer = address, count, buffer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything refers to it."""
+        return self._buffer() is not None
+
+    def memory(self, offset: int, count: int) -> memoryview | None:
+        """As ``Region.memory``, which keeps it alive; None: it is gone."""
+        buffer = self._buffer()
+        return None if buffer is None else memoryview(buffer).cast("B")[offset : offset + count]
 
 
 def populate(address: int, count: int) -> None:
@@ -181,8 +207,55 @@ def map_file(descriptor: int, offset: int, count: int) -> Region:
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset), whole)
 
 
-def _map(count: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    address = _libc.mmap(None, count, protection, flags, descriptor, offset)
+def map_private(descriptor: int, offset: int, count: int) -> Region:
+    """``count`` bytes of a file from a page boundary on; what is written to them stays in this process.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    whole = round_up(count, PAGE_BYTES)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
+
+
+def map_over(region: Watched, descriptor: int, offset: int) -> None:
+    """Show bytes of a file, shared with it, where a region shows others now.
+
+    Raises:
+        OSError: the system refuses; nothing has changed.
+    """
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
+
+
+def any_written(address: int, count: int) -> bool:
+    """Whether somebody has written to a page of a private mapping of a file, swapped out or not.
+
+    Such a page is no longer one of the file: ``/proc/self/pagemap`` says so for each
+    (https://docs.kernel.org/admin-guide/mm/pagemap.html: bit 63 present, 62 swapped, 61 of a file).
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    first, last = address // mmap.PAGESIZE, (address + count - 1) // mmap.PAGESIZE + 1
+    # Opened anew each time: it is that of the process which opened it, and there are forks.
+    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for start in range(first, last, _PAGES_AT_ONCE):
+            wanted = min(_PAGES_AT_ONCE, last - start)
+            found = np.frombuffer(os.pread(descriptor, 8 * wanted, 8 * start), np.uint64)
+            if len(found) != wanted:
+                raise OSError(errno.EIO, "/proc/self/pagemap ends early")
+            known = found & _PAGE_FLAGS
+            if bool(np.any((known != 0) & (known & _OF_A_FILE == 0))):
+                return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _map(count: int, protection: int, flags: int, descriptor: int, offset: int, at: int | None = None) -> int:
+    address = _libc.mmap(at, count, protection, flags, descriptor, offset)
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {count} bytes: {os.strerror(code)}")

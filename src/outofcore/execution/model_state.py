@@ -11,9 +11,10 @@ changing it in place, saving a state dict or evaluating the model needs nothing 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 
 import torch
@@ -24,8 +25,16 @@ from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Val
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arena import Memory
+from outofcore.execution.file_ranges import FIRST_RANGE
+from outofcore.execution.memory import Region, map_anonymous
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
+from outofcore.units import MIB
+
+_log = logging.getLogger("outofcore")
+
+# What moves between two slots does so in pieces of so many bytes.
+_MOVED_BYTES = MIB
 
 
 class StateKeeper:
@@ -43,6 +52,8 @@ class StateKeeper:
         self._by_tensor: dict[str, State] = {}
         self._arena: Memory | None = None
         self._settled: set[int] = set()  # ids of states that are not to make way for others
+        self._in_files: list[State] = []  # of the program in the arena, what is shown in others' files
+        self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # how often all states were forgotten
 
@@ -170,7 +181,12 @@ class StateKeeper:
         try:
             return slots.take(count)
         except SpillError:
-            if home == last and not slots.home.in_memory:
+            kept = [s for s in self._states.values() if s.place is Place.ARENA and s.home == home]
+            spare = [s for s in kept if s.slot is not None and id(s) not in self._relied_on]
+            spare = [s for s in spare if s.slot is not None and not slots.is_in_file(s.slot)]
+            for other in spare:
+                self._vacate(other)
+            if home == last and not slots.home.in_memory and not spare:
                 raise
         if home < last:
             for other in self._states.values():
@@ -183,7 +199,8 @@ class StateKeeper:
     def _compact(self, home: int) -> None:
         """Move the states at a home in memory together, so that what is free lies in a row."""
         slots = self.slots[home]
-        here = [s for s in self._states.values() if s.place is Place.HOME and s.home == home and s.slot is not None]
+        held = (Place.HOME, Place.ARENA)
+        here = [s for s in self._states.values() if s.place in held and s.home == home and s.slot is not None]
         for state in sorted(here, key=lambda s: s.slot or 0):
             old, count = self.slot(state), placed_bytes(state.bytes)
             self._faces.drop(home, old)
@@ -191,13 +208,16 @@ class StateKeeper:
             state.slot = slots.take(count)
             if state.slot != old:
                 slots.home.write(state.slot, internals.memory_of(state.bytes_now()))
-            state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
+            if state.place is Place.HOME:
+                state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
+            elif state.slot != old:
+                state.mark = state.fingerprint()
 
     def _vacate(self, state: State) -> None:
         if state.slot is not None:
             self._faces.drop(state.home, state.slot)
             self.slots[state.home].give(state.slot, placed_bytes(state.bytes))
-            state.slot = None
+            state.slot = state.mark = None
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
         """Take note that the user now has another tensor object for a state, with the bytes that count.
@@ -303,8 +323,10 @@ class StateKeeper:
                 raise StateError(f"{state.key} is at {state.place.value}, and nothing shows it: please report it")
             if state.place in (Place.OWN, Place.UNBORN) and shown is not None:
                 raise StateError(f"{state.key} is {state.place.value}, and something is shown for it: please report it")
-            if state.place in (Place.OWN, Place.ARENA) and state.slot is not None:
+            if state.place is Place.OWN and state.slot is not None:
                 raise StateError(f"{state.key} is {state.place.value}, and has a slot: please report it")
+            if (state.mark is None) != (state.place is not Place.ARENA or state.slot is None):
+                raise StateError(f"{state.key} is at {state.place.value}, and its copy is unknown: please report it")
             if state.place is Place.HOME and state.slot is None:
                 raise StateError(f"{state.key} is at home, and has no slot: please report it")
             if state.slot is not None:
@@ -322,8 +344,17 @@ class StateKeeper:
         slot = self.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
 
-    def enter(self, states: dict[int, State], program: Program, arena: Memory) -> None:
+    def enter(
+        self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()
+    ) -> None:
         """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
+
+        Args:
+            states: of the program, by storage.
+            program: that is to run.
+            arena: where it runs.
+            unwritten: storages that no op writes: what is in the arena of them may be on a disk as well, so that they
+                leave without a copy when another program takes the arena.
 
         What is in the arena already, for another program, stays if its place is the same, and else moves within the
         arena; it goes by way of a home only where two are in each other's place.
@@ -338,21 +369,99 @@ class StateKeeper:
         lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
         leaving = {s: lodgings.get(s, 0) for s, state in states.items() if s not in wrapping and is_large(state.bytes)}
         self._settled = {id(states[storage]) for storage in leaving}
+        self._relied_on = {id(states[storage]) for storage in program.clean}
         staying = {id(states[storage]) for storage in wrapping if storage in states}
         for state in self._states.values():
             if state.is_idle():
                 self._discard(state)
             elif state.place is Place.ARENA and id(state) not in staying:
                 self._out(state)
+        kept = self._relied_on | {
+            id(state) for s, state in states.items() if s in unwritten and not self.slots[state.home].home.in_memory
+        }
         # What goes far first: it makes room for what comes near.
         for storage, home in leaving.items():
             if home == last:
                 self._to_home(states[storage], home)
-        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena)
+        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena, kept)
         for home in range(last - 1, -1, -1):
             for storage, wanted in leaving.items():
                 if wanted == home:
                     self._to_home(states[storage], home)
+        for storage in program.clean:
+            self._copy_home(states[storage], lodgings.get(storage, 0), arena)
+        for storage in sorted(leaving.keys() - unwritten):
+            self._to_slot(states[storage])
+        self._in_files = [state for state in states.values() if self._is_in_file(state)]
+
+    def _to_slot(self, state: State) -> None:
+        """Have a state that a step writes in a slot that it can be written to."""
+        if state.place is not Place.HOME or state.slot is None or state.slot < FIRST_RANGE:
+            return
+        self._notice(state)
+        old, slots = state.slot, self.slots[state.home]
+        new = self._take(state.home, state)
+        buffer = Region(map_anonymous(_MOVED_BYTES), _MOVED_BYTES).memory(0, _MOVED_BYTES)
+        try:
+            for start in range(0, state.bytes, _MOVED_BYTES):
+                piece = buffer[: min(_MOVED_BYTES, state.bytes - start)]
+                slots.home.read(old + start, piece)
+                slots.home.write(new + start, piece)
+        except BaseException:
+            slots.give(new, placed_bytes(state.bytes))
+            raise
+        self._vacate(state)
+        state.slot = new
+        state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
+
+    def _copy_home(self, state: State, home: int, arena: Memory) -> None:
+        """Have a copy of what is in the arena at a home.
+
+        Raises:
+            SpillError: it has no room for it.
+        """
+        if state.home != home:
+            self._vacate(state)
+        if state.slot is None:
+            state.slot, state.home = self._take(home, state), home
+            state.mark = None
+        self.bring_home(state, arena)
+
+    def bring_home(self, state: State, arena: Memory) -> bool:
+        """Write what is in the arena to its copy at home, if it is not what is there; whether it was not.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        mark = state.fingerprint()
+        if mark == state.mark or state.slot is None:
+            return False
+        if self.slots[state.home].is_in_file(state.slot):
+            self._vacate(state)
+            state.slot = self._take(state.home, state)
+        store = self.slots[state.home].home
+        arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
+        state.mark = mark
+        return True
+
+    def notice_writes(self) -> None:
+        """Have what the user has written to a tensor that is shown in a file counted from here on.
+
+        Raises:
+            SpillError: the home has no room for it.
+            TransferError: it could not be copied.
+        """
+        for state in self._in_files:
+            self._notice(state)
+        self._in_files = [state for state in self._in_files if self._is_in_file(state)]
+
+    def _notice(self, state: State) -> None:
+        if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
+            self.slots[state.home].own(state.slot)
+            _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
+
+    def _is_in_file(self, state: State) -> bool:
+        return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
 
     def leave(self, arena: Memory) -> None:
         """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
@@ -369,11 +478,19 @@ class StateKeeper:
 
     def _out(self, state: State) -> None:
         """Take a state out of the arena: to the nearest home with room or, if small, to memory of its own."""
-        if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
+        if state.slot is not None:
+            self._to_home(state, state.home)
+        elif not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self._to_own(state)
 
-    def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory) -> None:
-        """Bring states into their blocks, those first that are in the arena: a move may need the room of another."""
+    def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
+        """Bring states into their blocks, those first that are in the arena: a move may need the room of another.
+
+        Args:
+            wanted: what is to be where.
+            arena: where the blocks are.
+            kept: ids of the states whose copies at home are kept.
+        """
         now = {id(s): s.offset_in(arena.address) for s, _ in wanted if s.place is Place.ARENA}
         moving = [(s, b) for s, b in wanted if id(s) in now and now[id(s)] != b.offset]
         sources = [(now[id(s)], now[id(s)] + b.bytes) for s, b in moving]
@@ -388,7 +505,7 @@ class StateKeeper:
                 self._out(state)
         for state, block in wanted:
             if state.place is not Place.ARENA:
-                self._to_arena(state, block, arena)
+                self._to_arena(state, block, arena, keep=id(state) in kept)
 
     def _leaves_for(self, state: State, home: int) -> bool:
         try:
@@ -437,6 +554,12 @@ class StateKeeper:
     def _to_home(self, state: State, home: int) -> None:
         if state.place is Place.HOME and state.home == home:
             return
+        if state.place is Place.ARENA and state.slot is not None and state.home == home and self._arena is not None:
+            self.bring_home(state, self._arena)
+            state.mark = None
+            state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
+            return
+        self._notice(state)
         slots = self.slots[home]
         fresh = slots.end
         slot = self._take(home, state)
@@ -460,14 +583,20 @@ class StateKeeper:
         state.slot, state.home = slot, home
         state.show(face, Place.HOME)
 
-    def _to_arena(self, state: State, block: Block, arena: Memory) -> None:
+    def _to_arena(self, state: State, block: Block, arena: Memory, *, keep: bool) -> None:
         target = arena.view(block.offset, state.bytes)
         if state.place is Place.UNBORN:
             target.zero_()
         elif state.place is Place.HOME and state.slot is not None:
+            self._notice(state)
             arena.load(block.offset, block.bytes, self.slots[state.home].home, state.slot)
         else:
             target.copy_(state.bytes_now())
+        if keep and state.place is Place.HOME and state.slot is not None:
+            self._faces.drop(state.home, state.slot)
+            state.show(target, Place.ARENA)
+            state.mark = state.fingerprint()
+            return
         self._vacate(state)
         state.show(target, Place.ARENA)
 

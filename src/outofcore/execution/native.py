@@ -1,4 +1,4 @@
-"""Builds and loads the native code (``arena.cpp``, ``transfer.cpp``) on first use, for the CPU or for CUDA.
+"""Builds and loads the native code (``arena.cpp`` and its neighbours) on first use, for the CPU or for CUDA.
 
 The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which
 PyTorch's own packages bring along), and is kept in the user's cache per torch version. Without it everything still
@@ -23,7 +23,7 @@ import torch
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp")
+_SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp", _FOLDER / "fingerprint.cpp")
 _CUDA_SOURCE = _FOLDER / "cuda" / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
@@ -49,6 +49,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_record_size": (_COUNT, (_POINTER,)),
     "outofcore_record_data": (_POINTER, (_POINTER,)),
     "outofcore_record_free": (None, (_POINTER,)),
+    "outofcore_fingerprint": (ctypes.c_uint64, (_POINTER, _COUNT, _POINTER)),
     "outofcore_transfer": (None, (_POINTER,)),
     "outofcore_post": (None, (_POINTER,)),
     "outofcore_lane_new": (_POINTER, (_POINTER,)),

@@ -124,7 +124,7 @@ class Runner:
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
-            keeper.enter(self._states, self.program, arena)
+            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
@@ -160,7 +160,7 @@ class Runner:
         """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
         found: dict[int, int] = {}
         for storage, state in self._states.items():
-            if state.place is Place.HOME:
+            if state.place is Place.HOME or storage in self.program.clean:
                 found[storage] = self._keeper.slot(state)
         for index, (_, state) in self._gradients.items():
             if is_large(state.bytes) and index not in self._staying:
@@ -206,6 +206,8 @@ class Runner:
                 self._first_requests = {}
         for slots in self._keeper.slots:
             slots.home.start()
+        self._keeper.notice_writes()
+        placed = self._bring_home(placed)
         placed.undo.begin(placed.arena)
         self._begun = True
         timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
@@ -230,6 +232,26 @@ class Runner:
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
+
+    def _bring_home(self, placed: _Placed) -> _Placed:
+        """Write home what the user has changed since the last step, of what leaves without a copy."""
+        moved: dict[int, int] = {}
+        for storage in self.program.clean:
+            state = self._states[storage]
+            before = state.slot
+            self._keeper.bring_home(state, placed.arena)
+            if state.slot != before and state.slot is not None:
+                moved[storage] = state.slot
+        if not moved:
+            return placed
+        slots = dict(placed.slots)
+        for index, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, CopyIn) and index not in placed.layout.pieces:
+                block = self.program.blocks[instruction.block]
+                if block.storage in moved:
+                    slots[index] = (Piece(moved[block.storage], block.bytes),)
+        self._placed = replace(placed, slots=slots, undo=Undo(self.captured, self.program, slots))
+        return self._placed
 
     def undo(self, engine: Engine) -> bool:
         """Have everything as it was before the step that has just failed; False: it came too far for that.

@@ -137,8 +137,42 @@ class Slots:
             self._end = end
             self.give(start, end - start)
 
+    def is_in_file(self, offset: int) -> bool:
+        """Whether a slot lies in somebody else's file: nothing is written there."""
+        files = self.home.files
+        return files is not None and files.is_in_file(offset)
+
+    def was_written(self, offset: int) -> bool:
+        """Whether the user has written to what shows a slot in somebody else's file: it no longer counts."""
+        files = self.home.files
+        return files is not None and files.is_in_file(offset) and files.written(offset)
+
+    def own(self, offset: int) -> None:
+        """Have a slot that lies in somebody else's file in pages of the home's own; its faces stay where they are.
+
+        Raises:
+            SpillError: the home has no room for it.
+            TransferError: it could not be copied.
+        """
+        files = self.home.files
+        if files is None or not files.is_in_file(offset):
+            return
+        count = round_up(files.needed(offset), PAGE_BYTES)
+        pages = (self.take(count), count)
+        try:
+            self.home.move_range(offset, pages)
+        except BaseException:
+            self.give(*pages)
+            raise
+
     def give(self, offset: int, count: int) -> None:
         """Take back a slot or a piece."""
+        files = self.home.files
+        if files is not None and files.has(offset):
+            pages = files.release(offset)
+            if pages is None:
+                return
+            offset, count = pages
         start, end, edges = offset, offset + round_up(count, PAGE_BYTES), self.home.edges
         at = bisect_left(self._free, (start, end))
         if at < len(self._free) and self._free[at][0] == end and end not in edges:

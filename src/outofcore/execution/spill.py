@@ -90,6 +90,12 @@ class SpillFile:
         self._check_open()
         return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
 
+    @property
+    def descriptors(self) -> tuple[int, int | None]:
+        """The open file, and the same past the page cache where that works."""
+        self._check_open()
+        return self._descriptor, self._direct_descriptor
+
     def duplicate(self) -> tuple[int, int]:
         """New descriptors of the file, the second past the page cache where that works; the caller closes them."""
         return os.dup(self._descriptor), os.dup(self.descriptor)

@@ -39,7 +39,7 @@ class _Stray:
     """A block that is held from step to step, and left the arena within the step."""
 
     block: Block
-    out: int  # the first copy out
+    out: int | None  # the first copy out; None: it left without one, since its home has the same bytes
     pieces: tuple[Piece, ...]
     home: int
     back: int | None  # the copy into the block, before the step ends
@@ -77,7 +77,10 @@ class Undo:
         small = [wrapping[storage] for storage in sorted(early) if storage in wrapping]
         self._span = (min(b.offset for b in small), max(b.offset + b.bytes for b in small)) if small else (0, 0)
         self._possible = len(small) == len(early) and self._span[1] - self._span[0] <= _ASIDE_BYTES
-        self._strays = _strays(program, {b.id for b in wrapping.values()}, slots) if self._possible else []
+        self._strays: list[_Stray] = []
+        if self._possible:
+            self._strays = _strays(program, {b.id for b in wrapping.values()}, slots)
+            self._strays += [_clean(program, wrapping[storage], slots) for storage in program.clean]
         self._aside: torch.Tensor | None = None
         self._device = captured.device
         self._generators = generators_on(captured.device)
@@ -107,7 +110,7 @@ class Undo:
         """
         if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
             return False
-        lost = [stray for stray in self._strays if reached.done[stray.out]]
+        lost = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
         for stray in lost:
             back = stray.back is not None and reached.done[stray.back]
             if not back and any(reached.started[index] for index in stray.others):
@@ -148,6 +151,13 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
         others = tuple(i for i, other in outs if i > index and other.home == copy.home and meet(pieces, slots[i]))
         found.append(_Stray(block, index, pieces, copy.home, back, others))
     return found
+
+
+def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
+    """What leaves without a copy: its slot is nobody else's, and its block may have other bytes until it returns."""
+    copies = enumerate(program.instructions)
+    index, back = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
+    return _Stray(block, None, slots[index], back.home, index, ())
 
 
 __all__ = ["Reached", "Undo"]

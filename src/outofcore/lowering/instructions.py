@@ -42,6 +42,7 @@ class _Lowering:
         # For each storage the version that lies at each home.
         self.homes: list[dict[int, int]] = [{} for _ in self.graph.storages]
         self.lodgings: dict[int, int] = {}
+        self.clean: set[int] = set()
         recomputes = any(d.residency is Residency.RECOMPUTE for d in self.plan.decisions)
         self.history = History.of(self.graph) if recomputes else None
 
@@ -53,6 +54,7 @@ class _Lowering:
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
         last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
+        first_leave: dict[int, Decision] = {}  # of each storage, within the step
         cyclic: set[int] = set()  # at home when the step ends
         renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
         vacated: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
@@ -82,6 +84,9 @@ class _Lowering:
                 cyclic.add(gap.storage)
                 self.lodgings[gap.storage] = decision.home
             else:
+                first_leave[gap.storage] = min(
+                    first_leave.get(gap.storage, decision), decision, key=lambda d: d.gap.start
+                )
                 last_stay[gap.storage] = max(gap.end, last_stay.get(gap.storage, -1))
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
@@ -90,6 +95,11 @@ class _Lowering:
                 homes[storage.id][self.lodgings.get(storage.id, 0)] = 0
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
+                if storage.id in first_leave and storage.id in graph.frozen:
+                    home = first_leave[storage.id].home
+                    self.clean.add(storage.id)
+                    self.lodgings[storage.id] = home
+                    homes[storage.id][home] = 0
 
         self._check_staying()
         outputs = set(graph.outputs)
@@ -288,7 +298,15 @@ class _Lowering:
         staying = self.plan.staying
         results = sorted((set(graph.outputs) - set(staying)) | (graph.persistent - set(self.wrapping)) | changed)
         lodgings = tuple(Lodging(storage, home) for storage, home in sorted(self.lodgings.items()) if home)
-        return Program(tuple(self.instructions), tuple(blocks), 0, tuple(results), lodgings, tuple(sorted(staying)))
+        return Program(
+            tuple(self.instructions),
+            tuple(blocks),
+            0,
+            tuple(results),
+            lodgings,
+            tuple(sorted(staying)),
+            tuple(sorted(self.clean)),
+        )
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
@@ -298,7 +316,8 @@ def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     leaves. A storage whose home copy is up to date leaves without a copy; one that is used no more
     is dropped. Before the op at which a plan wants a storage computed again, and after the copies-in of
     that op, come the runs that make it. A persistent storage that is resident when the step ends counts
-    as changed when the next one starts, since the user may have written to it in between.
+    as changed when the next one starts, since the user may have written to it in between; unless it is frozen
+    (``StepGraph.frozen``): then the executor keeps its home up to date, and it leaves without a copy.
 
     Raises:
         GraphError: a decision's times are out of order, it names a gap that the graph has not, or it

@@ -39,6 +39,7 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
     found = {s: 0 for s in graph.outputs if s in moving}
     found |= {s.id: 0 for s in graph.storages if s.kind is StorageKind.INPUT and s.id in moving}
     used = (s for s in sorted(graph.persistent - wrapping) if graph.uses[s])
+    found |= dict.fromkeys(program.clean, 0)
     return found | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
 
 

@@ -183,6 +183,8 @@ class Problem:
         for storage, gaps in leaving.items():
             if self.graph.storages[storage].kind is StorageKind.INPUT:
                 at_home[storage, 0] = 0
+            elif storage in self.graph.frozen and not any(self.gaps[g].cyclic for g in gaps):
+                at_home[storage, where[gaps[0]]] = 0  # it stays there from step to step (see ``Program.clean``)
             for g in gaps:
                 key, segment = (storage, where[g]), self.gaps[g].segment
                 if at_home.get(key) != segment:
@@ -246,7 +248,8 @@ class Problem:
     def _span(self, gaps: Iterable[int]) -> tuple[int, int]:
         """The ops over which a storage takes room at a home that these gaps of it go to."""
         infos = [self.gaps[g] for g in gaps]
-        if any(info.cyclic for info in infos):
+        # What is frozen is kept at home from step to step.
+        if any(info.cyclic or info.gap.storage in self.graph.frozen for info in infos):
             return 0, len(self.graph.ops)
         return min(info.gap.start for info in infos), max(info.gap.end for info in infos) + 1
 

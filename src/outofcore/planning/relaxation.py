@@ -285,7 +285,7 @@ class Relaxation:
         for g in problem.movable:
             info = problem.gaps[g]
             storage = info.gap.storage
-            unchanged = info.cyclic and storage not in problem.changed
+            unchanged = (info.cyclic and storage not in problem.changed) or storage in problem.graph.frozen
             if unchanged or problem.graph.storages[storage].kind is StorageKind.INPUT:
                 continue  # its home is up to date
             for home in info.homes:

@@ -16,6 +16,8 @@ _Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, 
 def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
     """Every home that is named exists, and what lodges elsewhere than at the first persists.
 
+    What is to be clean is in a block that wraps, is watched, and no op writes it.
+
     Returns:
         For each storage that lodges elsewhere than at the first home: where.
 
@@ -41,6 +43,18 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
         if lodging.storage in found:
             raise ValidationError(f"{name} lodges at home {lodging.home}, and at home {found[lodging.storage]} as well")
         found[lodging.storage] = lodging.home
+    wrapping = {block.storage for block in program.blocks if block.wraps}
+    written = {storage for op in graph.ops for storage in op.mutates + op.creates}
+    for storage in program.clean:
+        if not 0 <= storage < len(graph.storages) or storage not in graph.persistent:
+            raise ValidationError(f"storage {storage} is to be clean at home, but does not persist")
+        name = step.storage(storage)
+        if storage not in wrapping:
+            raise ValidationError(f"{name} is to be clean at home, and no block holds it between two steps")
+        if storage in written:
+            raise ValidationError(f"{name} is to be clean at home, and an op writes it")
+        if not graph.storages[storage].watched:
+            raise ValidationError(f"{name} is to be clean at home, and nobody finds out what the user writes to it")
     return found
 
 
@@ -63,6 +77,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
     device = {block.storage for block in program.blocks if block.wraps}
     always = {s for s in moved if s in graph.outputs or graph.storages[s].kind is StorageKind.INPUT}
     always |= {s for s in graph.persistent if s not in device and graph.uses[s]} | lodgings.keys()
+    always |= set(program.clean)
     for home, place in enumerate(costs.homes):
         if place.bytes is None:
             continue

@@ -285,7 +285,8 @@ class _Replay:
         self.wrapping = {b.storage: b for b in program.blocks if b.wraps}
         # With a block that wraps, the user may have written to the device copy between two steps.
         inputs = {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
-        at_home = inputs | (graph.persistent - self.wrapping.keys())
+        # But for what is clean: the executor brings its home up to date before the step starts.
+        at_home = inputs | (graph.persistent - self.wrapping.keys()) | set(program.clean)
         self.lodgings = lodgings
         # By storage and home; none yet: what was never written there.
         self.homes: dict[tuple[int, int], _Cell] = {}
@@ -426,6 +427,7 @@ class _Replay:
             (self._home(storage, self.lodgings.get(storage, 0)), self.final[storage], "is a result")
             for storage in self.program.results
         ]
+        ends += [(self._home(s, self.lodgings.get(s, 0)), 0, "is clean at home") for s in self.program.clean]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
             last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Cell(

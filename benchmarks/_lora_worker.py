@@ -1,0 +1,223 @@
+"""One process of the benchmark of adapters: trains LoRA on all linear layers of a Llama-shaped model, step by step.
+
+Its argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (PEFT in core), "outofcore" (compiled, with the weights
+read where the files have them) or "followed" (the same loop in ``outofcore.budget``). It answers ``step`` and
+``report``. Called with ``--make FOLDER OPTIONS`` it writes a model of random weights instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outofcore
+from outofcore.errors import OutOfCoreError
+from outofcore.program import CopyIn, CopyOut
+from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
+
+# Rows whose logits are made at once: with a vocabulary of 32,000 those of a whole batch are larger than the budget.
+_ROWS = 256
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def config_of(options: dict[str, Any]) -> Any:
+    """The shape of the model; by default that of TinyLlama 1.1B."""
+    return LlamaConfig(
+        hidden_size=options.get("width", 2048),
+        num_hidden_layers=options.get("layers", 22),
+        num_attention_heads=options.get("heads", 32),
+        num_key_value_heads=options.get("kv_heads", 4),
+        intermediate_size=options.get("intermediate", 5632),
+        vocab_size=options.get("vocab", 32000),
+        max_position_embeddings=2048,
+        dtype=_DTYPES[options["dtype"]],
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def make(folder: Path, options: dict[str, Any]) -> None:
+    """Write a model of random weights, a file for each layer, where there is none yet."""
+    if (folder / "model.safetensors.index.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(options)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        place = name.split(".")[2] if ".layers." in name else name.split(".")[0]
+        files.setdefault(f"model-{place}.safetensors", {})[name] = tensor
+    total = 0
+    for number, (file, tensors) in enumerate(files.items()):
+        draw = torch.Generator().manual_seed(number)
+        made = {
+            name: (
+                torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape, generator=draw) * 0.02
+            ).to(_DTYPES[options["dtype"]])
+            for name, tensor in tensors.items()
+        }
+        total += sum(tensor.nbytes for tensor in made.values())
+        save_file(made, folder / file, {"format": "pt"})
+    config.save_pretrained(folder)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _unnamed_bytes() -> int:
+    """Bytes on disks of the files without a name that this process has open."""
+    found: dict[tuple[int, int], int] = {}
+    for opened in Path("/proc/self/fd").iterdir():
+        try:
+            facts = opened.stat()
+        except OSError:
+            continue
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0:
+            found[facts.st_dev, facts.st_ino] = 512 * facts.st_blocks
+    return sum(found.values())
+
+
+class _Training:
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._options: dict[str, Any] = spec["options"]
+        self._mode: str = spec["mode"]
+        torch.set_num_threads(self._options.get("threads", torch.get_num_threads()))
+        begin = time.perf_counter()
+        folder = Path(self._options["folder"])
+        self._home: outofcore.OpenHome | None = None
+        if self._mode == "outofcore":
+            config = config_of(self._options)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(config.dtype)
+            with torch.device("meta"):
+                model = LlamaForCausalLM(config)
+            torch.set_default_dtype(before)
+            # Its table is no weight, and no file has it.
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
+            self._home = outofcore.open_home(spec["home"])
+            outofcore.materialize(model, home=self._home, weights=folder)
+        else:
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=_DTYPES[self._options["dtype"]])
+        torch.manual_seed(1)
+        self._model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+        )
+        self._model.train()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-4)
+        self._run: Any = self._train
+        self._step: Any = None
+        self._loop: Any = None
+        if self._mode == "outofcore":
+            self._step = self._run = outofcore.compile(
+                self._train, self._model, self._optimizer, budget=spec["budget"], home=self._home, dynamic=False
+            )
+        elif self._mode == "followed":
+            self._loop = outofcore.budget(spec["budget"], self._model, home=spec["home"]).start()
+        self._draw = torch.Generator().manual_seed(2)
+        torch.manual_seed(3)
+        self.seconds = time.perf_counter() - begin
+        self.trained_bytes = sum(p.nbytes for p in trained)
+
+    def _train(self, ids: torch.Tensor) -> torch.Tensor:
+        inner: nn.Module = self._model.base_model.model
+        hidden = inner.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+        wanted = ids[:, 1:].flatten()
+        losses = [
+            F.cross_entropy(inner.lm_head(rows).float(), some, reduction="sum")
+            for rows, some in zip(hidden.split(_ROWS), wanted.split(_ROWS), strict=True)
+        ]
+        loss = torch.stack(losses).sum() / wanted.numel()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def step(self) -> dict[str, Any]:
+        options = self._options
+        shape = (options.get("batch", 4), options.get("sequence", 512))
+        ids = torch.randint(0, options.get("vocab", 32000), shape, generator=self._draw)
+        begin = time.perf_counter()
+        loss = self._run(ids)
+        seconds = time.perf_counter() - begin
+        found = {"loss": loss.item().hex(), "seconds": seconds, "written_bytes": 0, "fetched_bytes": 0}
+        if self._loop is not None:
+            found |= {key: getattr(self._loop.stats, key) for key in ("written_bytes", "fetched_bytes")}
+        return found
+
+    def report(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
+        found = {
+            "adapters": digest.hexdigest(),
+            "peak_rss": peak_memory_bytes(),
+            "rss": resident_memory_bytes(),
+            "disk_bytes": _unnamed_bytes(),
+        }
+        if self._step is not None:
+            graph, program = self._step.captured.graph, self._step.planned.program
+            out = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)]
+            into = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyIn)]
+            size = [storage.bytes for storage in graph.storages]
+            found |= {
+                "frozen_bytes_out": sum(size[s] for s in out if s in graph.frozen),
+                "frozen_bytes_in": sum(size[s] for s in into if s in graph.frozen),
+                "frozen_bytes": sum(size[s] for s in graph.frozen),
+                "bytes_out": sum(size[s] for s in out if s is not None),
+            }
+        return found
+
+    def close(self) -> None:
+        if self._step is not None:
+            self._step.close()
+        if self._loop is not None:
+            self._loop.stop()
+        if self._home is not None:
+            self._home.close()
+
+
+def main() -> None:
+    """Serve the parent until it closes standard input."""
+    if sys.argv[1] == "--make":
+        make(Path(sys.argv[2]), json.loads(sys.argv[3]))
+        return
+    spec = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what else is printed goes to standard error
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=out, flush=True)
+
+    try:
+        training = _Training(spec)
+        answer({"seconds": training.seconds, "trained_bytes": training.trained_bytes, "torch": torch.__version__})
+        for line in sys.stdin:
+            answer(training.step() if line.strip() == "step" else training.report())
+        training.close()
+    except OutOfCoreError as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+    except Exception:
+        answer({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()

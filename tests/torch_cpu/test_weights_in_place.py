@@ -1,0 +1,302 @@
+"""Weights that are read where a file has them: without a copy, without being changed, and never damaged in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import outofcore
+from outofcore.checkpoint.tensor_files import read_header
+from outofcore.errors import InputError, TransferError
+from outofcore.execution.file_ranges import ReadFile, Stamp, writes_are_seen
+from outofcore.execution.memory import Region, map_anonymous
+from outofcore.units import KIB, MIB, PAGE_BYTES
+
+WIDTH = 192
+BYTES = WIDTH * WIDTH * 4
+
+pytestmark = pytest.mark.skipif(not writes_are_seen(), reason="the kernel does not tell which pages were written")
+
+
+@pytest.fixture
+def home() -> Iterator[outofcore.OpenHome]:
+    with outofcore.open_home("disk") as opened:
+        yield opened
+
+
+def model_of(layers: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+
+
+def saved(folder: Path, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Weights in a file; its tensors begin at bytes that are multiples of no page."""
+    torch.manual_seed(seed)
+    weights = {name: tensor.detach().clone() for name, tensor in model_of().named_parameters()}
+    save_file({"0": torch.zeros(3), **weights}, folder / "model.safetensors")
+    return weights
+
+
+def read_in_place(folder: Path, home: outofcore.OpenHome) -> nn.Sequential:
+    with torch.device("meta"):
+        model = model_of()
+    outofcore.materialize(model, home=home, weights=folder)
+    return model
+
+
+def in_file(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
+    face = home.faces.find(tensor)
+    return face is not None and home.faces.slots[face.home].is_in_file(face.offset)
+
+
+def _forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+def assert_has(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_nothing_is_copied_and_nothing_is_written(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = saved(tmp_path)
+    model = read_in_place(tmp_path, home)
+    assert home.bytes == 0
+    assert [in_file(home, model[i].weight) for i in range(3)] == [True] * 3
+    assert not in_file(home, model[0].bias)
+    assert_has(model, weights)
+    outofcore.save(tmp_path / "checkpoint", model)
+    (copy,) = (tmp_path / "checkpoint").glob("model-*.safetensors")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(copy).items())
+    assert home.bytes == 0
+
+
+def test_what_is_written_stays_in_the_process_and_is_saved(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = saved(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = read_in_place(tmp_path, home)
+    model[1].weight.data[7, 3] = 100.0
+    weights["1.weight"][7, 3] = 100.0
+    assert_has(model, weights)
+    home.faces.drop_cache(model[1].weight)
+    assert_has(model, weights)
+    outofcore.save(tmp_path / "checkpoint", model)
+    (copy,) = (tmp_path / "checkpoint").glob("model-*.safetensors")
+    assert torch.equal(load_file(copy)["1.weight"], weights["1.weight"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    outofcore.load(tmp_path / "checkpoint", model, home=home)
+    assert_has(model, weights)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_aliases_go_on_showing_what_they_showed(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = read_in_place(tmp_path, home)
+    model.requires_grad_(False)
+    alias = model[0].weight.data.view(-1)
+    array = model[0].weight.numpy()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    x = torch.ones(2, WIDTH)
+    budget = outofcore.smallest_budget(step, model, inputs=(x,))
+    with outofcore.compile(step, model, budget=budget, home=home, dynamic=False) as compiled:
+        for number in range(4):
+            alias[number] = float(number)
+            array[5, number] = -float(number)
+            assert model[0].weight[0, number] == number
+            assert torch.equal(compiled(x), model(x)), number
+            assert in_file(home, model[0].weight) is False
+            assert alias.data_ptr() == model[0].weight.data_ptr() == array.ctypes.data
+        assert in_file(home, model[1].weight)
+
+
+def _ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.parametrize("change", ["a step learns it", "another dtype", "init", "its module lacks something"])
+def test_what_changes_or_is_initialised_has_the_right_bytes(
+    home: outofcore.OpenHome, tmp_path: Path, change: str
+) -> None:
+    weights = saved(tmp_path)
+    if change == "its module lacks something":
+        del weights["1.bias"]
+        save_file(weights, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = model_of()
+    if change == "another dtype":
+        model.double()
+    outofcore.materialize(model, home=home, weights=tmp_path, init=_ones if change == "init" else None)
+    assert in_file(home, model[1].weight) == (change != "another dtype")
+    if change != "a step learns it":
+        assert all(torch.equal(p, weights[n].to(p.dtype)) for n, p in model.named_parameters() if n in weights)
+        return
+    plain = model_of()
+    plain.load_state_dict(weights)
+    results = []
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, one: nn.Module = one, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = (one(x) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        x = torch.ones(2, WIDTH)
+        if one is model:
+            budget = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
+            step = outofcore.compile(step, model, optimizer, budget=budget, home=home, dynamic=False)
+        results.append([float(step(x)) for _ in range(3)])
+    assert results[0] == results[1]
+    assert_has(model, dict(plain.named_parameters()))
+    assert not in_file(home, model[1].weight)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - PAGE_BYTES)
+
+
+def _touch(path: Path) -> None:
+    os.utime(path, ns=(0, 0))
+
+
+def _write(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("damage", [_cut, _touch, _write])
+def test_a_file_that_is_changed_meanwhile_is_noticed(
+    home: outofcore.OpenHome, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    saved(tmp_path)
+    model = read_in_place(tmp_path, home).requires_grad_(False)
+    x = torch.ones(2, WIDTH)
+    with outofcore.compile(partial(_forward, model), model, budget="1MiB", home=home, dynamic=False) as compiled:
+        compiled(x)
+        damage(tmp_path / "model.safetensors")
+        with pytest.raises(TransferError, match=r"model\.safetensors was changed"):
+            compiled(x)
+
+
+def test_a_file_that_has_another_name_by_now_is_read_on(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = saved(tmp_path)
+    model = read_in_place(tmp_path, home).requires_grad_(False)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other")
+    saved(tmp_path, seed=6)
+    assert_has(model, weights)
+    with outofcore.compile(partial(_forward, model), model, budget="1MiB", home=home, dynamic=False) as compiled:
+        x = torch.ones(2, WIDTH)
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_a_file_that_is_replaced_before_it_is_opened_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = read_header(tmp_path / "model.safetensors")
+    os.utime(tmp_path / "model.safetensors", ns=(7, 7))
+    with pytest.raises(InputError, match="while it was being read"):
+        ReadFile(file.path, file.stamp)
+
+
+def test_any_bytes_come_wherever_they_begin_and_go(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    data = draw.randbytes(5 * MIB + 1234)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    with path.open("rb") as opened:
+        file = ReadFile(path, Stamp.of(opened.fileno()))
+    target = Region(map_anonymous(6 * MIB), 6 * MIB)
+    spans = [(0, len(data), 0), (PAGE_BYTES, 4 * MIB, 0), (PAGE_BYTES, 4 * MIB + 5, 0), (len(data) - 1, 1, 3)]
+    spans += [(8, 5 * MIB, 0), (4095, 2, 0), (2 * MIB - 8, 16, 64), (0, 0, 0)]
+    for _ in range(100):
+        begin = draw.randrange(len(data))
+        spans.append((begin, draw.randrange(len(data) - begin + 1), draw.choice([0, 8, 512, PAGE_BYTES])))
+    for begin, count, at in spans:
+        memory = target.memory(0, 6 * MIB)
+        memory[at : at + count + 1] = b"\xaa" * (count + 1)
+        file.read(begin, memory[at : at + count])
+        assert memory[at : at + count] == data[begin : begin + count], (begin, count, at)
+        assert memory[at + count] == 0xAA, (begin, count, at)
+    with pytest.raises(TransferError, match="ends there"):
+        file.read(len(data) - 10, target.memory(0, 11))
+
+
+def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
+    """Random damage to a good file: it is refused, or what it tells of lies within it, each byte told of once."""
+    draw = random.Random(11)
+    weights = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.int8), "c": torch.ones((), dtype=torch.bfloat16)}
+    path = tmp_path / "good.safetensors"
+    save_file(weights, path)
+    good = path.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    header, data = json.loads(good[8 : 8 + length]), good[8 + length :]
+    strange: list[Any] = [-1, 1.5, True, None, "1", 2**63, 10**400, [], {}, [[]], "F32", 0, float("nan"), float("inf")]
+    refused = 0
+    for number in range(400):
+        changed = bytearray(good)
+        match number % 5:
+            case 0:
+                for _ in range(draw.randrange(1, 4)):
+                    changed[draw.randrange(8 + length)] = draw.randrange(256)
+            case 1:
+                del changed[draw.randrange(len(changed)) :]
+            case 2:
+                changed += draw.randbytes(draw.randrange(1, 9))
+            case _:
+                made = json.loads(json.dumps(header))
+                entry = made[draw.choice("abc")]
+                field = draw.choice(list(entry))
+                if isinstance(entry[field], list) and entry[field] and draw.random() < 0.7:
+                    place = draw.randrange(len(entry[field]))
+                    entry[field][place] = draw.choice([*strange, *range(80)])
+                elif draw.random() < 0.3:
+                    del entry[field]
+                else:
+                    entry[field] = draw.choice(strange)
+                text = json.dumps(made).encode()
+                changed = bytearray(len(text).to_bytes(8, "little") + text + data)
+        path.write_bytes(changed)
+        try:
+            found = read_header(path)
+        except InputError as error:
+            assert "good.safetensors" in str(error) and len(str(error)) < KIB
+            refused += 1
+            continue
+        spans = sorted((entry.begin, entry.end) for entry in found.entries.values())
+        start = len(changed) - sum(end - begin for begin, end in spans)
+        for begin, end in spans:
+            assert begin == start <= end
+            start = end
+        assert start == len(changed)
+    assert refused > 200
+    for text in (
+        b'{"a":1,"a":2}',
+        b"[" * 5000,
+        b"[]",
+        b"{}x",
+        b"\xff\xfe",
+        b'{"a":{"dtype":["F32"],"shape":[],"data_offsets":[0,4]}}',
+    ):
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        with pytest.raises(InputError):
+            read_header(path)
