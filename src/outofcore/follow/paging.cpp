@@ -186,6 +186,7 @@ struct Space {
   int64_t ids = 0;
   int64_t pieces = 0;            // blocks of all kinds
   bool open = true;
+  bool of_parent = false;        // this process is a child that was forked from the one that made it
   bool verified = true;          // whether what is taken to be unchanged is compared
   bool sampled = false;          // and of weights that are still in their files, which nobody writes to, a part
   bool stress = false;
@@ -874,7 +875,8 @@ void forget_space(Space* space) {
   spaces.erase(space);
   for (auto& [pointer, piece] : outside)
     if (piece.charged == space) piece.charged = nullptr;
-  delete space;
+  // A GPU cannot be used in the child of a fork, nor be told that what it has there is not needed.
+  if (!Device::kStreams || !space->of_parent) delete space;
 }
 
 // Who plays the part of a storage of the history: each block its own, and at most one other.
@@ -2095,6 +2097,7 @@ void after_fork_in_child() {
   current = nullptr;
   for (Space* space : spaces) {
     space->open = false;
+    space->of_parent = true;
     space->homes.after_fork_in_child();
     for (const Block* block : space->known)
       if (block->fixed && !block->here)

@@ -192,7 +192,7 @@ def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
         out: where it is built.
         settings: of the stub, by the names in README.md without their ``STUB_``, in small letters.
     """
-    folders = [HERE / "startup", ROOT / "src", HERE, ROOT / "tests" / "cuda", ROOT / "tools"]
+    folders = [HERE / "startup", ROOT / "src", HERE, ROOT / "tests" / "cuda", ROOT / "tests" / "shared", ROOT / "tools"]
     paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
