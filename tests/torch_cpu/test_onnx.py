@@ -374,7 +374,8 @@ def test_what_cannot_be_run_is_one_message(
 
 def test_a_file_is_planned(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, "perceptron_20")
-    told = command("plan", path, "--budget", "300KiB", "--home", "host", "--dim", "batch=2", "--dim", "length=8", "--json")
+    sizes = ("--dim", "batch=2", "--dim", "length=8")
+    told = command("plan", path, "--budget", "300KiB", "--home", "host", *sizes, "--json")
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     assert found["feasible"]
@@ -383,5 +384,5 @@ def test_a_file_is_planned(tmp_path: Path) -> None:
     missing = command("plan", path, "--budget", "300KiB", "--dim", "batch=2")
     assert missing.exit_code == 2
     assert "such as --dim length=4" in missing.stderr
-    unknown = command("plan", path, "--dim", "batch=2", "--dim", "length=8", "--dim", "depth=8")
+    unknown = command("plan", path, *sizes, "--dim", "depth=8")
     assert "has no open size 'depth'; it has batch, length" in unknown.stderr
