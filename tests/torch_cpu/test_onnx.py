@@ -69,7 +69,7 @@ def test_a_graph_has_the_same_bits_within_a_third_of_its_weights(name: str, tmp_
         assert np.abs(ours.numpy() - other).max() <= 1e-5 * np.abs(other).max()
 
 
-@pytest.mark.parametrize("name", ["residual_network_13", "attention_by_products_17", "branches_19"])
+@pytest.mark.parametrize("name", ["attention_by_products_17", "branches_19"])
 def test_a_compiled_forward_pass_has_the_same_bits(name: str, tmp_path: Path) -> None:
     path, arrays = saved(tmp_path, name, outside=True)
     model = outofcore.onnx.load(path)
@@ -79,7 +79,7 @@ def test_a_compiled_forward_pass_has_the_same_bits(name: str, tmp_path: Path) ->
     def forward(*given: torch.Tensor) -> list[torch.Tensor]:
         return outputs(model, *given)
 
-    with outofcore.compile(forward, model, budget=state_bytes(model) // 2) as step:
+    with outofcore.compile(forward, model, budget=state_bytes(model) // 2, home="host") as step:
         for _ in range(2):
             assert all(a.equal(b) for a, b in zip(step(*inputs), whole, strict=True))
 
@@ -143,24 +143,24 @@ def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> Non
     x = g.input("x", np.ones((1, 2048), np.float32))
     for _ in range(2):
         x = g.op("MatMul", x, g.tensor(np.zeros((2048, 2048), np.float32), "weight"))
-    for outside in (False, True):  # in the model's own file, and beside it
-        path = tmp_path / f"large{outside}.onnx"
-        onnx.save(g.model(x), path, save_as_external_data=outside, location="large.data")
-        code = (
-            "import sys, torch, onnx, outofcore\n"
-            "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-            "outofcore.onnx.load(sys.argv[2])\n"
-            "before = resident()\n"
-            "model = outofcore.onnx.load(sys.argv[1])\n"
-            "print(resident() - before, sum(p.numel() for p in model.parameters()))"
-        )
-        small, _ = saved(tmp_path, "perceptron_20")
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(path), str(small)], capture_output=True, text=True, check=True
-        )
-        grown, count = map(int, done.stdout.split())
-        assert count == 2 * 2048 * 2048
-        assert grown < 8 << 20
+    paths = [tmp_path / "inside.onnx", tmp_path / "beside.onnx"]
+    for path in paths:
+        onnx.save(g.model(x), path, save_as_external_data=path.stem == "beside", location="large.data")
+    small, _ = saved(tmp_path, "perceptron_20")
+    code = (
+        "import sys, torch, onnx, outofcore\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "outofcore.onnx.load(sys.argv[1])\n"
+        "before = resident()\n"
+        "models = [outofcore.onnx.load(path) for path in sys.argv[2:]]\n"
+        "print(resident() - before, *[sum(p.numel() for p in model.parameters()) for model in models])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small), *map(str, paths)], capture_output=True, text=True, check=True
+    )
+    grown, *counts = map(int, done.stdout.split())
+    assert counts == [2 * 2048 * 2048] * 2
+    assert grown < 8 << 20
 
 
 # ---- what is damaged ------------------------------------------------------------------------------------------------
@@ -339,12 +339,10 @@ def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
         tmp_path / "out.npz",
     )
     assert result.exit_code == 0, result.output
-    assert "in use" in result.stderr
+    assert ", 0 B out, " in result.stderr  # no weight is written elsewhere
     with np.load(tmp_path / "out.npz") as found:
         assert found.files == list(model.output_names)
         assert np.array_equal(found[model.output_names[0]], whole.numpy())
-    # Each weight is read from the model's file, and none is written elsewhere.
-    assert " 0 B copied out" in result.stderr or "evict" not in result.stderr
     tight = command("run", path, "--budget", "100KiB", "--input", tmp_path / "in.npz")
     assert tight.exit_code == 2
     assert "error: " in tight.stderr
@@ -376,7 +374,8 @@ def test_what_cannot_be_run_is_one_message(
 
 def test_a_file_is_planned(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, "perceptron_20")
-    told = command("plan", path, "--budget", "300KiB", "--dim", "batch=2", "--dim", "length=8", "--json")
+    sizes = ("--dim", "batch=2", "--dim", "length=8")
+    told = command("plan", path, "--budget", "300KiB", "--home", "host", *sizes, "--json")
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     assert found["feasible"]
@@ -385,5 +384,5 @@ def test_a_file_is_planned(tmp_path: Path) -> None:
     missing = command("plan", path, "--budget", "300KiB", "--dim", "batch=2")
     assert missing.exit_code == 2
     assert "such as --dim length=4" in missing.stderr
-    unknown = command("plan", path, "--dim", "batch=2", "--dim", "length=8", "--dim", "depth=8")
+    unknown = command("plan", path, *sizes, "--dim", "depth=8")
     assert "has no open size 'depth'; it has batch, length" in unknown.stderr

@@ -207,8 +207,8 @@ def read_model(path: Path, onnx: Any, known: Standard) -> Model:
             length = os.fstat(file.fileno()).st_size
             if not length:
                 raise InputError(f"{path} is empty; take another copy of the file")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as source:
-                slimmed = slim(source)
+            # Not closed here: what an error leaves behind may still refer to it.
+            slimmed = slim(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except InputError as error:
@@ -638,8 +638,8 @@ def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
 def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, wanted: int) -> None:
     if length != wanted:
         raise InputError(
-            f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits an element takes {wanted}; the file "
-            "was cut off or changed"
+            f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits an element takes {wanted}; the "
+            "file was cut off or changed"
         )
 
 
@@ -708,8 +708,8 @@ def _external(model: Path, title: str, entries: Mapping[str, str], wanted: int) 
     size = real.stat().st_size
     if offset < 0 or length < 0 or offset + length > size:
         raise InputError(
-            f"{title} lies at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or is "
-            "another one"
+            f"{title} lies at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or "
+            "is another one"
         )
     return FileRange(real, offset, length)
 
