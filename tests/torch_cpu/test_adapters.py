@@ -1,0 +1,90 @@
+"""Adapters of PEFT on a model of Transformers, switched and merged between compiled steps: the bits of PEFT itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import outofcore
+from outofcore.program import CopyOut
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+_VOCABULARY = 400
+
+
+def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=320,
+        vocab_size=_VOCABULARY,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    inner = LlamaForCausalLM(config)
+    if checkpointed:
+        inner.gradient_checkpointing_enable()
+        inner.enable_input_require_grads()
+    model = get_peft_model(inner, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1), adapter_name="one")
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model.train()
+    optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "lora_" in n], lr=1e-3)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def walk(model: Any, step: Any) -> list[float]:
+    """Trains, and between steps does what users of adapters do."""
+    torch.manual_seed(5)
+    ids = torch.randint(0, _VOCABULARY, (2, 32))
+    losses = [step(ids).item()]
+    model.set_adapter("other")
+    losses += [step(ids).item() for _ in range(2)]
+    model.set_adapter("one")
+    losses.append(step(ids).item())
+    model.merge_adapter(["one"])
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    model.train()
+    model.unmerge_adapter()
+    return [*losses, *(step(ids).item() for _ in range(2))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("tied", "checkpointed"), [(True, False), (False, True)])
+def test_adapters_are_switched_and_merged_to_the_bit(tied: bool, checkpointed: bool) -> None:
+    plain, _, theirs = made(tied=tied, checkpointed=checkpointed)
+    model, optimizer, step = made(tied=tied, checkpointed=checkpointed)
+    with outofcore.compile(
+        step, model, optimizer, budget="1800KiB", dynamic=False, policy="window", cache=False
+    ) as compiled:
+        assert walk(plain, theirs) == walk(model, compiled)
+        session = compiled._session
+        assert session.kinds >= 2, "another adapter is another step"
+        copied = 0
+        for known in session._known.values():
+            graph, program = known.step.graph, known.step.planned.program
+            out = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)}
+            assert not out & graph.frozen
+            copied += len(out) + len(program.clean)
+        assert copied, "everything fits: the budget shows nothing"
+        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other), name
