@@ -361,6 +361,9 @@ def _largest(
         layers = _LAYERS if shallow else None
         return replace(training, **{"sequence" if tokens else "batch": size}, layers=layers)
 
+    def shallow_need(count: int, added: int) -> int:
+        return captures.smallest(sized(count, shallow=True)) + added
+
     def whole_need(count: int) -> int:
         return captures.smallest(sized(count, shallow=False))
 
@@ -372,7 +375,7 @@ def _largest(
     size = 0
     for _ in range(_SEARCHES):
         added = beyond
-        size = _search(lambda count: captures.smallest(sized(count, shallow=True)) + added, known, memory, most)
+        size = _search(partial(shallow_need, added=added), known, memory, most)
         if not size:
             break
         known = {size: whole_need(size)}
