@@ -41,6 +41,8 @@ SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
 _LAYERS = 2
 # Lengths of sequences are multiples of this, which kernels like.
 STRIDE = 64
+# How often the largest size is searched for, each time with what was learnt of the layers that shallow models lack.
+_SEARCHES = 3
 # No sizes above these are looked at.
 _MOST_SAMPLES, _MOST_TOKENS = 1 << 16, 1 << 24
 # Into how many pieces logits and loss are cut where that is asked about.
@@ -359,24 +361,35 @@ def _largest(
         layers = _LAYERS if shallow else None
         return replace(training, **{"sequence" if tokens else "batch": size}, layers=layers)
 
-    # What the other layers add: their small parameters, which stay on the device.
+    def shallow_need(count: int, added: int) -> int:
+        return captures.smallest(sized(count, shallow=True)) + added
+
+    def whole_need(count: int) -> int:
+        return captures.smallest(sized(count, shallow=False))
+
+    # What the other layers add: their small parameters and results, which stay on the device. It changes with the size,
+    # as results grow that large that they may leave; so it is looked at again where the search ends.
     here = replace(training, layers=_LAYERS, **({"sequence": now} if tokens else {}))
     beyond = max(need.smallest_budget - captures.smallest(here), 0)
-
-    def shallow_need(count: int) -> int:
-        return captures.smallest(sized(count, shallow=True)) + beyond
-
     known = {now / stride: need.smallest_budget}
-    size = _search(shallow_need, known, memory, most)
-    whole = 0
-    while size:
-        whole = captures.smallest(sized(size, shallow=False))
-        if whole <= memory:
+    size = 0
+    for _ in range(_SEARCHES):
+        added = beyond
+        size = _search(partial(shallow_need, added=added), known, memory, most)
+        if not size:
             break
-        # The layers that a shallow model lacks need more than those that it has.
+        known = {size: whole_need(size)}
+        beyond = known[size] - captures.smallest(sized(size, shallow=True))
+        if beyond == added:
+            break
+    while size and whole_need(size) > memory:
         size -= 1
+    # A shallow model that does not fit says enough of the whole one.
+    while size < most and captures.smallest(sized(size + 1, shallow=True)) <= memory and whole_need(size + 1) <= memory:
+        size += 1
+    whole = whole_need(size) if size else 0
     if not size:
-        least = captures.smallest(sized(1, shallow=False))
+        least = whole_need(1)
         return Largest(0, stride, False, least, least, False, "the least size was captured whole, and does not fit")
     if size == most:
         return Largest(
@@ -393,7 +406,7 @@ def _largest(
     more = captures.smallest(sized(size + 1, shallow=True))
     how = "by its first layers alone"
     if more <= memory:
-        more, how = captures.smallest(sized(size + 1, shallow=False)), "as captured whole"
+        more, how = whole_need(size + 1), "as captured whole"
     placed = captures.placed(sized(size, shallow=False), memory)
     certainty = (
         f"captured whole and {'planned for' if placed else 'not planned for'}; the next size does not fit, {how}"
