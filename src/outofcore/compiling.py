@@ -18,7 +18,7 @@ from typing import TypeVar
 COMPILERS = ("c++", "g++", "clang++")
 # The newest first: recent headers of PyTorch may need C++20, older compilers may only have C++17.
 STANDARDS = ("c++20", "c++17")
-_TIMEOUT_S = 180
+_TIMEOUT_S = 900  # some ten seconds of work, on a machine that may do much else
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import doctest
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import outofcore
+from outofcore.integrations import metrics as module
 from outofcore.integrations.metrics import StepMetrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,3 +188,7 @@ def test_bad_arguments_are_refused() -> None:
         StepMetrics(loop, every=0)
     with pytest.raises(outofcore.InputError, match="add_scalar, log_metrics, log"):
         StepMetrics(loop, object())
+
+
+def test_the_example_runs() -> None:
+    assert doctest.testmod(module) == (0, 6)

@@ -38,12 +38,8 @@ def files_of(package: Path) -> set[str]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An sdist of a copy without git, and the wheel of what is in the sdist."""
     folder = tmp_path_factory.mktemp("packaging")
-    # In one process, whose imports are a good part of the time.
-    code = (
-        "import sys; from build import ProjectBuilder\n"
-        "source, out = sys.argv[1:]\n"
-        "print(ProjectBuilder(source).build(sys.argv[3], out))"
-    )
+    # Without isolation: what builds is what is installed here.
+    code = "import sys; from build import ProjectBuilder; print(ProjectBuilder(sys.argv[1]).build(*sys.argv[2:]))"
     copy, out = folder / "copy", folder / "out"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     copy.mkdir()
@@ -51,15 +47,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name in ("benchmarks", "tests", "tools", "docs"):  # not to be in it
         (copy / name).mkdir()
         (copy / name / "thing.py").write_text("")
-    for path in (*ROOT.glob("*.*"), ROOT / "LICENSE"):
-        if path.is_file():
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":  # that of a worktree
             shutil.copy(path, copy)
-    code = code.replace("out = sys.argv[1:]", "out, kind = sys.argv[1:]").replace("sys.argv[3]", "kind")
     environment = {**os.environ, "PIP_NO_INDEX": "1", "GIT_CEILING_DIRECTORIES": str(folder)}
 
     def build(source: Path, kind: str) -> Path:
         done = subprocess.run(
-            [sys.executable, "-c", code, str(source), str(out), kind],
+            [sys.executable, "-c", code, str(source), kind, str(out)],
             capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

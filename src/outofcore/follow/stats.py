@@ -109,6 +109,8 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
         ("waited for copies", format_seconds(waited)),
         ("ops", f"{stats.ops}: {stats.expected_ops} as before, {stats.planned_ops} by {stats.plans} plans"),
     ]
+    if stats.file_bytes:
+        facts.append(("live in files", format_bytes(stats.file_bytes)))
     if stats.reruns:
         facts.append(("made again", f"{stats.reruns} times, {format_seconds(again)}"))
     if stats.departures:

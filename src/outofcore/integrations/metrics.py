@@ -63,7 +63,8 @@ class StepMetrics:
                 f"the writer has none of the methods {', '.join(_METHODS)}: give a SummaryWriter, a run of wandb, or "
                 f"an object like them, not {type(writer).__name__}"
             )
-        self._source, self._writer, self._every, self._prefix = source, writer, every, prefix
+        self._source, self._every, self._prefix = source, every, prefix
+        self._writer: Any = writer
         self._meter = Meter()
         self._done = 0
         if isinstance(source, Loop):
