@@ -160,7 +160,7 @@ def test_a_trace_lies_on_the_axis_of_the_profiler(tmp_path: Path) -> None:
     assert abs(first - min(profiled)) < 1e6  # 50 years and more, were the origin not theirs
 
 
-def test_what_happened_so_far_where_no_optimizer_steps(tmp_path: Path) -> None:
+def test_what_happened_so_far_where_there_are_no_steps(tmp_path: Path) -> None:
     model = nn.Linear(256, 256)
     with outofcore.budget("4MiB", model) as run:
         with pytest.raises(StateError, match="nothing to tell yet"):
@@ -168,9 +168,8 @@ def test_what_happened_so_far_where_no_optimizer_steps(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="nothing to tell yet"):
             run.trace(tmp_path / "trace.json")
         assert not list(tmp_path.iterdir())
-        with torch.no_grad():
-            for _ in range(3):
-                model(torch.ones(64, 256))
+        for _ in range(3):
+            model(torch.ones(64, 256))
         inside = content_of(run.report(tmp_path / "report.html"))
     after = content_of(run.report(tmp_path / "report.html"))
     for content in (inside, after):
@@ -178,6 +177,16 @@ def test_what_happened_so_far_where_no_optimizer_steps(tmp_path: Path) -> None:
         assert [name for name, *_ in content["ops"]].count("addmm") == 3
     with pytest.raises(InputError, match="cannot write the report"):
         run.report(tmp_path)
+
+
+def test_the_last_call_is_told_where_nothing_is_trained(tmp_path: Path) -> None:
+    model = nn.Linear(256, 256)
+    with outofcore.budget("4MiB", model) as run, torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(64, 256))
+    content = content_of(run.report(tmp_path / "report.html"))
+    assert content["notes"][0][0] == "step"
+    assert [name for name, *_ in content["ops"]].count("addmm") == 1
 
 
 def test_a_loop_that_never_started_has_nothing_to_tell(tmp_path: Path) -> None:
