@@ -5,7 +5,7 @@ Nothing here knows PyTorch. A graph comes from a capture, from a file, or from a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -129,6 +129,10 @@ class StepGraph:
     def overwrites(self) -> frozenset[tuple[int, int]]:
         """Pairs of an op and a storage that it overwrites as a whole: nothing of the former contents is used."""
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
+
+    def unwatched(self) -> StepGraph:
+        """The same step where nobody finds out what the user writes between two steps (see ``Storage.watched``)."""
+        return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
         """Refuse a graph that contradicts itself.

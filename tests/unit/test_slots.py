@@ -28,6 +28,8 @@ class Fake:
     in_memory = True
     edges: Sequence[int] = ()
 
+    files = None
+
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
 

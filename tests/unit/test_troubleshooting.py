@@ -21,7 +21,7 @@ SPEAKING = (
     "profiling/ops.py",
     "distributed/agreement.py",
     *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
-    *(f"execution/{name}.py" for name in ("slots", "aliases", "opening")),
+    *(f"execution/{name}.py" for name in ("slots", "aliases", "opening", "file_ranges")),
     *("execution/cuda", "follow", "distributed"),
 )
 # Only a fault of the library can bring these up.

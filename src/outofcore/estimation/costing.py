@@ -181,7 +181,9 @@ def _costed(
     tell("capture", 1, 1)
     if isinstance(where, Device):
         later = settled_capture(traced, capture, backend.alignment)
-        found = [(each, estimated_costs(each, where)) for each in (captured, later) if each is not None]
+        # On a GPU nobody finds out what is written to frozen weights between two steps.
+        there = [replace(each, graph=each.graph.unwatched()) for each in (captured, later) if each is not None]
+        found = [(each, estimated_costs(each, where)) for each in there]
     else:
         backend.prepare()
         advance = partial(tell, "profile")
