@@ -378,8 +378,9 @@ def _largest(
         size = _search(partial(shallow_need, added=added), known, memory, most)
         if not size:
             break
-        known = {size: whole_need(size)}
-        beyond = known[size] - captures.smallest(sized(size, shallow=True))
+        whole = whole_need(size)
+        known = {float(size): whole}
+        beyond = whole - captures.smallest(sized(size, shallow=True))
         if beyond == added:
             break
     while size and whole_need(size) > memory:
