@@ -620,6 +620,7 @@ def _largest_text(found: Largest, what: str) -> str:
     if not found.size:
         return f"none fits: {found.certainty}"
     core = "" if found.in_core is None else f"; nothing moves up to about {found.in_core}"
+    core = "; something moves at any size" if found.in_core == 0 else core
     return f"{found.size} {what}{core} ({found.certainty})"
 
 
