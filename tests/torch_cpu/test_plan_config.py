@@ -65,7 +65,7 @@ SLIDING = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "sliding_window": 16,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 BERT = {**TEXT, "architectures": ["BertForSequenceClassification"], "model_type": "bert"}
 VIT = {**VISION, "architectures": ["ViTForImageClassification"], "model_type": "vit"}

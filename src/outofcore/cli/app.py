@@ -392,8 +392,13 @@ def plan(
 
 
 def _is_config(model: str | None) -> bool:
-    """Whether a target is a model's configuration: a JSON file, or a folder."""
-    return model is not None and (model.endswith(".json") or Path(model).is_dir())
+    """Whether a target is a model's configuration: a JSON file, or a folder that has one or is named by a path.
+
+    A folder that happens to be called like a model of the zoo is none.
+    """
+    if model is None or model.endswith(".json"):
+        return model is not None
+    return Path(model).is_dir() and ((Path(model) / "config.json").is_file() or Path(model).name != model)
 
 
 def _fit(

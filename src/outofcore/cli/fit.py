@@ -378,8 +378,9 @@ def _largest(
         size = _search(partial(shallow_need, added=added), known, memory, most)
         if not size:
             break
-        known = {size: whole_need(size)}
-        beyond = known[size] - captures.smallest(sized(size, shallow=True))
+        whole = whole_need(size)
+        known = {float(size): whole}
+        beyond = whole - captures.smallest(sized(size, shallow=True))
         if beyond == added:
             break
     while size and whole_need(size) > memory:
@@ -619,6 +620,7 @@ def _largest_text(found: Largest, what: str) -> str:
     if not found.size:
         return f"none fits: {found.certainty}"
     core = "" if found.in_core is None else f"; nothing moves up to about {found.in_core}"
+    core = "; something moves at any size" if found.in_core == 0 else core
     return f"{found.size} {what}{core} ({found.certainty})"
 
 
