@@ -44,7 +44,7 @@ def test_the_program_is_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "outofcore.cli", "--version"], capture_output=True, text=True, check=True
     )
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", done.stdout)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", done.stdout)
 
 
 def test_train_wants_a_budget() -> None:

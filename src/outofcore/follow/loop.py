@@ -281,7 +281,8 @@ class Loop:
         It shows memory over time, ops and copies as they were measured, which ops ran by plan and which on demand, why
         ops waited, what left, and among its notes where the loop left its plans, and why. A step lasts from one step of
         an optimizer to the next; where nothing is trained, it is a call of the model without gradients, and where there
-        is none either, what happened since the loop was started. Of what is very long, the first quarter of a million events are told: ops, what they touch, copies.
+        is none either, what happened since the loop was started. Of what is very long, the first quarter of a million
+        events are told: ops, what they touch, copies.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from outofcore._torch_internals import has_python_kernel
+from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import BuildError, compile_library, load_kept
 from outofcore.errors import StateError
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
@@ -142,6 +142,12 @@ def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
                 _key.holder = None
             _take_key(library)
         call(library, "follow_open", space, int(beside))
+
+
+def is_followed_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the CPU is moved by a loop, so that ops see it at a page's beginning."""
+    library = loaded_paging(Flavor.CPU)
+    return library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0
 
 
 def _take_key(library: ctypes.CDLL) -> None:

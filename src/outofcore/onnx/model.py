@@ -12,6 +12,7 @@ from torch import nn
 
 from outofcore._torch_internals import is_aligned, without_modes
 from outofcore.errors import InputError, OutOfCoreError
+from outofcore.follow.native import is_followed_tensor
 from outofcore.onnx.contents import Declared, FileRange, Graph, Model, Node, StoredTensor
 from outofcore.onnx.operators import Call, Operator, find
 from outofcore.onnx.operators.registry import Known
@@ -290,7 +291,8 @@ class OnnxModel(nn.Module):
             if self._stream is not None:
                 return self._stream.fetched(tensor, value.pages)
             # PyTorch's kernels round otherwise where memory does not lie as its own does.
-            return tensor if is_aligned(tensor, ALIGNMENT) else tensor.clone()
+            moved = tensor.storage_offset() == 0 and is_followed_tensor(tensor)
+            return tensor if moved or is_aligned(tensor, ALIGNMENT) else tensor.clone()
         return value
 
     def run_program(self, program: _Program, values: Sequence[Any], run: _Run, around: _Scope | None) -> list[Any]:
