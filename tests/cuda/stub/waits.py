@@ -28,13 +28,14 @@ from unittest import mock
 
 import torch
 from cases import compiled, differences
-from gpu_loops import LOOPS, Dense, Make, Trained, adamw, batches, loss_of, model_of, train
+from following import Trained, trained
+from gpu_loops import LOOPS, Dense, batches
 from gpu_visit import MARK
+from loops import Make, adamw, loss_of
 from models import CUDA, Job
 from torch import nn
 from worlds import eager
 
-import outofcore
 from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import Actions, Stream
@@ -232,7 +233,7 @@ def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
         yield ctypes.c_ulonglong.in_dll(library, "follow_left_out"), names
 
 
-def aside(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]:
+def aside(model: nn.Module, make: Make) -> list[Any]:
     """Beside the loop, another stream looks at what nobody writes to: nobody waits for it before the end."""
     optimizer, side, seen = make(model), torch.cuda.Stream(), []
     fixed = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3)).cuda()
@@ -245,12 +246,11 @@ def aside(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]
         loss.backward()
         optimizer.step()
         seen.append(loss.detach())
-        told()
     torch.cuda.synchronize()
     return [value.item() for value in seen]
 
 
-def ahead(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]:
+def ahead(model: nn.Module, make: Make) -> list[Any]:
     """A loop that never asks for a value before its end, so that the host runs far ahead."""
     optimizer, seen = make(model), []
     for rows, labels in batches(6, (256, 256)):
@@ -259,7 +259,6 @@ def ahead(model: nn.Module, make: Make, told: Callable[[], object]) -> list[Any]
         loss.backward()
         optimizer.step()
         seen.append(loss.detach())
-        told()
     return [value.item() for value in seen]
 
 
@@ -272,24 +271,20 @@ TRIED = [
     ("language", 0.4, False),
     ("side_stream", 0.5, True),
 ]
-OWN = {"ahead": (ahead, Dense), "aside": (aside, Dense)}
+OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense().cuda())}
 
 
-def trained(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
-    """One of the loops, followed."""
-    model = model_of(name)
-    with outofcore.budget(budget, model, policy=None, cache=False) as run:
-        native.load_paging(Flavor.CUDA).follow_stress(run._space, int(stress))
-        found = train(name, model, adamw)
-        return found, run.stats
+def followed(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
+    """One of the loops, on demand."""
+    return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
 
 
 def of_loops(first: int, only: int | None) -> None:
     """Train loops without each statement in turn, until one of them shows that it is gone."""
     LOOPS.update(OWN)
     with switched_paging() as (left_out, names):
-        plain = {name: train(name, model_of(name), adamw) for name in dict.fromkeys(name for name, _, _ in TRIED)}
-        peaks = {name: trained(name, GIB)[1].peak_bytes for name in plain}
+        plain = {name: trained(*LOOPS[name])[0] for name in dict.fromkeys(name for name, _, _ in TRIED)}
+        peaks = {name: followed(name, GIB)[1].peak_bytes for name in plain}
         rows = [("none", 0), *((name, 1 << number) for number, name in enumerate(names))]
         for beginnings in TOGETHER:
             numbers = [next(n for n, name in enumerate(names) if name.startswith(start)) for start in beginnings]
@@ -302,7 +297,7 @@ def of_loops(first: int, only: int | None) -> None:
             for name, share, stress in TRIED:
                 left_out.value = bits
                 try:
-                    found, _ = trained(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
+                    found, _ = followed(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
                     noticed = found.differs_from(plain[name])
                 except Exception as error:  # however it shows
                     noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
