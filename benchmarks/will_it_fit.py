@@ -38,9 +38,10 @@ ASKED: dict[str, list[str]] = {
 
 def _asked(name: str) -> dict[str, Any]:
     """The answer for a configuration, with the time and the memory of the process that gave it."""
-    command = [sys.executable, "-m", "outofcore", "plan", str(HERE / "configs" / name), *ASKED[name], "--json"]
+    command = [sys.executable, "-m", "outofcore", "plan", f"configs/{name}", *ASKED[name], "--json"]
     start = perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # From there, so that what is told names no folder of this machine.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)
