@@ -212,7 +212,7 @@ def run_model(
 ) -> None:
     """Run a file on arrays within a budget, and write its outputs.
 
-    Its weights stay in the file: each is read ahead of the node that uses it, and is in the budget only while it runs.
+    Its weights stay in the file, from which they are read ahead of the nodes that use them.
 
     Raises:
         OutOfCoreError: the file or the arrays cannot be used, or an op does not fit the budget.
@@ -221,8 +221,8 @@ def run_model(
         raise InputError(f"there is no folder {output.resolve().parent}; make it, or write --output elsewhere")
     model = load(path)
     given = read_inputs(model, arrays)
-    loop = budget(limit, home=home, host_budget=host_budget, policy=None, check="sampled" if checked else "off")
-    with loop, torch.no_grad(), model.streamed():
+    loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check="sampled" if checked else "off")
+    with loop, torch.no_grad():
         # Copies, so that they are in the budget as well.
         inputs = [one.clone() for one in given]
         del given

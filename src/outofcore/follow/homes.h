@@ -79,18 +79,24 @@ class ForeignFile {
     struct stat now;
     const bool same = fstat(file_, &now) == 0 && now.st_size == then_.st_size &&
                       now.st_mtim.tv_sec == then_.st_mtim.tv_sec && now.st_mtim.tv_nsec == then_.st_mtim.tv_nsec;
-    TORCH_CHECK(same, "outofcore: a file of weights was changed while its tensors were in use; leave it as it is until "
-                      "the loop is stopped");
+    TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; leave it as "
+                "it is until the loop is stopped");
     while (bytes > 0) {
       const ssize_t done = pread(file_, to, std::min(bytes, kChunk), offset);
       if (done < 0 && errno == EINTR) continue;
-      TORCH_CHECK(done > 0, "outofcore: reading from a file of weights failed: ", std::strerror(done < 0 ? errno : EIO));
+      TORCH_CHECK(done > 0, "outofcore: reading weights from ", name(), " failed: ", std::strerror(done < 0 ? errno : EIO));
       to += done, offset += done, bytes -= done;
     }
   }
   const PageMap& pages() const { return pages_; }
 
  private:
+  std::string name() const {
+    std::string path(4096, '\0');
+    const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(file_)).c_str(), path.data(), path.size());
+    return length > 0 ? path.substr(0, length) : "a file";
+  }
+
   static constexpr int64_t kChunk = int64_t{8} << 20;
 
   int file_;

@@ -2465,7 +2465,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   });
 }
 
-// For tests. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
+// Where a storage is. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
 EXPORT int64_t follow_where(StorageImpl* storage) noexcept {
   const Guard guard(mutex);
   if (const Block* block = known(*storage)) return block->here ? 1 : 2;

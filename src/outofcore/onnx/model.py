@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +12,15 @@ from torch import nn
 from outofcore._torch_internals import is_aligned, without_modes
 from outofcore.errors import InputError, OutOfCoreError
 from outofcore.follow.native import is_followed_tensor
-from outofcore.onnx.contents import Declared, FileRange, Graph, Model, Node, StoredTensor
+from outofcore.onnx.contents import Declared, Graph, Model, Node, StoredTensor
 from outofcore.onnx.operators import Call, Operator, find
 from outofcore.onnx.operators.registry import Known
-from outofcore.onnx.storage import DTYPES, Files, Pages, is_mapped
-from outofcore.units import MIB
+from outofcore.onnx.storage import DTYPES, Files, is_mapped
 
 # Tensors up to this size are computed on the side if they depend on no data.
 _KNOWN_ELEMENTS = 64
 # How PyTorch's own tensors lie in memory.
 ALIGNMENT = 64
-# Bytes of weights that the kernel reads ahead of a streamed model.
-_AHEAD_BYTES = 256 * MIB
 # Inputs that training leaves alone although they are fractions: statistics, scales, limits, masks, tables.
 _NOT_TRAINED: dict[str, frozenset[int]] = {
     "Attention": frozenset({3, 4, 5}),
@@ -62,12 +58,12 @@ class _Constant:
     Attributes:
         holder: the module that has it.
         name: in that module.
-        pages: where it lies in the file; None: in memory.
+        mapped: whether it lies on the pages of its file, at any address.
     """
 
     holder: nn.Module
     name: str
-    pages: Pages | None
+    mapped: bool
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,6 @@ class OnnxModel(nn.Module):
         self.input_names = tuple(item.name for item in model.graph.inputs)
         self.output_names = tuple(item.name for item in model.graph.outputs)
         self.opset = model.opset
-        self._stream: _Stream | None = None
         files = Files()
         self._program = _Builder(self, files).program(model.graph, "", self.nodes)
 
@@ -286,11 +281,9 @@ class OnnxModel(nn.Module):
             return value.tensor(run.device)
         if isinstance(value, _Constant):
             tensor = getattr(value.holder, value.name)
-            if value.pages is None or tensor.device.type != "cpu" or (node.op, place) == ("Gather", 0):
+            if not value.mapped or tensor.device.type != "cpu" or (node.op, place) == ("Gather", 0):
                 return tensor
-            if self._stream is not None:
-                return self._stream.fetched(tensor, value.pages)
-            # PyTorch's kernels round otherwise where memory does not lie as its own does.
+            # PyTorch's kernels round otherwise where memory does not lie as its own does, or where a loop moves it to.
             moved = tensor.storage_offset() == 0 and is_followed_tensor(tensor)
             return tensor if moved or is_aligned(tensor, ALIGNMENT) else tensor.clone()
         return value
@@ -311,55 +304,6 @@ class OnnxModel(nn.Module):
         node = Node(graph.name, "output", "", 1, (), (), {})
         found = [scope.find(item.name) for item in graph.outputs]
         return [one if isinstance(one, Known) else self.value_of(one, node, 0, run) for one in found]
-
-    @contextlib.contextmanager
-    def streamed(self) -> Iterator[None]:
-        """Have each weight in memory only while a node uses it, read from the file ahead of it.
-
-        For running, not for training: what was written to a weight is lost.
-        """
-        order: dict[int, Pages] = {}
-        _collect(self._program, order)
-        self._stream = _Stream(list(order.values()))
-        try:
-            yield
-        finally:
-            self._stream = None
-
-
-def _collect(program: _Program, order: dict[int, Pages]) -> None:
-    """The pages of weights in the order in which nodes use them."""
-    for step in program.steps:
-        for name in step.module.node.inputs:
-            constant = program.constants.get(name)
-            if isinstance(constant, _Constant) and constant.pages is not None:
-                order.setdefault(id(constant.pages), constant.pages)
-        for inner in step.module.programs.values():
-            _collect(inner, order)
-
-
-class _Stream:
-    """Reads weights ahead of the nodes that use them, and lets go of their pages after."""
-
-    def __init__(self, order: list[Pages]) -> None:
-        self._order = order
-        self._places = {id(pages): place for place, pages in enumerate(order)}
-        self._asked = 0
-        self._ahead = 0
-
-    def fetched(self, tensor: torch.Tensor, pages: Pages) -> torch.Tensor:
-        """A copy of a weight, which is all that is left of it in memory."""
-        place = self._places[id(pages)]
-        if place == 0:
-            self._asked = self._ahead = 0
-        while self._asked < len(self._order) and (self._ahead < _AHEAD_BYTES or self._asked <= place):
-            self._order[self._asked].want()
-            self._ahead += self._order[self._asked].bytes
-            self._asked += 1
-        found = tensor.detach().clone()
-        pages.forget()
-        self._ahead = max(self._ahead - pages.bytes, 0)
-        return found
 
 
 def _fitting(declared: Declared, value: Any) -> Any:
@@ -446,14 +390,12 @@ class _Builder:
             return Known(tensor.clone() if is_mapped(stored) else tensor)
         if not tensor.dim() or (whole and tensor.numel() <= _KNOWN_ELEMENTS):
             return Known(tensor)
-        data = stored.data
-        pages = Pages(self._files, data) if is_mapped(stored) and isinstance(data, FileRange) else None
         holder, leaf = _place(self._model, name)
         if use.trained and tensor.dtype in _TRAINED:
             holder.register_parameter(leaf, nn.Parameter(tensor))
         else:
             holder.register_buffer(leaf, tensor)
-        return _Constant(holder, leaf, pages)
+        return _Constant(holder, leaf, is_mapped(stored))
 
 
 @dataclass(frozen=True)

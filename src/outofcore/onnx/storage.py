@@ -115,23 +115,3 @@ def is_mapped(stored: StoredTensor) -> bool:
     """Whether a tensor lies on the pages of its file."""
     data = stored.data
     return isinstance(data, FileRange) and data.length >= LARGE_BYTES and BITS[stored.code] >= 8
-
-
-class Pages:
-    """The pages on which a mapped tensor lies."""
-
-    def __init__(self, files: Files, place: FileRange) -> None:
-        self._mapping = files.mapping(place)
-        self._begin = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self.bytes = place.offset + place.length - self._begin
-
-    def __deepcopy__(self, memo: object) -> Pages:
-        return self  # of the same file
-
-    def want(self) -> None:
-        """Have the kernel read them beside whatever runs."""
-        self._mapping.madvise(mmap.MADV_WILLNEED, self._begin, self.bytes)
-
-    def forget(self) -> None:
-        """Let go of them: they are read again from the file. What was written to them is lost."""
-        self._mapping.madvise(mmap.MADV_DONTNEED, self._begin, self.bytes)
