@@ -120,6 +120,10 @@ class _Training:
             model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
         )
         self._model.train()
+        if self._options.get("checkpointing", True):
+            # The activations of one batch would take 13 GiB otherwise, and be what is measured.
+            self._model.enable_input_require_grads()
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-4)
         self._run: Any = self._train

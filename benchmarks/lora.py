@@ -37,8 +37,10 @@ _SMALL = {
 _SMALL_BUDGETS = {"bf16": "12MiB", "fp32": "20MiB"}
 
 
-def _measure(folder: Path, dtype: str, budget: int, ways: list[str], rounds: int, *, small: bool) -> dict[str, Any]:
-    options = {**(_SMALL if small else {}), "dtype": dtype, "folder": str(folder / f"{dtype}{'-small' * small}")}
+def _measure(folder: Path, dtype: str, budget: int, ways: list[str], rounds: int, **of_model: bool) -> dict[str, Any]:
+    small = of_model["small"]
+    options: dict[str, Any] = {**(_SMALL if small else {}), "dtype": dtype, "checkpointing": of_model["checkpointing"]}
+    options["folder"] = str(folder / f"{dtype}{'-small' * small}")
     subprocess.run([sys.executable, str(_SCRIPT), "--make", options["folder"], json.dumps(options)], check=True)
     with contextlib.ExitStack() as stack:
         workers = {"eager": stack.enter_context(Worker("eager", Spec("lora", options), script=_SCRIPT))}
@@ -58,6 +60,7 @@ def _measure(folder: Path, dtype: str, budget: int, ways: list[str], rounds: int
     losses = {way: [step["loss"] for step in worker.steps] for way, worker in workers.items()}
     return {
         "dtype": dtype,
+        "checkpointing": options["checkpointing"],
         "budget": budget,
         "trained_bytes": facts["eager"]["trained_bytes"],
         "same_losses": {way: losses[way] == losses["eager"] for way in ways},
@@ -101,6 +104,9 @@ def main(
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp32. [default: both]")] = None,
     budget: Annotated[str | None, typer.Option(help="By default 400MiB for bf16, and twice that for fp32.")] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Steps of each process.")] = 6,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Each layer computed again in the backward pass, on all sides.")
+    ] = True,
     small: Annotated[bool, typer.Option("--small", help="A tiny model: to see that it runs.")] = False,
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
@@ -110,7 +116,7 @@ def main(
     rows = []
     for name in dtype or ["bf16"] + ["fp32"] * (not small):
         count = parse_bytes(budget or budgets[name])
-        rows.append(_measure(folder, name, count, ways, rounds, small=small))
+        rows.append(_measure(folder, name, count, ways, rounds, small=small, checkpointing=checkpointing))
         _print(rows[-1], ways)
     if not small:
         print(f"written to {write_result('lora', {'rows': rows}, date)}")

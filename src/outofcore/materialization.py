@@ -28,6 +28,7 @@ from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.file_ranges import ReadFile
+from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opening import OpenHome
 from outofcore.units import MIB
@@ -43,9 +44,10 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
     """Make a model as ``make()`` does, with the same numbers, without its being whole in memory.
 
     A parameter or buffer of 64 KiB or more moves to the home when a module gets it, mostly before it is
-    initialised; what initialises it writes there. Memory holds no more than the largest tensor, what the
-    constructor itself makes besides, and some MiB. A tensor that shares memory with another one
-    (not by being the same object) stays in memory until ``make`` has ended.
+    initialised; what initialises it writes there. One that is mapped from a file, as by ``from_pretrained`` of
+    transformers, stays in that file, as with ``materialize(model, weights=...)``. Memory holds no more than the largest
+    tensor, what the constructor itself makes besides, and some MiB. A tensor that shares memory with another one (not
+    by being the same object) stays in memory until ``make`` has ended.
 
     Args:
         make: makes modules, for example a class, or a lambda that calls one; what it returns is returned.
@@ -53,7 +55,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
     Raises:
         SpillError: the home has no room for the model.
-        InputError: a parameter is on the meta device (see ``materialize``).
+        InputError: a parameter is still on the meta device (see ``materialize``).
         StateError: the home is closed.
 
     >>> import torch
@@ -79,18 +81,15 @@ def _registrations_moved(faces: Faces) -> Iterator[None]:
     thread = threading.get_ident()
     # Not the tensors themselves: some are replaced, and their room is for others.
     met: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
+    mapped = MappedFiles()
 
     def registered(module: nn.Module, name: str, tensor: Any) -> None:
         if threading.get_ident() != thread or not isinstance(tensor, torch.Tensor):
             return
-        if tensor.is_meta:
-            raise InputError(
-                f"{name} of a {type(module).__name__} is on the meta device, which has no bytes; build the model "
-                "without torch.device('meta'), or give the model made there to outofcore.materialize()"
-            )
         met[id(module), name] = weakref.ref(module)
         if _can_move(tensor) and faces.find(tensor) is None and not shares_storage(tensor):
-            _move_to_home([tensor], faces)
+            mapped.look()
+            _move_to_home([tensor], faces, mapped)
 
     hooks = [
         register_module_parameter_registration_hook(registered),
@@ -107,13 +106,19 @@ def _registrations_moved(faces: Faces) -> Iterator[None]:
         module = reference()
         if module is not None:
             tensor = module._parameters.get(name, module._buffers.get(name))
+            if tensor is not None and tensor.is_meta:
+                raise InputError(
+                    f"{name} of a {type(module).__name__} is on the meta device, which has no bytes; build the model "
+                    "without torch.device('meta'), or give the model made there to outofcore.materialize()"
+                )
             if tensor is not None:
                 late[id(tensor)] = tensor
     for tensor in late.values():
         if _can_move(tensor) and faces.find(tensor) is None:
             groups.setdefault(storage_key(tensor), []).append(tensor)
+    mapped.look()
     for tensors in groups.values():
-        _move_to_home(tensors, faces)
+        _move_to_home(tensors, faces, mapped)
 
 
 def materialize(
@@ -403,15 +408,17 @@ def _can_move(tensor: torch.Tensor) -> bool:
     )
 
 
-def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces) -> None:
-    """Move tensors that share one storage to their home.
+def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
+    """Move tensors that share one storage to their home; what is mapped from a file is there already.
 
     Raises:
         SpillError: it has no room.
     """
     old = storage_bytes(tensors[0])
-    face = faces.birth(old.numel())
-    face.copy_(old)
+    face = faces.adopt_mapped(old, mapped)
+    if face is None:
+        face = faces.birth(old.numel())
+        face.copy_(old)
     for tensor in tensors:
         moved = torch.empty(0, dtype=tensor.dtype)
         tensor.data = moved.set_(face.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

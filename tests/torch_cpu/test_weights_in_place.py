@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,6 +20,7 @@ import outofcore
 from outofcore.checkpoint.tensor_files import read_header
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.file_ranges import ReadFile, Stamp, writes_are_seen
+from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
@@ -208,6 +210,100 @@ def test_a_file_that_has_another_name_by_now_is_read_on(home: outofcore.OpenHome
     with outofcore.compile(partial(_forward, model), model, budget="1MiB", home=home, dynamic=False) as compiled:
         x = torch.ones(2, WIDTH)
         assert torch.equal(compiled(x), model(x))
+
+
+def mapped(folder: Path, how: str) -> nn.Sequential:
+    """A model in memory that is mapped from a file, as people load one."""
+    weights = saved(folder)
+    model = model_of()
+    if how == "safetensors":
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            model.load_state_dict({name: file.get_tensor(name) for name in weights}, assign=True)
+    else:
+        torch.save(weights, folder / "weights.pt")
+        model.load_state_dict(torch.load(folder / "weights.pt", mmap=True), assign=True)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("how", ["safetensors", "torch.load"])
+def test_what_is_mapped_already_is_not_copied(home: outofcore.OpenHome, tmp_path: Path, how: str) -> None:
+    model = mapped(tmp_path, how)
+    expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    x = torch.ones(2, WIDTH)
+    wanted = model(x)
+    budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
+    with outofcore.compile(partial(_forward, model), model, budget=budget, home=home, dynamic=False) as compiled:
+        assert torch.equal(compiled(x), wanted)
+        assert all(in_file(home, model[i].weight) for i in range(3))
+        assert home.bytes == 0
+        model[2].weight.data[0, 0] = expected["2.weight"][0, 0] = 9.0
+        assert torch.equal(compiled(x), model(x))
+        assert_has(model, expected)
+        assert [in_file(home, model[i].weight) for i in range(3)] == [True, True, False]
+    assert_has(model, expected)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["1.weight"], expected["1.weight"])
+
+
+def test_after_a_step_without_a_home_of_others_mapped_weights_are_still_mapped(tmp_path: Path) -> None:
+    model = mapped(tmp_path, "safetensors")
+    expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    x = torch.ones(2, WIDTH)
+    budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
+    for _ in range(2):
+        with outofcore.compile(partial(_forward, model), model, budget=budget, home="disk", dynamic=False) as compiled:
+            compiled(x)
+            model[1].weight.data[0, 0] = expected["1.weight"][0, 0] = 5.0
+        assert_has(model, expected)
+        addresses = MappedFiles()
+        from_file = [addresses.unwritten(model[i].weight.data_ptr(), BYTES) is not None for i in range(3)]
+        assert from_file == [True, False, True]
+
+
+@pytest.mark.parametrize("why", ["it was written", "shared", "another file has its name", "it is gone"])
+def test_what_is_not_the_bytes_of_a_file_is_copied(home: outofcore.OpenHome, tmp_path: Path, why: str) -> None:
+    model = mapped(tmp_path, "safetensors")
+    if why == "it was written":
+        for layer in model:
+            layer.weight.data[0, 0] = 3.0  # type: ignore[index, union-attr]
+    elif why == "shared":
+        model.share_memory()
+    elif why == "another file has its name":
+        (tmp_path / "model.safetensors").unlink()
+        saved(tmp_path, seed=6)
+    else:
+        (tmp_path / "model.safetensors").unlink()
+    expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    x = torch.ones(2, WIDTH)
+    budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
+    with outofcore.compile(partial(_forward, model), model, budget=budget, home=home, dynamic=False) as compiled:
+        assert torch.equal(compiled(x), model(x))
+        assert not any(in_file(home, model[i].weight) for i in range(3))
+        assert_has(model, expected)
+
+
+def test_a_model_that_its_constructor_maps_is_built_in_place(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 500}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=True)
+    plain = transformers.LlamaForCausalLM(config)
+    plain.save_pretrained(tmp_path)
+    load = partial(transformers.LlamaForCausalLM.from_pretrained, tmp_path)
+    model = outofcore.build(load, home=home)
+    assert home.bytes == 0
+    large = [tensor for tensor in model.parameters() if tensor.nbytes >= 64 * KIB]
+    assert len(large) > 5
+    assert all(in_file(home, tensor) for tensor in large)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_has(model, dict(plain.named_parameters()))
+
+
+def test_what_a_constructor_leaves_on_the_meta_device_is_refused(home: outofcore.OpenHome) -> None:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return model_of()
+
+    with pytest.raises(InputError, match="on the meta device"):
+        outofcore.build(make, home=home)
 
 
 def test_a_file_that_is_replaced_before_it_is_opened_is_refused(tmp_path: Path) -> None:

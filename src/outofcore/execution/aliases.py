@@ -29,6 +29,7 @@ from outofcore.execution.binding import tensor_on
 from outofcore.execution.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
 from outofcore.execution.fingerprints import fingerprint
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.slots import Slots
 
 _POINTER = torch.Tensor.data_ptr
@@ -444,6 +445,25 @@ class Faces:
         if files is None:
             raise StateError("this home takes no files; please report it")
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
+
+    def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
+        """A face of what a tensor's whole storage shows, if that is mapped from a file and nobody has written to it.
+
+        Safetensors and ``torch.load(mmap=True)`` map checkpoints so: the bytes are on a disk already.
+
+        Args:
+            tensor: any.
+            files: what is mapped, known since the tensor had its memory.
+
+        Returns:
+            the face at the last home, whose pages are mapped anew; None: the bytes are not in a file, or the home takes
+            none.
+        """
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cpu" or storage.is_shared() or not is_large(storage.nbytes()) or not self.takes_files:
+            return None
+        found = files.unwritten(storage.data_ptr(), storage.nbytes())
+        return None if found is None else self.adopt(*found, storage.nbytes())
 
     @property
     def takes_files(self) -> bool:

@@ -81,7 +81,7 @@ class ReadFile:
     """
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
-        self.path, self._stamp = path, stamp
+        self.path, self.stamp = path, stamp
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -98,10 +98,8 @@ class ReadFile:
             TransferError: it was.
         """
         now = Stamp.of(self.descriptor)
-        if now != self._stamp:
-            how = (
-                f"has {now.bytes} bytes, and had {self._stamp.bytes}" if now.bytes != self._stamp.bytes else "is newer"
-            )
+        if now != self.stamp:
+            how = f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
             raise TransferError(
                 f"{self.path} was changed while weights were read from it in place (it {how}): the model is no longer "
                 "what it was; put the file back and start again, and write new checkpoints under other names"

@@ -26,6 +26,7 @@ from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arena import Memory
 from outofcore.execution.file_ranges import FIRST_RANGE
+from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.graph import StorageKind
 from outofcore.program import Block, Program
@@ -56,10 +57,13 @@ class StateKeeper:
         self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # how often all states were forgotten
+        self._mapped: MappedFiles | None = None
+        self._looked = False  # whether that is what is mapped now
 
     def adopt(self, captured: Captured) -> dict[int, State]:
         """The states of a capture by storage id; new ones are taken note of, nothing is moved."""
         found: dict[int, State] = {}
+        self._looked = False
         for binding in captured.states:
             value = captured.values[binding.value]
             count = captured.own_bytes(value.storage)
@@ -87,6 +91,8 @@ class StateKeeper:
             return
         face = self._faces.find(state.windows[0].tensor)
         state.become(Place.OWN)
+        if face is None and is_large(state.bytes) and self._stays_in_file(state):
+            return
         if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
             return
         if state.lies_together():
@@ -94,6 +100,25 @@ class StateKeeper:
             state.home, state.slot = face.home, face.offset
             state.become(Place.HOME)
             state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
+
+    def _stays_in_file(self, state: State) -> bool:
+        """Have a state in the file from which the user has mapped it, where it is; whether it is in one."""
+        tensor = state.windows[0].tensor
+        if state.slot is not None or not state.lies_together() or tensor.untyped_storage().nbytes() != state.bytes:
+            return False
+        if self._mapped is None:
+            self._mapped = MappedFiles()
+        elif not self._looked:
+            self._mapped.look()
+        self._looked = True
+        face = self._faces.adopt_mapped(tensor, self._mapped)
+        known = None if face is None else self._faces.find(face)
+        if face is None or known is None:
+            return False
+        known.owned = True
+        state.home, state.slot = known.home, known.offset
+        state.show(face, Place.HOME)
+        return True
 
     def hand_over(self) -> None:
         """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena.
@@ -121,6 +146,7 @@ class StateKeeper:
         """
         if shared_otherwise(self._states.values()):
             return False
+        self._looked = False
         for state in self._states.values():
             if state.place is Place.OWN:
                 state.take_over()
@@ -232,6 +258,7 @@ class StateKeeper:
             window.check_alike()
             if state.shown is None:
                 window.address = tensor.data_ptr()
+                self._looked = False
                 self._settle(state)
                 continue
             if old.data_ptr() == window.address:
@@ -548,7 +575,9 @@ class StateKeeper:
 
     def _to_own(self, state: State) -> None:
         now = state.bytes_now()
-        state.show(now.clone() if now.device.type == "cpu" else now.cpu(), Place.OWN)
+        if not self._is_in_file(state):  # there its pages are its own already: they are mapped for it alone
+            now = now.clone() if now.device.type == "cpu" else now.cpu()
+        state.show(now, Place.OWN)
         self._vacate(state)
 
     def _to_home(self, state: State, home: int) -> None:

@@ -30,13 +30,13 @@ from outofcore.capture.provenance import user_line, users_part
 from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
 from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
+from outofcore.execution.mapped_files import FileMapping, MappedFiles
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.gpu import graphs_refused, make_workspaces
-from outofcore.follow.mapped_files import FileMapping, MappedFiles
 from outofcore.follow.native import call, load_paging, loaded_paging, open_paging
 from outofcore.follow.observed import (
     LINKS,

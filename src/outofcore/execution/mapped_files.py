@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outofcore.errors import InputError
+from outofcore.execution.file_ranges import ReadFile, Stamp
+from outofcore.execution.memory import any_written
+
 _LINE = re.compile(
     r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) r[w-][x-]p (?P<offset>[0-9a-f]+) \S+ (?P<inode>[1-9]\d*) +(?P<path>/.*)"
 )
@@ -36,6 +40,18 @@ class FileMapping:
     offset: int
     inode: int
     path: str
+
+    def read_file(self) -> ReadFile | None:
+        """The file, to read past the page cache; None: as for ``open``."""
+        file = self.open()
+        if file is None:
+            return None
+        try:
+            return ReadFile(Path(self.path), Stamp.of(file))
+        except InputError:
+            return None
+        finally:
+            os.close(file)
 
     def open(self) -> int | None:
         """A descriptor of the file, to read; None: another one has its name by now, or it cannot be read."""
@@ -68,9 +84,14 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
 
 
 class MappedFiles:
-    """Looks up where memory was mapped from, as of when this was made."""
+    """Looks up where memory was mapped from, as of when this was made or ``look`` was called."""
 
     def __init__(self) -> None:
+        self._opened: dict[tuple[str, int], ReadFile | None] = {}
+        self.look()
+
+    def look(self) -> None:
+        """See what is mapped now."""
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as lines:
                 self._mappings = private_mappings(lines)
@@ -84,3 +105,20 @@ class MappedFiles:
         if place < 0 or address + count > self._mappings[place].end:
             return None
         return self._mappings[place]
+
+    def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
+        """The file whose bytes so many bytes from an address on still are, and where in it they begin.
+
+        None: there is none, or it cannot be read any more, or has another name by now.
+        """
+        mapping = self.find(address, count)
+        if mapping is None:
+            return None
+        key = (mapping.path, mapping.inode)
+        if key not in self._opened:
+            self._opened[key] = mapping.read_file()
+        file = self._opened[key]
+        begin = mapping.offset + address - mapping.begin
+        if file is None or begin + count > file.stamp.bytes or any_written(address, count):
+            return None
+        return file, begin
