@@ -251,6 +251,18 @@ def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
 
 
+def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
+    """The name of one of PyTorch's own operators, such as ("aten::add", "Tensor"); None: it is something else."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return None
+    return func._schema.name, func._schema.overload_name
+
+
+def replayable() -> bool:
+    """Whether no mode of Python's sees the ops of this thread."""
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
 def tensors_returned(func: Callable[..., Any]) -> int:
     """How many tensors an op of PyTorch's returns; 0 where it may return anything else."""
     returns = func._schema.returns if isinstance(func, OpOverload) else ()

@@ -320,6 +320,17 @@ class ScopeTable:
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
         self.end = library.outofcore_end
 
+    @property
+    def native(self) -> tuple[int | None, int | None, int] | None:
+        """The functions of ``begin`` and ``end``, and what the former is given first; None: they call nothing."""
+        library, table = self._library, self._table
+        if library is None or table is None:
+            return None
+        begin, end = (
+            ctypes.cast(call, ctypes.c_void_p).value for call in (library.outofcore_begin, library.outofcore_end)
+        )
+        return begin, end, table
+
     def surprises(self) -> dict[int, list[Event]]:
         """By scope, what its thread did with the allocator in the last visit that went off the plan.
 

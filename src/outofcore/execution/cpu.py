@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -20,6 +22,7 @@ from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.replay import Replay, is_worth_it, replay_if_there, spans
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
@@ -76,11 +79,11 @@ class _Worker(threading.Thread, Generic[_Item]):
         self._do = do
         self._condition = threading.Condition()
         self._work: Sequence[_Item] | None = None
-        self._starts: list[float] = []
-        self._ends: list[float] = []
+        self._starts: array[float] = array("d")
+        self._ends: array[float] = array("d")
         self._closed = False
 
-    def begin(self, work: Sequence[_Item], starts: list[float], ends: list[float]) -> None:
+    def begin(self, work: Sequence[_Item], starts: array[float], ends: array[float]) -> None:
         with self._condition:
             self._starts, self._ends = starts, ends
             self._work = work
@@ -144,7 +147,7 @@ class _Inline:
         self._done = progress.done
         self._queues = queues
 
-    def wait(self, waits: Sequence[tuple[int, int]], starts: list[float], ends: list[float]) -> None:
+    def wait(self, waits: Sequence[tuple[int, int]], starts: array[float], ends: array[float]) -> None:
         """Bring queues as far as that; what a copy waits for itself comes before it.
 
         Raises:
@@ -163,9 +166,65 @@ class _Inline:
                 ends[copy.index] = perf_counter()
                 done[queue] = copy.number
 
-    def finish(self, starts: list[float], ends: list[float]) -> None:
+    def finish(self, starts: array[float], ends: array[float]) -> None:
         """Run what is left."""
         self.wait([(number, len(work)) for number, (work, _) in enumerate(self._queues, 1)], starts, ends)
+
+
+@dataclass
+class _Replayed:
+    """The calls of a program that native code makes.
+
+    Attributes:
+        bound: the program.
+        replay: its calls.
+        taken: by op, whether its call was taken down.
+        until: by op, the end of the stretch that begins with it (see ``spans``); None: not all of them ran yet.
+    """
+
+    bound: Bound
+    replay: Replay
+    taken: list[bool]
+    until: list[int] | None = None
+
+
+class _Calls:
+    """Calls the ops of one step from Python.
+
+    Args:
+        table: of their scopes.
+        starts: by instruction, are told when its op began.
+        ends: likewise, when it ended.
+        taken: takes down what is called; None: that was done, or is not to be.
+    """
+
+    def __init__(self, table: ScopeTable, starts: array[float], ends: array[float], taken: _Replayed | None) -> None:
+        self._table = table
+        self._starts, self._ends = starts, ends
+        self._taken = taken
+        self._generators = GeneratorStates((torch.default_generator,))
+        self._elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
+
+    def __call__(self, scope: int, run: BoundRun) -> None:
+        """Call an op, and have its results where the plan has them."""
+        self._starts[run.index] = perf_counter()
+        if run.draws is not Draws.FREELY:
+            self._generators.before(run)
+        self._table.begin(scope)
+        self._elsewhere.clear()
+        if self._taken is not None:
+            self._taken.replay.expect()
+        try:
+            out = run.func(*run.args, **run.kwargs)
+        finally:
+            if run.draws is Draws.AGAIN:
+                self._generators.after()
+        if self._taken is not None:
+            self._taken.taken[scope] = self._taken.replay.take(scope, run, scope)
+        if run.results:
+            leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
+            self._elsewhere = place_results(run, leaves)
+        self._ends[run.index] = perf_counter()
 
 
 class CpuEngine:
@@ -185,8 +244,10 @@ class CpuEngine:
         self._arena: Arena | None = None
         self._copiers: list[_Worker[BoundCopy]] = []
         self._communicator: _Worker[BoundRun] | None = None
-        self._starts: list[float] = []
-        self._ends: list[float] = []
+        self._replayed: _Replayed | None = None
+        self._seconds = 0.0  # that the last step took
+        self._starts: array[float] = array("d")
+        self._ends: array[float] = array("d")
 
     def reached(self) -> Reached:
         """How far the last step came."""
@@ -205,6 +266,7 @@ class CpuEngine:
     def forget(self) -> None:
         """See ``Engine.forget``."""
         self._arena, self._slots, self._ports = None, {}, {}
+        self._replayed = None
 
     def _started(self) -> list[_Worker[BoundCopy]]:
         if not self._copiers:
@@ -245,7 +307,7 @@ class CpuEngine:
     ) -> Timeline:
         """See ``Engine.run``: returns when all queues are empty."""
         count = len(program.instructions)
-        starts, ends = self._starts, self._ends = [0.0] * count, [0.0] * count
+        starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         progress = self._progress
         progress.reset()
         if not isinstance(arena, Arena):
@@ -277,6 +339,7 @@ class CpuEngine:
         if progress.failure is not None:
             raise _explained(progress.failure)
         end = perf_counter()
+        self._seconds = end - begin
         return Timeline(
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
@@ -307,15 +370,49 @@ class CpuEngine:
         turns = (partial(self._copy, True), partial(self._copy, False))
         return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
 
+    def _replay(self, bound: Bound) -> _Replayed | None:
+        """The calls of a program, as far as they were taken down; None: Python calls its ops in this step."""
+        if not internals.replayable():
+            return None
+        found = self._replayed
+        if found is not None and found.bound is bound:
+            return found
+        library = replay_if_there(start=self._seconds > 0 and is_worth_it(len(bound.runs), self._seconds))
+        if library is None:
+            return None
+        count = len(bound.runs)
+        self._replayed = _Replayed(bound, Replay(library, count), [False] * count)
+        return self._replayed
+
     def _compute(
-        self, bound: Bound, table: ScopeTable, starts: list[float], ends: list[float], inline: _Inline | None
+        self, bound: Bound, table: ScopeTable, starts: array[float], ends: array[float], inline: _Inline | None
     ) -> None:
-        progress = self._progress
+        replayed = self._replay(bound)
+        if replayed is None or replayed.until is not None:
+            self._run_all(bound, _Calls(table, starts, ends, None), replayed, table, starts, ends, inline)
+        else:
+            with replayed.replay.watching():
+                self._run_all(bound, _Calls(table, starts, ends, replayed), None, table, starts, ends, inline)
+            table.end()
+            replayed.replay.settle()
+            replayed.until = spans(bound.runs, replayed.taken)
+
+    def _run_all(
+        self,
+        bound: Bound,
+        call: _Calls,
+        replayed: _Replayed | None,
+        table: ScopeTable,
+        starts: array[float],
+        ends: array[float],
+        inline: _Inline | None,
+    ) -> None:
+        progress, runs = self._progress, bound.runs
         done = progress.done
-        enter = table.begin
-        generators = GeneratorStates((torch.default_generator,))
-        elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
-        for scope, run in enumerate(bound.runs):
+        until = None if replayed is None else replayed.until
+        index = 0
+        while index < len(runs):
+            run = runs[index]
             if run.waits and inline is not None:
                 inline.wait(run.waits, starts, ends)
             elif run.waits:
@@ -323,28 +420,21 @@ class CpuEngine:
                     progress.wait(run.waits)
                 except StateError as error:
                     raise _explained(progress.failure or error) from error
-            starts[run.index] = perf_counter()
-            if run.draws is not Draws.FREELY:
-                generators.before(run)
-            enter(scope)
-            elsewhere.clear()
             try:
-                out = run.func(*run.args, **run.kwargs)
+                if replayed is not None and until is not None and until[index] > index:
+                    index = replayed.replay.run(index, until[index], table, starts, ends)
+                    run = runs[index - 1]
+                else:
+                    call(index, run)
+                    index += 1
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
-            finally:
-                if run.draws is Draws.AGAIN:
-                    generators.after()
-            if run.results:
-                leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
-                elsewhere = place_results(run, leaves)
-                leaves = None
-            out = None
-            ends[run.index] = perf_counter()
             if run.awaited:
                 progress.publish(COMPUTE, run.number)
             else:
                 done[COMPUTE] = run.number
+        if replayed is not None:
+            replayed.replay.let_go()
 
 
 def _communicate(run: BoundRun) -> None:

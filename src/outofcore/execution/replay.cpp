@@ -1,0 +1,309 @@
+// Calls the ops of a step again as they were called the first time: the same operators with the same arguments, which
+// never change, since every tensor has its planned place. What lies between two kernels is then the dispatcher alone.
+//
+// An op is taken down while Python calls it, as the dispatcher tells observers of it (ATen/record_function.h). For the
+// CPU, and for a GPU, on the stream that is current. Called by ctypes; what runs ops, without the GIL.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Tensor = at::Tensor;
+using c10::IValue;
+
+// A result that the plan has in a certain place.
+struct Result {
+  int64_t leaf;  // which of the tensors that the op returns, those of lists one by one
+  const void* address;
+  Tensor target;  // the tensor there
+};
+// A number in place of a tensor. Python makes a tensor of it for each call, which may lie in scratch memory.
+struct Number {
+  size_t argument;
+  c10::Scalar value;
+  c10::ScalarType dtype;
+};
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;
+  std::vector<Result> results;
+  std::vector<Number> numbers;  // that are no tensors yet
+};
+using Begin = void (*)(void* table, int scope);
+using End = void (*)();
+
+struct Entry {
+  std::optional<Call> call;  // as soon as it was taken down
+  int scope = 0;
+  int64_t instruction = 0;  // whose times are told
+};
+
+// As ``_Failure`` in replay.py.
+enum Failure : int64_t {
+  kNone = 0,
+  kRuntime = 1,
+  kIndex = 2,
+  kValue = 3,
+  kType = 4,
+  kNotImplemented = 5,
+  kMemory = 6,  // of a device
+  kAlgebra = 7,
+  kDevice = 8,  // it fails
+  kNoMemory = 9,
+};
+
+struct Replay {
+  std::vector<Entry> entries;
+  std::vector<Tensor> elsewhere;  // results that lay elsewhere: they live until the next scope has begun
+  std::string message;
+  Failure failure = kNone;
+  int64_t at = 0;  // the entry that failed
+};
+
+// What a thread has called since it is watched.
+struct Watch {
+  std::optional<at::CallbackHandle> handle;
+  int depth = 0, calls = 0;
+  std::optional<c10::OperatorName> name;
+  std::vector<IValue> arguments;
+};
+thread_local std::unique_ptr<Watch> watch;
+
+std::unique_ptr<at::ObserverContext> begun(const at::RecordFunction& function) {
+  Watch* seen = watch.get();
+  if (seen == nullptr) return nullptr;
+  if (seen->depth++ == 0) {
+    ++seen->calls;
+    seen->name = function.operator_name();
+    const auto inputs = function.inputs();
+    seen->arguments.assign(inputs.begin(), inputs.end());
+  }
+  return nullptr;
+}
+void ended(const at::RecordFunction&, at::ObserverContext*) {
+  if (watch) --watch->depth;
+}
+
+double now() {
+  // What Python's perf_counter() is on Linux.
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class Action>
+void each_tensor(const IValue& value, Action&& action) {
+  if (value.isTensor()) {
+    action(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const Tensor& tensor : value.toTensorVector()) action(tensor);
+  } else if (value.isList()) {  // of optional tensors, or of numbers
+    for (const IValue& element : value.toListRef()) each_tensor(element, action);
+  }
+}
+
+// Copies results to where the plan has them, as far as they lie elsewhere.
+void place(Replay& replay, const Call& call, const torch::jit::Stack& stack) {
+  if (call.results.empty()) return;
+  int64_t leaf = 0;
+  auto next = call.results.begin();
+  for (const IValue& value : stack)
+    each_tensor(value, [&](const Tensor& result) {
+      if (next == call.results.end() || next->leaf != leaf++) return;
+      const Result& wanted = *next++;
+      const void* address = result.const_data_ptr();
+      if (address == wanted.address && result.strides() == wanted.target.strides()) return;
+      wanted.target.copy_(address == wanted.address ? result.clone() : result);
+      replay.elsewhere.push_back(result);
+    });
+}
+
+int64_t failed(Replay& replay, Failure failure, const char* message) {
+  replay.failure = failure;
+  try {
+    replay.message = message;
+  } catch (...) {
+    replay.message.clear();
+  }
+  return -1;
+}
+
+// Runs what makes an error of a message, and tells which one it is to be in Python.
+template <class Action>
+int64_t guarded(Replay& replay, Action&& action) {
+  try {
+    return action();
+  } catch (const c10::IndexError& error) {
+    return failed(replay, kIndex, error.what_without_backtrace());
+  } catch (const c10::ValueError& error) {
+    return failed(replay, kValue, error.what_without_backtrace());
+  } catch (const c10::TypeError& error) {
+    return failed(replay, kType, error.what_without_backtrace());
+  } catch (const c10::NotImplementedError& error) {
+    return failed(replay, kNotImplemented, error.what_without_backtrace());
+  } catch (const c10::LinAlgError& error) {
+    return failed(replay, kAlgebra, error.what_without_backtrace());
+  } catch (const c10::OutOfMemoryError& error) {
+    return failed(replay, kMemory, error.what_without_backtrace());
+  } catch (const c10::AcceleratorError& error) {
+    return failed(replay, kDevice, error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    return failed(replay, kRuntime, error.what_without_backtrace());
+  } catch (const std::bad_alloc& error) {
+    return failed(replay, kNoMemory, error.what());
+  } catch (const std::exception& error) {
+    return failed(replay, kRuntime, error.what());
+  } catch (...) {
+    return failed(replay, kRuntime, "an op failed and does not say why");
+  }
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT Replay* replay_new(int64_t entries) noexcept try {
+  auto replay = std::make_unique<Replay>();
+  replay->entries.resize(static_cast<size_t>(entries));
+  return replay.release();
+} catch (...) {
+  return nullptr;
+}
+EXPORT void replay_free(Replay* replay) noexcept { delete replay; }
+
+// Begins to take down what the calling thread calls. 0: done; -1: no memory.
+EXPORT int64_t replay_watch() noexcept try {
+  watch = std::make_unique<Watch>();
+  watch->handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&begun, &ended).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  return 0;
+} catch (...) {
+  watch.reset();
+  return -1;
+}
+EXPORT void replay_unwatch() noexcept {
+  if (watch && watch->handle) at::removeCallback(*watch->handle);
+  watch.reset();
+}
+
+// Forgets what was called so far.
+EXPORT void replay_expect() noexcept {
+  if (watch) watch->calls = 0;
+}
+
+// Has the op that was called since it was expected be an entry, if it was one, of this name, and on tensors that the
+// caller knows or that are plain numbers. ``results`` are, for each, the leaf, the address and PyTorch's own object for the
+// tensor; ``known`` these objects. 1: it is one as soon as ``replay_settle`` was called; 0: it is not.
+EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, const char* overload, int scope,
+                           int64_t instruction, int64_t count, const int64_t* results, int64_t knows,
+                           const int64_t* known) noexcept try {
+  Watch* seen = watch.get();
+  if (seen == nullptr) return 0;
+  const int calls = std::exchange(seen->calls, 0);
+  const auto called = std::exchange(seen->name, std::nullopt);
+  auto arguments = std::exchange(seen->arguments, {});
+  if (calls != 1 || seen->depth != 0 || !called || called->name != name || called->overload_name != overload) return 0;
+  const auto op = c10::Dispatcher::singleton().findSchema(*called);
+  if (!op || op->schema().arguments().size() != arguments.size()) return 0;
+  for (const auto& returned : op->schema().returns())
+    if (const auto kind = returned.type()->str(); kind != "Tensor" && kind != "Tensor[]") return 0;
+  std::vector<Number> numbers;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    bool all = true;
+    if (arguments[i].isTensor() && arguments[i].toTensor().defined() &&
+        arguments[i].toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+      const Tensor& tensor = arguments[i].toTensor();
+      numbers.push_back({i, tensor.item(), tensor.scalar_type()});
+      arguments[i] = IValue();
+      continue;
+    }
+    each_tensor(arguments[i], [&](const Tensor& tensor) {
+      const auto object = reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl());
+      all &= !tensor.defined() || std::find(known, known + knows, object) != known + knows;
+    });
+    if (!all) return 0;
+  }
+  Call call{*op, std::move(arguments), {}, std::move(numbers)};
+  for (int64_t i = 0; i < count; ++i) {
+    auto* target = reinterpret_cast<c10::TensorImpl*>(results[3 * i + 2]);
+    call.results.push_back({results[3 * i], reinterpret_cast<const void*>(results[3 * i + 1]),
+                            Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(target))});
+  }
+  Entry& entry = replay->entries[static_cast<size_t>(number)];
+  entry.call = std::move(call);
+  entry.scope = scope;
+  entry.instruction = instruction;
+  return 1;
+} catch (...) {
+  return 0;
+}
+// Makes the tensors of numbers; to be called outside of scopes, when all that is to be taken was. 0: done; -1: no memory.
+EXPORT int64_t replay_settle(Replay* replay) noexcept try {
+  for (Entry& entry : replay->entries) {
+    if (!entry.call) continue;
+    for (const Number& number : entry.call->numbers) {
+      Tensor tensor = at::scalar_tensor(number.value, at::TensorOptions().dtype(number.dtype));
+      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+      entry.call->arguments[number.argument] = std::move(tensor);
+    }
+    entry.call->numbers.clear();
+  }
+  return 0;
+} catch (...) {
+  return -1;
+}
+
+// Runs entries from ``first`` on, up to ``end`` or until so many seconds are over. ``begin`` opens the scope of an op with
+// ``table``; ``close``, if it is given, ends it. ``starts`` and ``ends`` are told when ops began and ended; null: nothing
+// is. Returns the entry after the last one that has run; -1: the one at ``replay_at`` has failed.
+EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double seconds, Begin begin, End close, void* table,
+                          double* starts, double* ends) noexcept {
+  int64_t at = first;
+  const double until = now() + seconds;
+  replay->failure = kNone;
+  torch::jit::Stack stack;
+  const int64_t done = guarded(*replay, [&]() -> int64_t {
+    for (; at < end; ++at) {
+      const Entry& entry = replay->entries[static_cast<size_t>(at)];
+      if (!entry.call) return failed(*replay, kRuntime, "an op was to be replayed that was not taken down");
+      if (starts != nullptr) starts[entry.instruction] = now();
+      if (begin != nullptr) begin(table, entry.scope);
+      replay->elsewhere.clear();
+      // Ends the scope whatever the op does.
+      struct Scope {
+        End close;
+        ~Scope() {
+          if (close != nullptr) close();
+        }
+      } const scope{close};
+      stack = entry.call->arguments;
+      entry.call->op.callBoxed(&stack);
+      place(*replay, *entry.call, stack);
+      stack.clear();
+      if (ends != nullptr) {
+        ends[entry.instruction] = now();
+        if (ends[entry.instruction] > until) return at + 1;
+      }
+    }
+    return at;
+  });
+  replay->at = at;
+  return done;
+}
+// Lets go of what was kept until the next scope begins.
+EXPORT void replay_let_go(Replay* replay) noexcept { replay->elsewhere.clear(); }
+EXPORT int64_t replay_failure(const Replay* replay) noexcept { return replay->failure; }
+EXPORT int64_t replay_at(const Replay* replay) noexcept { return replay->at; }
+EXPORT const char* replay_message(const Replay* replay) noexcept { return replay->message.c_str(); }

@@ -1,0 +1,309 @@
+"""Ops that are called again and again with the same arguments, from native code (``replay.cpp``).
+
+Addresses are planned, so an op gets the very same tensors at every step. What Python does for each call of an op, some
+microseconds, is done once: the call is taken down in one step and played in those that follow. That pays where ops are
+short. The library takes some ten seconds to build, once for each version of PyTorch; until it is there, and where it
+cannot be built, Python calls the ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import platform
+import sys
+import threading
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore.compiling import compile_library, load_kept
+from outofcore.execution.arena import ScopeTable
+from outofcore.execution.binding import BoundRun, Draws
+
+_SOURCE = Path(__file__).with_name("replay.cpp")
+# Of a call by Python, and how much of a step they have to take so that the library is built for it.
+_CALL_SECONDS, _WORTH = 5e-6, 0.005
+# A signal is handled between two calls of native code.
+_SECONDS = 0.05
+
+_POINTER = ctypes.c_void_p
+_COUNT = ctypes.c_int64
+_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "replay_new": (_POINTER, (_COUNT,)),
+    "replay_free": (None, (_POINTER,)),
+    "replay_watch": (_COUNT, ()),
+    "replay_unwatch": (None, ()),
+    "replay_expect": (None, ()),
+    "replay_take": (
+        _COUNT,
+        (
+            _POINTER,
+            _COUNT,
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            _COUNT,
+            _COUNT,
+            _POINTER,
+            _COUNT,
+            _POINTER,
+        ),
+    ),
+    "replay_settle": (_COUNT, (_POINTER,)),
+    "replay_run": (
+        _COUNT,
+        (_POINTER, _COUNT, _COUNT, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+    ),
+    "replay_let_go": (None, (_POINTER,)),
+    "replay_at": (_COUNT, (_POINTER,)),
+    "replay_failure": (_COUNT, (_POINTER,)),
+    "replay_message": (ctypes.c_char_p, (_POINTER,)),
+}
+
+
+class _Failure(IntEnum):
+    """What an op failed with, as ``Failure`` in replay.cpp."""
+
+    RUNTIME = 1
+    INDEX = 2
+    VALUE = 3
+    TYPE = 4
+    NOT_IMPLEMENTED = 5
+    MEMORY = 6  # of a device
+    ALGEBRA = 7
+    DEVICE = 8  # it fails
+    NO_MEMORY = 9
+
+
+_ERRORS: dict[_Failure, type[Exception]] = {
+    _Failure.RUNTIME: RuntimeError,
+    _Failure.INDEX: IndexError,
+    _Failure.VALUE: ValueError,
+    _Failure.TYPE: TypeError,
+    _Failure.NOT_IMPLEMENTED: NotImplementedError,
+    _Failure.MEMORY: torch.OutOfMemoryError,
+    _Failure.ALGEBRA: torch.linalg.LinAlgError,
+    _Failure.DEVICE: torch.AcceleratorError,
+    _Failure.NO_MEMORY: MemoryError,
+}
+
+
+@functools.cache
+def load_replay() -> ctypes.PyDLL | None:
+    """The library: from the cache folder, else built now. None: there is none here."""
+    if sys.platform != "linux":
+        return None
+    return load_kept(_build_key(), "replay.so", _build, _load)[0]
+
+
+class _Loading:
+    """The library, built beside what else there is to do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def now(self, *, start: bool) -> ctypes.PyDLL | None:
+        """The library if it is there; else it is begun to be built, if so wished."""
+        with self._lock:
+            if self._thread is None and start:
+                self._thread = threading.Thread(target=load_replay, name="outofcore-build", daemon=True)
+                self._thread.start()
+            loaded = self._thread is not None and not self._thread.is_alive()
+        return load_replay() if loaded else None
+
+
+_loading = _Loading()
+
+
+def is_worth_it(calls: int, seconds: float) -> bool:
+    """Whether so many calls of ops in a step of that length are worth a library that makes them quicker."""
+    return calls * _CALL_SECONDS > _WORTH * seconds
+
+
+def replay_if_there(*, start: bool) -> ctypes.PyDLL | None:
+    """The library if it is loaded; else None, and ``start`` has it built in another thread."""
+    return _loading.now(start=start)
+
+
+def _flags() -> list[str]:
+    include = _torch_folder() / "include"
+    return [
+        "-DNDEBUG",  # as PyTorch itself is built: what observers are told has other members without it
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}",
+        f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
+    ]
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).resolve().parent
+
+
+def _build_key() -> str:
+    hashed = hashlib.sha256(_SOURCE.read_bytes())
+    hashed.update("\0".join((str(_torch_folder()), *_flags())).encode())
+    tag = sys.implementation.cache_tag or sys.implementation.name
+    return f"replay-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
+
+
+def _build(folder: Path) -> Path:
+    library = _torch_folder() / "lib"
+    links = [f"-L{library}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"]
+    return compile_library(_SOURCE, folder / "replay.so", _flags(), links)
+
+
+def _load(path: Path) -> ctypes.PyDLL:
+    library = ctypes.PyDLL(str(path))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise OSError(f"{path} lacks the function {name}") from error
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Replay:
+    """Calls of ops that were taken down, by number.
+
+    It refers to all their tensors.
+
+    Args:
+        library: see ``load_replay``.
+        entries: how many there are to be.
+    """
+
+    def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
+        handle = library.replay_new(entries)
+        if handle is None:
+            raise MemoryError("there is no memory for the calls of a step")
+        self._library = library
+        self._handle: int = handle
+        self._end = weakref.finalize(self, library.replay_free, handle)
+        self._end.atexit = False
+        # The same without the GIL: copies have threads of their own.
+        self._run = ctypes.CDLL(None, handle=library._handle).replay_run
+        self._run.restype, self._run.argtypes = _PROTOTYPES["replay_run"]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """What this thread calls in this context can be taken down."""
+        self._library.replay_watch()
+        try:
+            yield
+        finally:
+            self._library.replay_unwatch()
+
+    def expect(self) -> None:
+        """The next call is one that may be taken down."""
+        self._library.replay_expect()
+
+    def take(self, number: int, run: BoundRun, scope: int) -> bool:
+        """Take down the one op that was called since it was expected; whether it can be replayed."""
+        name = internals.operator_name(run.func)
+        if name is None or run.draws is not Draws.FREELY:
+            return False
+        known = [internals.tensor_impl(tensor) for tensor in internals.tensor_leaves([*run.args, *run.kwargs.values()])]
+        rows = [(leaf, address, internals.tensor_impl(target)) for leaf, address, target, _ in run.results]
+        results = (ctypes.c_int64 * (3 * len(rows)))(*[number for row in rows for number in row])
+        taken = self._library.replay_take(
+            self._handle,
+            number,
+            name[0].encode(),
+            name[1].encode(),
+            scope,
+            run.index,
+            len(rows),
+            results,
+            len(known),
+            (ctypes.c_int64 * len(known))(*known),
+        )
+        return bool(taken)
+
+    def settle(self) -> None:
+        """All is taken that is to be; to be called outside of scopes.
+
+        Raises:
+            MemoryError: there is no memory for it.
+        """
+        if self._library.replay_settle(self._handle):
+            raise MemoryError("there is no memory for the calls of a step")
+
+    def run(
+        self,
+        first: int,
+        end: int,
+        table: ScopeTable,
+        starts: array[float] | None,
+        ends: array[float] | None,
+        *,
+        ends_scopes: bool = False,
+    ) -> int:
+        """Run entries from ``first`` on, up to ``end``; returns the one after the last that has run.
+
+        Args:
+            first: it is one that was taken.
+            end: so are all before this.
+            table: of the scopes.
+            starts: by instruction, are told when its op began; None: nobody wants to know.
+            ends: likewise, when it ended.
+            ends_scopes: whether each scope ends with its op, or when the next begins.
+
+        Raises:
+            Exception: as the op that failed raised.
+        """
+        begin, close, pointer = table.native or (None, None, None)
+        reached = self._run(
+            self._handle,
+            first,
+            end,
+            _SECONDS,
+            begin,
+            close if ends_scopes else None,
+            pointer,
+            None if starts is None else starts.buffer_info()[0],
+            None if ends is None else ends.buffer_info()[0],
+        )
+        if reached < 0:
+            raise self._error()
+        return int(reached)
+
+    @property
+    def at(self) -> int:
+        """The entry that failed."""
+        return int(self._library.replay_at(self._handle))
+
+    def _error(self) -> Exception:
+        failure = _Failure(self._library.replay_failure(self._handle))
+        return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
+
+    def let_go(self) -> None:
+        """Let go of results that were kept until the next scope began."""
+        self._library.replay_let_go(self._handle)
+
+
+def spans(runs: Sequence[BoundRun], taken: Sequence[bool]) -> list[int]:
+    """For each op, the end of the stretch of ops from it on that can be replayed in one go; itself where it cannot be.
+
+    Only the first of a stretch waits for anything, and only the last is waited for.
+
+    >>> spans([], [])
+    []
+    """
+    found = list(range(len(runs)))
+    for at in range(len(runs) - 1, -1, -1):
+        if not taken[at]:
+            continue
+        following = at + 1
+        goes_on = following < len(runs) and taken[following] and not runs[following].waits and not runs[at].awaited
+        found[at] = found[following] if goes_on else following
+    return found

@@ -1,0 +1,183 @@
+"""Ops that native code calls again: the same numbers, the same errors, and Python where it is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import outofcore
+from outofcore.execution import cpu, replay
+from outofcore.execution.binding import BoundRun, Draws
+
+pytestmark = pytest.mark.skipif(replay.load_replay() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    def there(*, start: bool) -> Any:
+        return replay.load_replay()
+
+    monkeypatch.setattr(cpu, "replay_if_there", there)
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many ops each call of native code has run."""
+    counts: list[int] = []
+    run = replay.Replay.run
+
+    def counting(self: replay.Replay, first: int, *args: Any, **kwargs: Any) -> int:
+        reached = run(self, first, *args, **kwargs)
+        counts.append(reached - first)
+        return reached
+
+    monkeypatch.setattr(replay.Replay, "run", counting)
+    yield counts
+
+
+def bound_run(waits: bool, awaited: bool) -> BoundRun:
+    return BoundRun(0, 0, len, (), {}, (), ((1, 1),) if waits else (), 1, awaited, Draws.FREELY)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans())))
+def test_stretches_wait_at_their_beginning_and_are_waited_for_at_their_end(
+    rows: list[tuple[bool, bool, bool]],
+) -> None:
+    runs, taken = [bound_run(waits, awaited) for waits, awaited, _ in rows], [taken for *_, taken in rows]
+    until = replay.spans(runs, taken)
+    at = 0
+    while at < len(runs):
+        end = until[at]
+        assert (end > at) == taken[at]
+        for inner in range(at, end):
+            assert taken[inner]
+            assert inner == at or not runs[inner].waits
+            assert inner == end - 1 or not runs[inner].awaited
+        if end > at and end < len(runs) and taken[end]:
+            assert runs[end].waits or runs[end - 1].awaited
+        at = max(end, at + 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.lstm = nn.LSTM(16, 24, batch_first=True)
+        self.attention = nn.MultiheadAttention(24, 4, batch_first=True)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.convolution(x))).flatten(2).transpose(1, 2)
+        x, _ = self.lstm(x)
+        x = F.dropout(x, 0.2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(torch.cat(x.chunk(2, 1), 2).sum(1)[:, :24])
+
+
+def trainer(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def step(x: Tensor, wanted: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), wanted)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
+    return step
+
+
+@pytest.mark.parametrize("share", [2.0, 0.6, 0.0])
+def test_steps_that_are_replayed_have_eagers_bits(share: float, replayed: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    other = copy.deepcopy(model)
+    x, wanted = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    eager, step = trainer(model), trainer(other)
+    smallest = outofcore.smallest_budget(step, other, step.optimizer, inputs=(x, wanted))  # type: ignore[attr-defined]
+    budget = int(smallest * (1 + share))
+    losses = []
+    with outofcore.compile(step, other, step.optimizer, budget=budget, dynamic=False) as compiled:  # type: ignore[attr-defined]
+        for run in (eager, compiled):
+            torch.manual_seed(1)
+            losses.append([run(x, wanted).item() for _ in range(6)])
+    assert losses[0] == losses[1]
+    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    assert sum(replayed) > 5 * 30
+
+
+def failing(kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    """A step, what it takes, and what it does not take."""
+    good = torch.zeros(8, dtype=torch.long)
+    if kind == "index":
+        return lambda x: torch.arange(20.0).exp().index_select(0, x), good, good + 99
+    if kind == "linalg":
+        return lambda x: torch.linalg.cholesky(x * 1.0).sum(), torch.eye(8), -torch.eye(8)
+    return lambda x: F.nll_loss(torch.zeros(8, 4).log_softmax(1), x), good, good + 77
+
+
+@pytest.mark.parametrize("kind", ["index", "linalg", "runtime"])
+def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: list[int]) -> None:
+    plain, good, bad = failing(kind)
+    model = nn.Linear(2, 2)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return plain(x)
+
+    with pytest.raises(Exception) as expected:
+        plain(bad)
+    with outofcore.compile(step, model, budget="8MiB", dynamic=False) as compiled:
+        for _ in range(3):
+            assert torch.equal(compiled(good), plain(good))
+        assert replayed
+        with pytest.raises(type(expected.value)) as found:
+            compiled(bad)
+        assert type(found.value) is type(expected.value)
+        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+        assert torch.equal(compiled(good), plain(good))
+
+
+def test_a_mode_sees_every_op(replayed: list[int]) -> None:
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Linear(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x).exp().sum()
+
+    x = torch.randn(8, 64)
+    with outofcore.compile(step, model, budget="8MiB", dynamic=False) as compiled:
+        for _ in range(3):
+            compiled(x)
+        assert replayed
+        replayed.clear()
+        with Seeing():
+            compiled(x)
+        assert not replayed
+        assert "aten::exp" in seen
+        compiled(x)
+        assert replayed
+
+
+def test_the_library_is_built_for_steps_of_short_ops_alone() -> None:
+    assert replay.is_worth_it(100, 0.01)
+    assert not replay.is_worth_it(100, 1.0)
