@@ -251,6 +251,10 @@ def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
 
 
+# What torch.linalg raises; type checkers do not know the name.
+LinAlgError: type[Exception] = vars(torch.linalg)["LinAlgError"]
+
+
 def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
     """The name of one of PyTorch's own operators, such as ("aten::add", "Tensor"); None: it is something else."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":

@@ -171,6 +171,7 @@ def compile(
     algorithms: Algorithms = "eager",
     dynamic: bool | None = None,
     shard: ProcessGroup | bool | None = None,
+    replay: bool = True,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -214,6 +215,8 @@ def compile(
             module, and is that of rank 0 in all processes from the first call on; its large parameters are then on the
             device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
             and AdamW are. See the guide to many processes.
+        replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
+            microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -243,7 +246,20 @@ def compile(
     """
     models, optimizers = _checked(step, model, optimizer)
     return _compiled(
-        step, models, optimizers, budget, device, home, host_budget, policy, cache, check, algorithms, dynamic, shard
+        step,
+        models,
+        optimizers,
+        budget,
+        device,
+        home,
+        host_budget,
+        policy,
+        cache,
+        check,
+        algorithms,
+        dynamic,
+        shard,
+        replay=replay,
     )
 
 
@@ -262,6 +278,7 @@ def _compiled(
     dynamic: bool | None,
     shard: ProcessGroup | bool | None = None,
     *,
+    replay: bool = True,
     alternating: bool = False,
 ) -> Step[P, R]:
     """What ``compile`` returns; ``alternating`` as for ``Session``."""
@@ -271,7 +288,7 @@ def _compiled(
         algorithms = chosen.algorithms
     if algorithms not in ("eager", "fastest"):
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
-    backend = open_backend(device)
+    backend = open_backend(device, replay=replay)
     _check_devices(models, backend.device)
     if dynamic:
         _check_followable(backend.device, home, chosen, algorithms)

@@ -23,12 +23,14 @@ from outofcore.capture import capture_step
 from outofcore.costs import Home
 from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.arena import ScopeTable
+from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import FileHome, Stream
 from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import OpenHome
+from outofcore.execution.replay import Replay, load_replay
 from outofcore.policies import policy_of
 from outofcore.profiling.links import links_to
 from outofcore.program import CopyIn, CopyOut
@@ -176,6 +178,36 @@ def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: t
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
         assert policy != "offload-all" or len(moved) > 10
     assert same(world.state(), state) == []
+
+
+@pytest.mark.parametrize("policy", ["keep-all", "offload-all"])
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_ops_that_native_code_calls(
+    name: str, policy: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def there(*, start: bool) -> Any:
+        return load_replay()
+
+    counts: list[int] = []
+    plain = Replay.run
+
+    def counting(self: Replay, first: int, *args: Any, **kwargs: Any) -> int:
+        reached = plain(self, first, *args, **kwargs)
+        counts.append(reached - first)
+        return reached
+
+    monkeypatch.setattr(engine, "replay_if_there", there)
+    monkeypatch.setattr(Replay, "run", counting)
+    make, steps = WORLDS[name], 12  # of which the first six are measured, and one is taken down
+    losses, state = eager(make(device), steps)
+    room = smallest(make, device) if policy == "offload-all" else 64 * MIB
+    world = make(device)
+    with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device)) as step:
+        torch.manual_seed(1)
+        found = [step(*world.batch(index)).detach().cpu() for index in range(steps)]
+        assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * steps
+        assert same(world.state(), state) == []
+        assert sum(counts) > 3 * 10
 
 
 @pytest.mark.parametrize("seed", range(3))

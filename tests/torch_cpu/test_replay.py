@@ -178,6 +178,18 @@ def test_a_mode_sees_every_op(replayed: list[int]) -> None:
         assert replayed
 
 
+def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x).exp().sum()
+
+    with outofcore.compile(step, model, budget="8MiB", dynamic=False, replay=False) as compiled:
+        assert all(torch.equal(compiled(x), step(x)) for _ in range(3))
+    assert not replayed
+
+
 def test_the_library_is_built_for_steps_of_short_ops_alone() -> None:
     assert replay.is_worth_it(100, 0.01)
     assert not replay.is_worth_it(100, 1.0)

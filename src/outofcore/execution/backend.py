@@ -138,13 +138,20 @@ def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> Budget
 
 
 class CpuBackend:
-    """The CPU: its arena is all of the budget."""
+    """The CPU: its arena is all of the budget.
+
+    Args:
+        replay: whether native code may call ops.
+    """
 
     device = torch.device("cpu")
     driver = None
     alignment = SMALL_ALIGNMENT
     warms_up = False
     timer = None
+
+    def __init__(self, *, replay: bool = True) -> None:
+        self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
         """See ``Backend.arena``: pages that nothing touches take no memory, but addresses may be limited as well."""
@@ -155,7 +162,7 @@ class CpuBackend:
 
     def engine(self, homes: Sequence[HomeStore]) -> CpuEngine:
         """See ``Backend.engine``."""
-        return CpuEngine(homes)
+        return CpuEngine(homes, replay=self._replay)
 
     def reserve(self, budget: int) -> int:
         """See ``Backend.reserve``."""

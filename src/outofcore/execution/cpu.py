@@ -234,9 +234,11 @@ class CpuEngine:
 
     Args:
         homes: where blocks go to and come from, nearest first.
+        replay: whether native code may call ops.
     """
 
-    def __init__(self, homes: Sequence[HomeStore]) -> None:
+    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
+        self._replays = replay
         self._homes = tuple(homes)
         self._progress = _Progress(2 + 2 * len(self._homes))
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
@@ -372,7 +374,7 @@ class CpuEngine:
 
     def _replay(self, bound: Bound) -> _Replayed | None:
         """The calls of a program, as far as they were taken down; None: Python calls its ops in this step."""
-        if not internals.replayable():
+        if not self._replays or not internals.replayable():
             return None
         found = self._replayed
         if found is not None and found.bound is bound:

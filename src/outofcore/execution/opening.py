@@ -165,8 +165,12 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
     return [disk] if limit is None else [HostHome(limit), disk]
 
 
-def open_backend(device: str | torch.device | None) -> Backend:
+def open_backend(device: str | torch.device | None, *, replay: bool = True) -> Backend:
     """Where steps run: on the CPU, or on a CUDA device.
+
+    Args:
+        device: as text or not; None: the CPU.
+        replay: whether native code may call ops.
 
     Raises:
         InputError: there is no such device, or steps do not run there.
@@ -176,9 +180,9 @@ def open_backend(device: str | torch.device | None) -> Backend:
     except RuntimeError as error:
         raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
     if wanted.type == "cpu":
-        return CpuBackend()
+        return CpuBackend(replay=replay)
     if wanted.type == "cuda":
-        return CudaBackend(wanted)
+        return CudaBackend(wanted, replay=replay)
     raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
 
 

@@ -90,7 +90,7 @@ _ERRORS: dict[_Failure, type[Exception]] = {
     _Failure.TYPE: TypeError,
     _Failure.NOT_IMPLEMENTED: NotImplementedError,
     _Failure.MEMORY: torch.OutOfMemoryError,
-    _Failure.ALGEBRA: torch.linalg.LinAlgError,
+    _Failure.ALGEBRA: internals.LinAlgError,
     _Failure.DEVICE: torch.AcceleratorError,
     _Failure.NO_MEMORY: MemoryError,
 }

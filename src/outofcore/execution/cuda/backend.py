@@ -26,6 +26,8 @@ class CudaBackend:
 
     Args:
         device: such as ``torch.device("cuda")``.
+        driver: of that device; None: a new one.
+        replay: whether native code may call ops.
 
     Raises:
         InputError: there is no such device.
@@ -34,7 +36,8 @@ class CudaBackend:
     alignment = ALIGNMENT
     warms_up = True
 
-    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: bool = True) -> None:
+        self._replay = replay
         self.driver = CudaDriver(device) if driver is None else driver
         self.device = self.driver.device
 
@@ -49,7 +52,7 @@ class CudaBackend:
 
     def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
         """See ``Backend.engine``."""
-        return CudaEngine(self.driver, homes)
+        return CudaEngine(self.driver, homes, replay=self._replay)
 
     def home(self, limit: int | None) -> PinnedHome:
         """Host memory for what does not fit.

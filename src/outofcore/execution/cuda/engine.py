@@ -16,6 +16,7 @@ Has run on the double of the tests; not on a GPU yet.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from outofcore.execution.cuda.staging import (
 )
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import DiskHome, HomeStore
+from outofcore.execution.replay import Replay, replay_if_there
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
@@ -93,6 +95,7 @@ class _Prepared:
     table: ScopeTable | None = None  # that the calls are made for
     calls: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])  # ops, by instruction
     parts: list[_Part] | None = None  # as soon as a step is not measured
+    replayed: list[_Part] | None = None  # the same with ops that native code calls, as soon as they were taken down
     runs: int = 0
     timeline: Timeline | None = None
 
@@ -103,7 +106,7 @@ class _Part(NamedTuple):
     Attributes:
         reached: so many instructions are begun with it.
         play: issues what is alike at every step; None: it is a copy of the caller's memory.
-        issue: that.
+        issue: that, or the op that ``play`` does nothing but call.
     """
 
     reached: int
@@ -119,14 +122,22 @@ class CudaEngine:
         homes: in host memory, pinned at best; and behind it one on a disk, if there is one.
         buffer_bytes: of each of the buffers between the device and a disk.
         buffers: of them, for each direction.
+        replay: whether native code may call ops.
 
     Raises:
         StateError: there are other homes.
     """
 
     def __init__(
-        self, driver: Driver, homes: Sequence[HomeStore], buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
+        self,
+        driver: Driver,
+        homes: Sequence[HomeStore],
+        buffer_bytes: int = BUFFER_BYTES,
+        buffers: int = BUFFERS,
+        *,
+        replay: bool = True,
     ) -> None:
+        self._replays = replay
         memory, *behind = homes
         if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
             raise StateError(
@@ -189,7 +200,7 @@ class CudaEngine:
         prepared.runs += 1
         driver = self._driver
         if prepared.table is not table:
-            prepared.table, prepared.parts = table, None
+            prepared.table, prepared.parts, prepared.replayed = table, None, None
             prepared.calls = {
                 issue.index: _collective(issue.run)
                 if issue.stream is Stream.COMMUNICATE
@@ -279,14 +290,66 @@ class CudaEngine:
         self._ask_to_mark(issue, driver)
 
     def _play(self, prepared: _Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
-        """Issue a step that is not measured: what lies between two ops in one go."""
+        """Issue a step that is not measured: ops in a row, and what lies between two of them, in one go."""
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
-        for self._issued, play, issue in prepared.parts:
+        native = self._replays and internals.replayable()
+        library = replay_if_there(start=True) if native and prepared.replayed is None else None
+        if library is not None and prepared.table is not None:
+            prepared.replayed = self._taken_down(prepared.parts, library, prepared.table, ports, held)
+            return
+        for self._issued, play, issue in prepared.replayed if native and prepared.replayed else prepared.parts:
             if play is not None:
                 play()
             elif issue is not None:
                 self._copy(issue, ports, held)
+
+    def _taken_down(
+        self,
+        parts: Sequence[_Part],
+        library: ctypes.PyDLL,
+        table: ScopeTable,
+        ports: dict[int, Port],
+        held: list[Mark],
+    ) -> list[_Part]:
+        """Issue a step, and take down its ops; the parts of those that follow."""
+        replay = Replay(library, len(parts))
+        taken: list[bool] = []
+        with replay.watching():
+            for number, (self._issued, play, issue) in enumerate(parts):
+                found = False
+                replay.expect()
+                if play is not None:
+                    play()
+                    if issue is not None and issue.run is not None:
+                        found = replay.take(number, issue.run, issue.scope)
+                elif issue is not None:
+                    self._copy(issue, ports, held)
+                taken.append(found)
+        replay.settle()
+        merged: list[_Part] = []
+        for number, part in enumerate(parts):
+            if not taken[number]:
+                merged.append(part)
+            elif not number or not taken[number - 1]:
+                end = next((n for n in range(number, len(parts)) if not taken[n]), len(parts))
+                merged.append(self._stretch(parts, replay, number, end, table))
+        return merged
+
+    def _stretch(self, parts: Sequence[_Part], replay: Replay, first: int, end: int, table: ScopeTable) -> _Part:
+        """Ops in a row that native code calls, each in its scope."""
+
+        def call() -> None:
+            try:
+                replay.run(first, end, table, None, None, ends_scopes=True)
+            except RuntimeError as error:
+                self._issued = parts[replay.at].reached
+                raise as_arena_error(error) or error from error
+            except BaseException:
+                self._issued = parts[replay.at].reached
+                raise
+
+        return _Part(parts[end - 1].reached, call)
 
     def _parts(self, prepared: _Prepared) -> list[_Part]:
         found: list[_Part] = []
@@ -303,7 +366,8 @@ class CudaEngine:
             if issue.run is not None:
                 close(issue.index)
                 launch = self._driver.launching(issue.run, prepared.calls[issue.index], issue.stream)
-                found.append(_Part(issue.index + 1, launch))
+                # What only calls the op can be played together with others.
+                found.append(_Part(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
             elif issue.device is not None:
                 close(issue.index)
                 found.append(_Part(issue.index + 1, None, issue))
