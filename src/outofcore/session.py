@@ -415,7 +415,7 @@ class Session:
                 self.refresh()
                 self._leave_arena()
                 self.followed.take(self.keeper.give_to_allocator)
-                self._known.clear()
+                self._forget_known()
                 self._signature = None
         return self.followed
 
@@ -450,7 +450,7 @@ class Session:
         self.keeper.let_go()
         self._leave_program()
         self.keeper.forget_all()
-        self._known.clear()
+        self._forget_known()
         self._signature = None
 
     def vacate(self) -> None:
@@ -494,7 +494,7 @@ class Session:
                     self._leave_program()
                     self.keeper.hand_over()
         finally:
-            self._known.clear()
+            self._forget_known()
             self._release_arena()
             self.keeper.go_back()
             self.home.leave(self)
@@ -811,7 +811,10 @@ class Session:
         """Go on with another plan of a step."""
         if known is self._active:
             self._make_way()
-        states = None if known.runner is None else known.runner.states
+        states = None
+        if known.runner is not None:
+            known.runner.leave()
+            states = known.runner.states
         known.step, known.runs, known.measured = again, 0, []
         known.runner = runner_of(again, self.keeper, states)
 
@@ -831,6 +834,8 @@ class Session:
         """Bring a program into the arena; planned steps get their runners here."""
         self.engine.synchronize()
         if known.runner is None or not known.runner.is_current():
+            if known.runner is not None:
+                known.runner.leave()
             known.runner = runner_of(known.step, self.keeper)
         needed = known.step.planned.program.arena_bytes
         self._make_way()
@@ -888,7 +893,16 @@ class Session:
             active.runner.make_way()
         self.engine.forget()
 
+    def _forget_known(self) -> None:
+        for known in self._known.values():
+            if known.runner is not None:
+                known.runner.leave()
+        self._known.clear()
+
     def _release_arena(self) -> None:
+        for known in self._known.values():
+            if known.runner is not None:
+                known.runner.leave()
         if self.arena is not None:
             self._off_plan += self.arena.counters().large
             self.arena.close()

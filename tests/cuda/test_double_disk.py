@@ -108,7 +108,7 @@ def back_and_forth(driver: FakeCuda, folder: Path, home: int, *, out_first: bool
         queue = lane + (kind is CopyIn)
         waits = ((2 * lane + 2 - queue, 1),) if index else ()  # for the other one, queues being numbered from 1
         queues[queue] = (BoundCopy(index, 0, home, 0, count, waits, 1, not index),)
-    bound = Bound(StepGraph((), (), ()), program, (), tuple(queues))
+    bound = Bound(StepGraph((), (), ()), program, arena, (), tuple(queues))
     table, slots = ScopeTable(arena, []), {index: (Piece(0, count),) for index in (0, 1)}
 
     def step() -> int:

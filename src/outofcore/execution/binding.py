@@ -69,11 +69,12 @@ class BoundCopy:
     awaited: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # what is known of it is looked up by the object itself
 class Bound:
     """A program bound to an arena.
 
     Attributes:
+        arena: it.
         runs: the ops.
         collectives: those of them that run on a queue of their own.
         copies: for each home the copies out and the copies in, in the order in which queues are numbered.
@@ -81,6 +82,7 @@ class Bound:
 
     graph: StepGraph
     program: Program
+    arena: Memory
     runs: tuple[BoundRun, ...]
     copies: tuple[tuple[BoundCopy, ...], ...]
     collectives: tuple[BoundRun, ...] = ()
@@ -226,7 +228,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                     is_awaited,
                 )
             )
-    return Bound(captured.graph, program, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
+    return Bound(captured.graph, program, arena, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
 
 
 def scopes(

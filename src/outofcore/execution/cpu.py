@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -176,13 +177,11 @@ class _Replayed:
     """The calls of a program that native code makes.
 
     Attributes:
-        bound: the program.
         replay: its calls.
         taken: by op, whether its call was taken down.
         until: by op, the end of the stretch that begins with it (see ``spans``); None: not all of them ran yet.
     """
 
-    bound: Bound
     replay: Replay
     taken: list[bool]
     until: list[int] | None = None
@@ -212,14 +211,13 @@ class _Calls:
             self._generators.before(run)
         self._table.begin(scope)
         self._elsewhere.clear()
-        if self._taken is not None:
-            self._taken.replay.expect()
+        expected = self._taken is not None and self._taken.replay.expect(run)
         try:
             out = run.func(*run.args, **run.kwargs)
         finally:
             if run.draws is Draws.AGAIN:
                 self._generators.after()
-        if self._taken is not None:
+        if expected and self._taken is not None:
             self._taken.taken[scope] = self._taken.replay.take(scope, run, scope)
         if run.results:
             leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
@@ -246,7 +244,7 @@ class CpuEngine:
         self._arena: Arena | None = None
         self._copiers: list[_Worker[BoundCopy]] = []
         self._communicator: _Worker[BoundRun] | None = None
-        self._replayed: _Replayed | None = None
+        self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
         self._seconds = 0.0  # that the last step took
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
@@ -268,7 +266,6 @@ class CpuEngine:
     def forget(self) -> None:
         """See ``Engine.forget``."""
         self._arena, self._slots, self._ports = None, {}, {}
-        self._replayed = None
 
     def _started(self) -> list[_Worker[BoundCopy]]:
         if not self._copiers:
@@ -376,15 +373,14 @@ class CpuEngine:
         """The calls of a program, as far as they were taken down; None: Python calls its ops in this step."""
         if not self._replays or not internals.replayable():
             return None
-        found = self._replayed
-        if found is not None and found.bound is bound:
+        if (found := self._replayed.get(bound)) is not None:
             return found
         library = replay_if_there(start=self._seconds > 0 and is_worth_it(len(bound.runs), self._seconds))
         if library is None:
             return None
         count = len(bound.runs)
-        self._replayed = _Replayed(bound, Replay(library, count), [False] * count)
-        return self._replayed
+        made = self._replayed[bound] = _Replayed(Replay(library, count), [False] * count)
+        return made
 
     def _compute(
         self, bound: Bound, table: ScopeTable, starts: array[float], ends: array[float], inline: _Inline | None

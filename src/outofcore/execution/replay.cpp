@@ -77,6 +77,8 @@ struct Replay {
 // What a thread has called since it is watched.
 struct Watch {
   std::optional<at::CallbackHandle> handle;
+  // Only then is anything kept: what an update calls may not live a moment longer than it does without being watched.
+  bool expects = false;
   int depth = 0, calls = 0;
   std::optional<c10::OperatorName> name;
   std::vector<IValue> arguments;
@@ -86,7 +88,7 @@ thread_local std::unique_ptr<Watch> watch;
 std::unique_ptr<at::ObserverContext> begun(const at::RecordFunction& function) {
   Watch* seen = watch.get();
   if (seen == nullptr) return nullptr;
-  if (seen->depth++ == 0) {
+  if (seen->depth++ == 0 && seen->expects) {
     ++seen->calls;
     seen->name = function.operator_name();
     const auto inputs = function.inputs();
@@ -198,9 +200,11 @@ EXPORT void replay_unwatch() noexcept {
   watch.reset();
 }
 
-// Forgets what was called so far.
+// The next op may be taken down.
 EXPORT void replay_expect() noexcept {
-  if (watch) watch->calls = 0;
+  if (!watch) return;
+  watch->calls = 0;
+  watch->expects = true;
 }
 
 // Has the op that was called since it was expected be an entry, if it was one, of this name, and on tensors that the
@@ -211,6 +215,7 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
                            const int64_t* known) noexcept try {
   Watch* seen = watch.get();
   if (seen == nullptr) return 0;
+  seen->expects = false;
   const int calls = std::exchange(seen->calls, 0);
   const auto called = std::exchange(seen->name, std::nullopt);
   auto arguments = std::exchange(seen->arguments, {});

@@ -203,14 +203,17 @@ class Replay:
         finally:
             self._library.replay_unwatch()
 
-    def expect(self) -> None:
-        """The next call is one that may be taken down."""
+    def expect(self, run: BoundRun) -> bool:
+        """Whether the call of an op that comes next may be taken down; then ``take`` is to follow it."""
+        if internals.operator_name(run.func) is None or run.draws is not Draws.FREELY:
+            return False
         self._library.replay_expect()
+        return True
 
     def take(self, number: int, run: BoundRun, scope: int) -> bool:
         """Take down the one op that was called since it was expected; whether it can be replayed."""
         name = internals.operator_name(run.func)
-        if name is None or run.draws is not Draws.FREELY:
+        if name is None:
             return False
         known = [internals.tensor_impl(tensor) for tensor in internals.tensor_leaves([*run.args, *run.kwargs.values()])]
         rows = [(leaf, address, internals.tensor_impl(target)) for leaf, address, target, _ in run.results]

@@ -74,6 +74,7 @@ class Runner:
         self._generation = keeper.generation
         self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
+        self._kept: Bound | None = None  # to the arena that it was last in, which still is there
         self._begun = False  # whether the last run got to its first instruction
         self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
@@ -119,7 +120,9 @@ class Runner:
         for slots in keeper.slots:
             slots.home.start()
         try:
-            bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
+            bound = self._kept
+            if bound is None or bound.arena is not arena:
+                bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
             self._take_over()
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
@@ -179,7 +182,13 @@ class Runner:
         """Leave the states in the arena to the next program; the arena is no longer this one's."""
         if self._placed is not None:
             self._placed.layout.give_back(self._keeper.slots)
-            self._placed = self._table = None  # either would keep the arena's pages
+            self._kept = self._placed.bound
+            self._placed = self._table = None
+
+    def leave(self) -> None:
+        """Let go of what would keep the arena's pages; the arena is no longer this one's."""
+        self.make_way()
+        self._kept = None
 
     def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
         """Run one step.

@@ -318,11 +318,12 @@ class CudaEngine:
         with replay.watching():
             for number, (self._issued, play, issue) in enumerate(parts):
                 found = False
-                replay.expect()
                 if play is not None:
+                    run = None if issue is None else issue.run
+                    expected = run is not None and replay.expect(run)
                     play()
-                    if issue is not None and issue.run is not None:
-                        found = replay.take(number, issue.run, issue.scope)
+                    if expected and run is not None and issue is not None:
+                        found = replay.take(number, run, issue.scope)
                 elif issue is not None:
                     self._copy(issue, ports, held)
                 taken.append(found)
