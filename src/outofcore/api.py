@@ -31,6 +31,7 @@ from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
+from outofcore.execution.engines import Replaying
 from outofcore.execution.opening import (
     OpenHome,
     homes_of,
@@ -171,7 +172,7 @@ def compile(
     algorithms: Algorithms = "eager",
     dynamic: bool | None = None,
     shard: ProcessGroup | bool | None = None,
-    replay: bool = True,
+    replay: Replaying = True,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -216,7 +217,9 @@ def compile(
             device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
             and AdamW are. See the guide to many processes.
         replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
-            microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway.
+            microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway. With
+            "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones; this has run on a
+            CUDA runtime without a device, not on a GPU yet. Other values are refused.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -278,7 +281,7 @@ def _compiled(
     dynamic: bool | None,
     shard: ProcessGroup | bool | None = None,
     *,
-    replay: bool = True,
+    replay: Replaying = True,
     alternating: bool = False,
 ) -> Step[P, R]:
     """What ``compile`` returns; ``alternating`` as for ``Session``."""
@@ -288,6 +291,8 @@ def _compiled(
         algorithms = chosen.algorithms
     if algorithms not in ("eager", "fastest"):
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
+    if replay not in (True, False, "graphs"):
+        raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     backend = open_backend(device, replay=replay)
     _check_devices(models, backend.device)
     if dynamic:

@@ -158,6 +158,9 @@ class FakeCuda:
         self.tapes += 1
         return functools.partial(Actions(actions).played_on, self)
 
+    def graph(self, call: Callable[[], object]) -> None:
+        return None
+
     def staging(self, count: int) -> torch.Tensor:
         region = Region(map_anonymous(count), count)
         return tensor_over(region.memory(0, count)).fill_(POISON)

@@ -85,9 +85,15 @@ class Delayed(CudaDriver):
 
 
 def compiled(
-    world: World, budget: int, policy: str, driver: CudaDriver, near: int = GIB, behind: Sequence[HomeStore] = ()
+    world: World,
+    budget: int,
+    policy: str,
+    driver: CudaDriver,
+    near: int = GIB,
+    behind: Sequence[HomeStore] = (),
+    replay: Any = True,
 ) -> Step:
-    backend = CudaBackend(driver.device, driver)
+    backend = CudaBackend(driver.device, driver, replay=replay)
     home = OpenHome([backend.home(near), *behind], kept=False)
     step = Step(world.step, [world.model], [world.optimizer], budget, home, policy_of(policy), None, backend)
     step._session.links = tuple(replace(link(type(store)), bytes=store.capacity) for store in home.stores)
@@ -180,10 +186,11 @@ def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: t
     assert same(world.state(), state) == []
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("policy", ["keep-all", "offload-all"])
 @pytest.mark.parametrize("name", list(WORLDS))
 def test_ops_that_native_code_calls(
-    name: str, policy: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, policy: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def there(*, start: bool) -> Any:
         return load_replay()
@@ -198,16 +205,28 @@ def test_ops_that_native_code_calls(
 
     monkeypatch.setattr(engine, "replay_if_there", there)
     monkeypatch.setattr(Replay, "run", counting)
+    made: list[bool] = []
+    graph_of = CudaDriver.graph
+
+    def noting(self: CudaDriver, call: Callable[[], object]) -> Callable[[], object] | None:
+        found = graph_of(self, call)
+        made.append(found is not None)
+        return found
+
+    monkeypatch.setattr(CudaDriver, "graph", noting)
     make, steps = WORLDS[name], 12  # of which the first six are measured, and one is taken down
     losses, state = eager(make(device), steps)
     room = smallest(make, device) if policy == "offload-all" else 64 * MIB
     world = make(device)
-    with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device)) as step:
+    replay = "graphs" if graphs else True
+    with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device), replay=replay) as step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).detach().cpu() for index in range(steps)]
         assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * steps
         assert same(world.state(), state) == []
-        assert sum(counts) > 3 * 10
+        assert sum(counts) > 10
+        assert all(made)
+        assert bool(made) == (graphs and policy == "keep-all")
 
 
 @pytest.mark.parametrize("seed", range(3))

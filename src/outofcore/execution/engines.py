@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -12,6 +12,9 @@ from outofcore.execution.binding import Bound, BoundRun, Draws
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
+
+# Whether native code may call ops, and on a GPU make CUDA graphs of them.
+Replaying: TypeAlias = bool | Literal["graphs"]
 
 
 class Port(NamedTuple):

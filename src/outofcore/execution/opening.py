@@ -14,6 +14,7 @@ from outofcore.errors import InputError, SpillError, StateError, UnitError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
+from outofcore.execution.engines import Replaying
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.slots import Slots
@@ -165,12 +166,12 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
     return [disk] if limit is None else [HostHome(limit), disk]
 
 
-def open_backend(device: str | torch.device | None, *, replay: bool = True) -> Backend:
+def open_backend(device: str | torch.device | None, *, replay: Replaying = True) -> Backend:
     """Where steps run: on the CPU, or on a CUDA device.
 
     Args:
         device: as text or not; None: the CPU.
-        replay: whether native code may call ops.
+        replay: whether native code may call ops; "graphs": and makes CUDA graphs of them.
 
     Raises:
         InputError: there is no such device, or steps do not run there.
@@ -180,7 +181,7 @@ def open_backend(device: str | torch.device | None, *, replay: bool = True) -> B
     except RuntimeError as error:
         raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
     if wanted.type == "cpu":
-        return CpuBackend(replay=replay)
+        return CpuBackend(replay=bool(replay))
     if wanted.type == "cuda":
         return CudaBackend(wanted, replay=replay)
     raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")

@@ -9,6 +9,7 @@ import torch
 from outofcore.execution.arena import Memory, Recorder
 from outofcore.execution.cuda.driver import ALIGNMENT, MIDDLE_SEGMENT, SEGMENT, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
+from outofcore.execution.engines import Replaying
 from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.units import MIB, round_up
 
@@ -27,7 +28,7 @@ class CudaBackend:
     Args:
         device: such as ``torch.device("cuda")``.
         driver: of that device; None: a new one.
-        replay: whether native code may call ops.
+        replay: whether native code may call ops; "graphs": and makes CUDA graphs of them.
 
     Raises:
         InputError: there is no such device.
@@ -36,8 +37,8 @@ class CudaBackend:
     alignment = ALIGNMENT
     warms_up = True
 
-    def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: bool = True) -> None:
-        self._replay = replay
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: Replaying = True) -> None:
+        self._replay: Replaying = replay
         self.driver = CudaDriver(device) if driver is None else driver
         self.device = self.driver.device
 

@@ -32,7 +32,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
-from outofcore.errors import ArenaError, DeviceError, InputError, StateError, TransferError
+from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Mark, Move, Record, Stream, Wait
@@ -86,6 +86,7 @@ class CudaDriver:
         self._handles = (ctypes.c_void_p * len(Stream))(*(stream.cuda_stream for stream in self._streams))
         self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
         self._prepared: int | None = None  # the stream that libraries have their workspaces for
+        self._capturing: Any = None  # the stream on which graphs are made
         self._nothing: float | None = None  # seconds between two events with nothing between them
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
@@ -153,6 +154,29 @@ class CudaDriver:
                 self._transfers += keep[1]
 
         return play
+
+    def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
+        """See ``Driver.graph``: a CUDA graph, taken on a stream of its own, since the default one cannot be.
+
+        What the ops ask for off the plan comes from a pool that belongs to the graph.
+        """
+        if self._capturing is None:
+            self._capturing = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._capturing):
+                self._make_workspaces()
+            self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capturing):
+            try:
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
+            except (RuntimeError, OutOfCoreError) as error:
+                _log.info("ops are issued one by one, since no CUDA graph can be made of them: %s", error)
+                return None
+        return graph.replay
 
     def _native(self, action: Action, transfers: Iterator[Transfer]) -> _Action:
         match action:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from outofcore.execution.cuda.staging import (
     last_stream,
     reads_after_writes,
 )
-from outofcore.execution.engines import GeneratorStates, Port, place_results
+from outofcore.execution.engines import GeneratorStates, Port, Replaying, place_results
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.replay import Replay, replay_if_there
 from outofcore.execution.slots import Piece
@@ -59,6 +60,8 @@ _LATE = (
     "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
 )
 _MEASURED_EVERY = 32
+# Fewer ops than that are issued one by one as quickly as a graph of them.
+_GRAPH_OPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,27 @@ class _Prepared:
     timeline: Timeline | None = None
 
 
+class _Graphed:
+    """Issues ops, and from the second time on as one graph, if there can be one.
+
+    Args:
+        driver: of the device.
+        call: issues them one by one.
+    """
+
+    def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
+        self._driver, self._call = driver, call
+        self._graph: Callable[[], object] | None = None
+        self._calls = 0
+
+    def __call__(self) -> None:
+        """Issue them."""
+        self._calls += 1
+        if self._calls == 2:  # by then libraries have made what they make once
+            self._graph = self._driver.graph(self._call)
+        (self._graph or self._call)()
+
+
 class _Part(NamedTuple):
     """Some of the instructions in a row, as a step issues them that is not measured.
 
@@ -122,7 +146,7 @@ class CudaEngine:
         homes: in host memory, pinned at best; and behind it one on a disk, if there is one.
         buffer_bytes: of each of the buffers between the device and a disk.
         buffers: of them, for each direction.
-        replay: whether native code may call ops.
+        replay: whether native code may call ops; "graphs": and makes CUDA graphs of those that follow each other.
 
     Raises:
         StateError: there are other homes.
@@ -135,9 +159,10 @@ class CudaEngine:
         buffer_bytes: int = BUFFER_BYTES,
         buffers: int = BUFFERS,
         *,
-        replay: bool = True,
+        replay: Replaying = True,
     ) -> None:
-        self._replays = replay
+        self._replays = bool(replay)
+        self._graphs = replay == "graphs"
         memory, *behind = homes
         if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
             raise StateError(
@@ -329,13 +354,27 @@ class CudaEngine:
                 taken.append(found)
         replay.settle()
         merged: list[_Part] = []
-        for number, part in enumerate(parts):
-            if not taken[number]:
-                merged.append(part)
-            elif not number or not taken[number - 1]:
-                end = next((n for n in range(number, len(parts)) if not taken[n]), len(parts))
-                merged.append(self._stretch(parts, replay, number, end, table))
-        return merged
+        done = 0
+        for first, end in self._cut(parts, taken):
+            merged += [*parts[done:first], self._stretch(parts, replay, first, end, table)]
+            done = end
+        return [*merged, *parts[done:]]
+
+    def _cut(self, parts: Sequence[_Part], taken: list[bool]) -> list[tuple[int, int]]:
+        """Ops in a row that can be issued in one go: begin and end of each."""
+        kinds = [
+            0 if not found else 1 + self._goes_into_a_graph(part) for part, found in zip(parts, taken, strict=True)
+        ]
+        cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
+        return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
+
+    def _goes_into_a_graph(self, part: _Part) -> bool:
+        """Whether an op draws no random numbers, and looks at nothing on the host."""
+        run = None if part.issue is None else part.issue.run
+        if not self._graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
+            return False
+        given = internals.tensor_leaves([*run.args, *run.kwargs.values()])
+        return all(tensor.device == self._driver.device for tensor in (*given, *(result[2] for result in run.results)))
 
     def _stretch(self, parts: Sequence[_Part], replay: Replay, first: int, end: int, table: ScopeTable) -> _Part:
         """Ops in a row that native code calls, each in its scope."""
@@ -350,6 +389,8 @@ class CudaEngine:
                 self._issued = parts[replay.at].reached
                 raise
 
+        if end - first >= _GRAPH_OPS and self._goes_into_a_graph(parts[first]):
+            return _Part(parts[end - 1].reached, _Graphed(self._driver, call))
         return _Part(parts[end - 1].reached, call)
 
     def _parts(self, prepared: _Prepared) -> list[_Part]:

@@ -227,6 +227,17 @@ class Driver(Protocol):
         """
         ...
 
+    def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
+        """What issues again, in one go, all that ``call`` issues to the compute stream; it is not issued now.
+
+        Args:
+            call: issues ops whose tensors never move; called once.
+
+        Returns:
+            None: the device cannot, or an op is of a kind that cannot be issued so.
+        """
+        ...
+
     def mark(self, *, timed: bool = False) -> Mark:
         """A new mark, not yet recorded. A timed one can tell when it was reached."""
         ...
