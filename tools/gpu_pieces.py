@@ -655,7 +655,9 @@ def host_time(seconds: float, small: bool) -> None:
             tell(
                 piece="E",
                 say=f"{name}: host {found['plain_host_ms']} ms in plain PyTorch, {found['in_core_host_ms']} in core, "
-                f"{found['offloaded_host_ms']} offloaded; steps {found['plain_ms']}, {found['in_core_ms']}, "
+                f"{found['offloaded_host_ms']} offloaded ({found['in_core_by_python_host_ms']} and "
+                f"{found['offloaded_by_python_host_ms']} by Python, {found['in_core_graphs_host_ms']} with "
+                f"CUDA graphs); steps {found['plain_ms']}, {found['in_core_ms']}, "
                 f"{found['offloaded_ms']} ms",
             )
         gc.collect()
@@ -668,6 +670,7 @@ def _timed(work: Any, steps: int) -> dict[str, Any]:
     import torch
 
     import outofcore
+    from outofcore.execution.replay import load_replay
 
     def measure(step: Any, batch: Any, warm: int) -> tuple[float, float]:
         for _ in range(warm):
@@ -693,13 +696,27 @@ def _timed(work: Any, steps: int) -> dict[str, Any]:
     del model, step
     gc.collect()
     torch.cuda.empty_cache()
-    for name, policy in (("in_core", "auto"), ("offloaded", "offload-all")):
+    load_replay()
+    ways: tuple[tuple[str, str, Any], ...] = (
+        ("in_core", "auto", True),
+        ("in_core_by_python", "auto", False),
+        ("in_core_graphs", "auto", "graphs"),
+        ("offloaded", "offload-all", True),
+        ("offloaded_by_python", "offload-all", False),
+    )
+    for name, policy, replay in ways:
         model = work.build()
         optimizer = work.optimizer(model)
         with outofcore.compile(
-            work.make_step(model, optimizer), model, optimizer, budget=2 * peak + GIB, device="cuda", policy=policy
+            work.make_step(model, optimizer),
+            model,
+            optimizer,
+            budget=2 * peak + GIB,
+            device="cuda",
+            policy=policy,
+            replay=replay,
         ) as compiled:
-            found[f"{name}_host_ms"], found[f"{name}_ms"] = measure(compiled, batch, 8)
+            found[f"{name}_host_ms"], found[f"{name}_ms"] = measure(compiled, batch, 10)
             found[f"{name}_busy"] = _busy(lambda c=compiled: c(*batch))
             found[f"{name}_instructions"] = len(compiled.planned.program.instructions)
             found[f"{name}_predicted_ms"] = round(compiled.stats.predicted_seconds * 1e3, 2)
