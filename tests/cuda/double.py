@@ -27,7 +27,7 @@ from outofcore.errors import TransferError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import Action, Actions, FileHome, Stream
+from outofcore.execution.cuda.interface import Action, Actions, FileHome, Stream, Tape
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, map_anonymous, tensor_over
 from outofcore.program import Run
@@ -154,9 +154,9 @@ class FakeCuda:
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy(stream, index, target, source)
 
-    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
+    def tape(self, actions: Sequence[Action]) -> Tape:
         self.tapes += 1
-        return functools.partial(Actions(actions).played_on, self)
+        return Tape(functools.partial(Actions(actions).played_on, self))
 
     def graph(self, call: Callable[[], object]) -> None:
         return None

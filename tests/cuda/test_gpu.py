@@ -224,7 +224,7 @@ def test_ops_that_native_code_calls(
         found = [step(*world.batch(index)).detach().cpu() for index in range(steps)]
         assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * steps
         assert same(world.state(), state) == []
-        assert sum(counts) > 10
+        assert max(counts) > 10
         assert all(made)
         assert bool(made) == (graphs and policy == "keep-all")
 

@@ -290,6 +290,8 @@ class ScopeTable:
 
     begin: Callable[[int], object]
     end: Callable[[], object]
+    # The functions that these two call, and what the first is given first; None: they call nothing.
+    native: tuple[int | None, int | None, int] | None
 
     def __init__(self, arena: Memory, scopes: Sequence[Sequence[tuple[int, int]]]) -> None:
         self._region = arena.region  # the arena's pages must outlive the table
@@ -310,6 +312,7 @@ class ScopeTable:
         if library is None:
             self.begin = _nothing
             self.end = _nothing
+            self.native = None
             return
         first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
         table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
@@ -319,17 +322,8 @@ class ScopeTable:
         weakref.finalize(self, _free_table, library, table, self._region).atexit = False
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
         self.end = library.outofcore_end
-
-    @property
-    def native(self) -> tuple[int | None, int | None, int] | None:
-        """The functions of ``begin`` and ``end``, and what the former is given first; None: they call nothing."""
-        library, table = self._library, self._table
-        if library is None or table is None:
-            return None
-        begin, end = (
-            ctypes.cast(call, ctypes.c_void_p).value for call in (library.outofcore_begin, library.outofcore_end)
-        )
-        return begin, end, table
+        functions = (library.outofcore_begin, library.outofcore_end)
+        self.native = (*(ctypes.cast(function, ctypes.c_void_p).value for function in functions), table)
 
     def surprises(self) -> dict[int, list[Event]]:
         """By scope, what its thread did with the allocator in the last visit that went off the plan.

@@ -43,11 +43,17 @@ struct Call {
   std::vector<Result> results;
   std::vector<Number> numbers;  // that are no tensors yet
 };
+// What is issued to a device between ops; a status, 0 if all went well. See ``outofcore_issue`` in cuda/issue.cpp.
+using Issue = int (*)(const void* actions, int64_t count, void* const* streams);
 using Begin = void (*)(void* table, int scope);
 using End = void (*)();
 
 struct Entry {
-  std::optional<Call> call;  // as soon as it was taken down
+  std::optional<Call> call;  // as soon as it was taken down; else something to issue
+  Issue issue = nullptr;
+  const void* actions = nullptr;
+  int64_t count = 0;
+  void* const* streams = nullptr;
   int scope = 0;
   int64_t instruction = 0;  // whose times are told
 };
@@ -64,6 +70,7 @@ enum Failure : int64_t {
   kAlgebra = 7,
   kDevice = 8,  // it fails
   kNoMemory = 9,
+  kIssue = 10,  // what was to be issued was not: there is a status
 };
 
 struct Replay {
@@ -72,6 +79,7 @@ struct Replay {
   std::string message;
   Failure failure = kNone;
   int64_t at = 0;  // the entry that failed
+  int status = 0;
 };
 
 // What a thread has called since it is watched.
@@ -270,6 +278,16 @@ EXPORT int64_t replay_settle(Replay* replay) noexcept try {
   return -1;
 }
 
+// Has an entry issue actions to a device.
+EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const void* actions, int64_t count,
+                         void* const* streams) noexcept {
+  Entry& entry = replay->entries[static_cast<size_t>(number)];
+  entry.issue = issue;
+  entry.actions = actions;
+  entry.count = count;
+  entry.streams = streams;
+}
+
 // Runs entries from ``first`` on, up to ``end`` or until so many seconds are over. ``begin`` opens the scope of an op with
 // ``table``; ``close``, if it is given, ends it. ``starts`` and ``ends`` are told when ops began and ended; null: nothing
 // is. Returns the entry after the last one that has run; -1: the one at ``replay_at`` has failed.
@@ -282,6 +300,11 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
   const int64_t done = guarded(*replay, [&]() -> int64_t {
     for (; at < end; ++at) {
       const Entry& entry = replay->entries[static_cast<size_t>(at)];
+      if (entry.issue != nullptr) {
+        replay->status = entry.issue(entry.actions, entry.count, entry.streams);
+        if (replay->status != 0) return failed(*replay, kIssue, "");
+        continue;
+      }
       if (!entry.call) return failed(*replay, kRuntime, "an op was to be replayed that was not taken down");
       if (starts != nullptr) starts[entry.instruction] = now();
       if (begin != nullptr) begin(table, entry.scope);
@@ -309,6 +332,7 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
 }
 // Lets go of what was kept until the next scope begins.
 EXPORT void replay_let_go(Replay* replay) noexcept { replay->elsewhere.clear(); }
+EXPORT int64_t replay_status(const Replay* replay) noexcept { return replay->status; }
 EXPORT int64_t replay_failure(const Replay* replay) noexcept { return replay->failure; }
 EXPORT int64_t replay_at(const Replay* replay) noexcept { return replay->at; }
 EXPORT const char* replay_message(const Replay* replay) noexcept { return replay->message.c_str(); }

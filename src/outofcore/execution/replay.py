@@ -62,9 +62,11 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         _COUNT,
         (_POINTER, _COUNT, _COUNT, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
     ),
+    "replay_issue": (None, (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER)),
     "replay_let_go": (None, (_POINTER,)),
     "replay_at": (_COUNT, (_POINTER,)),
     "replay_failure": (_COUNT, (_POINTER,)),
+    "replay_status": (_COUNT, (_POINTER,)),
     "replay_message": (ctypes.c_char_p, (_POINTER,)),
 }
 
@@ -81,6 +83,19 @@ class _Failure(IntEnum):
     ALGEBRA = 7
     DEVICE = 8  # it fails
     NO_MEMORY = 9
+    ISSUE = 10  # what was to be issued was not: there is a status
+
+
+class NotIssuedError(Exception):
+    """A device's runtime refused what was to be issued between two ops; never reaches the user.
+
+    Args:
+        status: of the runtime.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 _ERRORS: dict[_Failure, type[Exception]] = {
@@ -232,6 +247,15 @@ class Replay:
         )
         return bool(taken)
 
+    def issue(self, number: int, given: tuple[int, int, int, int]) -> None:
+        """Have an entry issue actions to a device.
+
+        Args:
+            number: of the entry.
+            given: the address of a function such as ``outofcore_issue``, and the three things that it is called with.
+        """
+        self._library.replay_issue(self._handle, number, *given)
+
     def settle(self) -> None:
         """All is taken that is to be; to be called outside of scopes.
 
@@ -254,7 +278,7 @@ class Replay:
         """Run entries from ``first`` on, up to ``end``; returns the one after the last that has run.
 
         Args:
-            first: it is one that was taken.
+            first: it is one that was taken, or that issues something.
             end: so are all before this.
             table: of the scopes.
             starts: by instruction, are told when its op began; None: nobody wants to know.
@@ -263,6 +287,7 @@ class Replay:
 
         Raises:
             Exception: as the op that failed raised.
+            NotIssuedError: what is issued between ops was not.
         """
         begin, close, pointer = table.native or (None, None, None)
         reached = self._run(
@@ -287,6 +312,8 @@ class Replay:
 
     def _error(self) -> Exception:
         failure = _Failure(self._library.replay_failure(self._handle))
+        if failure is _Failure.ISSUE:
+            return NotIssuedError(self._library.replay_status(self._handle))
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
     def let_go(self) -> None:

@@ -35,7 +35,7 @@ from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Mark, Move, Record, Stream, Wait
+from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Mark, Move, Record, Stream, Tape, Wait
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
 from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
@@ -132,12 +132,12 @@ class CudaDriver:
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
-    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
+    def tape(self, actions: Sequence[Action]) -> Tape:
         """See ``Driver.tape``: one call of native code, which the interpreter need not see; one by one without it."""
         library = load_native(Flavor.CUDA).library
         if library is None:
             kept = Actions(actions)
-            return functools.partial(kept.played_on, self)
+            return Tape(functools.partial(kept.played_on, self))
         transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
         left = iter(transfers)
         array = (_Action * len(actions))(*(self._native(action, left) for action in actions))
@@ -146,14 +146,19 @@ class CudaDriver:
         # What the addresses belong to lives as long as the tape.
         keep = (array, transfers, tuple(actions))
 
+        def issued() -> None:
+            if keep[1]:
+                self._transfers += keep[1]
+
         def play() -> None:
             status = issue(pointer, count, handles)
             if status:
                 check(status)
-            if keep[1]:
-                self._transfers += keep[1]
+            issued()
 
-        return play
+        function = ctypes.cast(issue, ctypes.c_void_p).value or 0
+        native = (function, ctypes.addressof(array), len(actions), ctypes.addressof(handles))
+        return Tape(play, native, issued if transfers else None, check)
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """See ``Driver.graph``: a CUDA graph, taken on a stream of its own, since the default one cannot be.

@@ -28,7 +28,7 @@ from outofcore import _torch_internals as internals
 from outofcore.errors import DeviceError, GraphError, StateError, TransferError
 from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
-from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream
+from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream, Tape
 from outofcore.execution.cuda.staging import (
     BUFFER_BYTES,
     BUFFERS,
@@ -40,7 +40,7 @@ from outofcore.execution.cuda.staging import (
 )
 from outofcore.execution.engines import GeneratorStates, Port, Replaying, place_results
 from outofcore.execution.homes import DiskHome, HomeStore
-from outofcore.execution.replay import Replay, replay_if_there
+from outofcore.execution.replay import NotIssuedError, Replay, replay_if_there
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Program, Timeline
@@ -343,6 +343,9 @@ class CudaEngine:
         with replay.watching():
             for number, (self._issued, play, issue) in enumerate(parts):
                 found = False
+                if isinstance(play, Tape) and play.native is not None:
+                    replay.issue(number, play.native)
+                    found = True
                 if play is not None:
                     run = None if issue is None else issue.run
                     expected = run is not None and replay.expect(run)
@@ -361,7 +364,7 @@ class CudaEngine:
         return [*merged, *parts[done:]]
 
     def _cut(self, parts: Sequence[_Part], taken: list[bool]) -> list[tuple[int, int]]:
-        """Ops in a row that can be issued in one go: begin and end of each."""
+        """Ops in a row, and what lies between them, that can be issued in one go: begin and end of each."""
         kinds = [
             0 if not found else 1 + self._goes_into_a_graph(part) for part, found in zip(parts, taken, strict=True)
         ]
@@ -377,17 +380,31 @@ class CudaEngine:
         return all(tensor.device == self._driver.device for tensor in (*given, *(result[2] for result in run.results)))
 
     def _stretch(self, parts: Sequence[_Part], replay: Replay, first: int, end: int, table: ScopeTable) -> _Part:
-        """Ops in a row that native code calls, each in its scope."""
+        """Ops in a row that native code calls, each in its scope, and what it issues between them."""
+        tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
+        issued = [(number, tape.issued) for number, tape in tapes if first <= number < end and tape.issued is not None]
 
         def call() -> None:
+            reached = first
             try:
-                replay.run(first, end, table, None, None, ends_scopes=True)
-            except RuntimeError as error:
-                self._issued = parts[replay.at].reached
-                raise as_arena_error(error) or error from error
-            except BaseException:
-                self._issued = parts[replay.at].reached
+                reached = replay.run(first, end, table, None, None, ends_scopes=True)
+            except Exception as error:
+                reached = replay.at
+                failed = parts[reached]
+                self._issued = failed.reached
+                if (
+                    isinstance(error, NotIssuedError)
+                    and isinstance(failed.play, Tape)
+                    and failed.play.check is not None
+                ):
+                    failed.play.check(error.status)
+                if isinstance(error, RuntimeError):
+                    raise as_arena_error(error) or error from error
                 raise
+            finally:
+                for number, note in issued:
+                    if number < reached:
+                        note()
 
         if end - first >= _GRAPH_OPS and self._goes_into_a_graph(parts[first]):
             return _Part(parts[end - 1].reached, _Graphed(self._driver, call))

@@ -150,6 +150,28 @@ class Actions:
                     issuer.transfer(stream, index, home, offset, memory)
 
 
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """What issues some actions in order, each time that it is called within a step.
+
+    Attributes:
+        play: does so.
+        native: the address of a function of native code that does so, which gives a status, and its three arguments;
+            None: there is none.
+        issued: to be called after that function.
+        check: raises what a status of it means.
+    """
+
+    play: Callable[[], object]
+    native: tuple[int, int, int, int] | None = None
+    issued: Callable[[], object] | None = None
+    check: Callable[[int], object] | None = None
+
+    def __call__(self) -> None:
+        """Issue them; raises as the methods of the driver do."""
+        self.play()
+
+
 class Driver(Protocol):
     """A device with its streams. All methods return at once unless they say otherwise."""
 
@@ -220,11 +242,8 @@ class Driver(Protocol):
         """
         ...
 
-    def tape(self, actions: Sequence[Action]) -> Callable[[], object]:
-        """What issues these in order, each time that it is called within a step, for less than one by one.
-
-        The call raises as the methods do.
-        """
+    def tape(self, actions: Sequence[Action]) -> Tape:
+        """What issues these for less than one by one."""
         ...
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
