@@ -322,8 +322,11 @@ class ScopeTable:
         weakref.finalize(self, _free_table, library, table, self._region).atexit = False
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
         self.end = library.outofcore_end
-        functions = (library.outofcore_begin, library.outofcore_end)
-        self.native = (*(ctypes.cast(function, ctypes.c_void_p).value for function in functions), table)
+        self.native = (
+            ctypes.cast(library.outofcore_begin, ctypes.c_void_p).value,
+            ctypes.cast(library.outofcore_end, ctypes.c_void_p).value,
+            table,
+        )
 
     def surprises(self) -> dict[int, list[Event]]:
         """By scope, what its thread did with the allocator in the last visit that went off the plan.

@@ -390,14 +390,9 @@ class CudaEngine:
                 reached = replay.run(first, end, table, None, None, ends_scopes=True)
             except Exception as error:
                 reached = replay.at
-                failed = parts[reached]
-                self._issued = failed.reached
-                if (
-                    isinstance(error, NotIssuedError)
-                    and isinstance(failed.play, Tape)
-                    and failed.play.check is not None
-                ):
-                    failed.play.check(error.status)
+                self._issued, tape = parts[reached].reached, parts[reached].play
+                if isinstance(error, NotIssuedError) and isinstance(tape, Tape) and tape.check is not None:
+                    tape.check(error.status)
                 if isinstance(error, RuntimeError):
                     raise as_arena_error(error) or error from error
                 raise
