@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-lengths bench-lora bench-pack bench-peers bench-sharded \
-	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-elastic: setup  ## logical workers on 1, 2 and 4 processes: switching, byt
 
 bench-generate: setup  ## text from a checkpoint of 8 GB in FOLDER=... (made there), beside accelerate; RAM=3GiB: from the disk, as root
 	$(BIN)/python benchmarks/generate.py --folder $(FOLDER) $(if $(RAM),--ram $(RAM) --tokens 10)
+
+bench-replay: setup  ## steps of a few milliseconds: ops called by native code, by Python, and plain PyTorch
+	$(BIN)/python benchmarks/replay.py
 
 bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (7 GB), beside PEFT in core
 	$(BIN)/python benchmarks/lora.py $(FOLDER)

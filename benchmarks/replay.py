@@ -1,0 +1,121 @@
+"""Steps of a few milliseconds where everything fits: ops called by native code, ops called by Python, plain PyTorch.
+
+A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process, each in three ways
+that take turns step by step; ratios are medians over the rounds. All three have the same losses, or the benchmark fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from _common import console, round_by_round, write_result
+from rich.table import Table
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.execution.replay import load_replay
+from outofcore.units import GIB, format_seconds
+from outofcore.zoo import workload
+
+_WARM_UP = 20
+
+
+def _perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(512, 10)), (torch.randn(8, 512), torch.randint(10, (8,)))
+
+
+def _convolutional() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def block(inner: int, outer: int) -> list[nn.Module]:
+        return [nn.Conv2d(inner, outer, 3, 2, 1), nn.BatchNorm2d(outer), nn.ReLU()]
+
+    model = nn.Sequential(*block(3, 16), *block(16, 32), *block(32, 64), nn.Flatten(), nn.Linear(64 * 16, 10))
+    return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+
+
+def _supervised(model: nn.Module) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(x: Tensor, wanted: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), wanted)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def _measure(name: str, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    if name == "gpt":
+        work = workload("gpt", batch=2, layers=4, width=128, context=64, dropout=0.0)
+        model, batch = work.build(), next(work.batches())
+    else:
+        model, batch = _perceptron() if name == "mlp" else _convolutional()
+        work = None
+    ways: dict[str, Callable[..., Any]] = {}
+    opened: list[Any] = []
+    for way in ("eager", "native", "python"):
+        own = copy.deepcopy(model)
+        optimizer: torch.optim.Optimizer
+        if work is None:
+            step, optimizer = _supervised(own)
+        else:
+            optimizer = work.optimizer(own)
+            step = work.make_step(own, optimizer)
+        if way != "eager":
+            step = outofcore.compile(
+                step, own, optimizer, budget=GIB, home="host", dynamic=False, replay=way == "native"
+            )
+            opened.append(step)
+        ways[way] = step
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
+    for turn in range(_WARM_UP + rounds):
+        losses: dict[str, Any] = {}
+        for way in order[turn % 3 :] + order[: turn % 3]:
+            begin = time.perf_counter()
+            losses[way] = ways[way](*batch)
+            seconds[way].append(time.perf_counter() - begin)
+        if not all(torch.equal(loss, losses["eager"]) for loss in losses.values()):
+            raise AssertionError(f"{name}: losses differ in round {turn}")
+    ops = len(opened[0].planned.program.instructions)
+    for step in opened:
+        step.close()
+    steady = {way: found[_WARM_UP:] for way, found in seconds.items()}
+    return {
+        "name": name,
+        "instructions": ops,
+        "seconds": {way: statistics.median(found) for way, found in steady.items()},
+        "over_eager": {way: round_by_round(steady[way], steady["eager"]) for way in ("native", "python")},
+    }
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=10, help="in which each way runs a step")] = 400,
+    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+) -> None:
+    """Measure, print a table, and write the numbers to benchmarks/results/replay.json."""
+    if load_replay() is None:
+        raise typer.BadParameter("there is no C++ compiler here, so Python calls all ops")
+    rows = [_measure(name, rounds) for name in ("mlp", "cnn", "gpt")]
+    table = Table("step", "instructions", "eager", "native code calls ops", "Python does")
+    for row in rows:
+        cells = [
+            f"{format_seconds(row['seconds'][way])} ({row['over_eager'][way]:.3f})" for way in ("native", "python")
+        ]
+        table.add_row(row["name"], str(row["instructions"]), format_seconds(row["seconds"]["eager"]), *cells)
+    console().print(table)
+    print(f"written to {write_result('replay', {'rows': rows}, date)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
