@@ -1,7 +1,7 @@
 """Steps of a few milliseconds where everything fits: ops called by native code, ops called by Python, plain PyTorch.
 
-A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process, each in three ways
-that take turns step by step; ratios are medians over the rounds. All three have the same losses, or the benchmark fails.
+A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process, each in three
+ways that take turns step by step; ratios are medians over the rounds. All three have the same losses, or it fails.
 """
 
 from __future__ import annotations
