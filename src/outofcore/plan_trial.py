@@ -6,12 +6,12 @@
         ^                                               |
         `------- steps are no longer what they were ----'
 
-*Measuring*: some calm steps say what ops and copies cost. Where the plan's prediction was off, the step is planned
-again with that. *Comparing*: the plan, the one before it and those of other kinds that could be quicker are run in turn
-(``contest``), and the quickest stays. *Settled*: where steps are later quicker or slower than they were, by a tenth and
-for a while, it all begins again, so that a correction made while the machine was busy is corrected in its turn. What
-this takes beyond training is no more than a small share of the time: of the first hundred steps, or of all so far. (The
-first planning with measured costs is not counted.)
+*Measuring*: some calm steps say what ops and copies cost. Where the plan's prediction was off, and steps take longer
+than their ops alone would, the step is planned again with that. *Comparing*: the plan, the one before it and those of
+other kinds that could be quicker are run in turn (``contest``), and the quickest stays. *Settled*: where steps are later
+quicker or slower than they were, by a tenth and for a while, it all begins again, so that a correction made while the
+machine was busy is corrected in its turn. What this takes beyond training is no more than a small share of the time: of
+the first hundred steps, or of all so far. (The first planning with measured costs is not counted.)
 
 Which plan stays depends on times, and so is not the same on every day; which plans there are follows from graph,
 costs and budget alone. Nothing here runs anything: whoever does tells how long it took.
@@ -20,6 +20,7 @@ costs and budget alone. Nothing here runs anything: whoever does tells how long 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence, Set
@@ -149,6 +150,7 @@ class PlanTrial:
         self._order: list[int] = []  # the plans of the contest
         self._steps = 0
         self._usual = 0.0  # seconds of a step
+        self._least = 0.0  # seconds of its ops alone, which no plan can do without
         self._spent = 0.0  # seconds that no training was worth
         self._exchanging: float | None = None  # seconds
         self._planning = 0.0  # seconds, the last time
@@ -227,12 +229,24 @@ class PlanTrial:
         if len(calm) < MEASURED_STEPS and len(self._measured) < _LONGEST:
             return None
         self._usual = statistics.median(one.step_seconds for one in calm)
-        self.costs = refined(self.costs, program, self._measured, self._moved(program), self._families)
-        predicted = self.planned.timeline.step_seconds
-        if self.planned.plan.policy != "keep-all" and is_off(predicted, calm) and self._may_plan():
+        believed = self.costs
+        self.costs = refined(believed, program, self._measured, self._moved(program), self._families)
+        self._least = min(self.costs.compute_seconds, self._at_quiet_pace(believed, calm))
+        if self.planned.plan.policy == "keep-all":
+            self._settle()
+            return None
+        could_be_quicker = self._least < self._usual * _COULD_BE_QUICKER
+        if could_be_quicker and is_off(self.planned.timeline.step_seconds, calm) and self._may_plan():
             self.phase = Phase.PLANNING
             return PlanAgain(self.costs, self._usual)
         return self._consider()
+
+    def _at_quiet_pace(self, believed: Costs, calm: Sequence[Timeline]) -> float:
+        """Seconds of all ops, as slow as those were beside which nothing was copied."""
+        program = self.planned.program
+        paces = [pace(program, step_times(program, timeline, ()), believed.ops).quiet for timeline in calm]
+        found = [quiet for quiet in paces if quiet is not None]
+        return believed.compute_seconds * statistics.median(found) if found else math.inf
 
     def _moved(self, program: Program) -> frozenset[int]:
         found = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
@@ -270,11 +284,10 @@ class PlanTrial:
 
     def _promising(self, measured: int) -> list[int]:
         """The plans that could be quicker, the best first; the one that was measured is known, and counts as such."""
-        own = self.costs.compute_seconds
         found: list[tuple[float, int]] = []
         for number, plan in enumerate(self.plans):
             seconds = plan.planned.timeline.step_seconds
-            ops = own + recompute_seconds(self.costs, plan.planned.program)
+            ops = self._least + recompute_seconds(self.costs, plan.planned.program)
             if number == self.current:
                 continue
             if number == measured:

@@ -299,6 +299,11 @@ class Session:
         return () if self.trial is None else self.trial.tried
 
     @property
+    def why(self) -> str:
+        """Why the one that stays does."""
+        return "" if self.trial is None else self.trial.why
+
+    @property
     def _is_alone(self) -> bool:
         """Whether no other process runs the step as well, nor another step in between: all would have to agree."""
         together = self._shards is not None or (self._ranks is not None and self._ranks.joined)
