@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-lengths bench-lora bench-pack bench-peers bench-sharded \
-	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench-lengths: setup  ## batches of many lengths within a budget, beside padding
 
 bench-elastic: setup  ## logical workers on 1, 2 and 4 processes: switching, bytes sent
 	$(BIN)/python benchmarks/elastic.py
+
+bench-unseen: setup  ## models that no other benchmark uses, with plans compared by running them and without
+	$(BIN)/python benchmarks/unseen.py
 
 bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (7 GB), beside PEFT in core
 	$(BIN)/python benchmarks/lora.py $(FOLDER)

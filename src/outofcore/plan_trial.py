@@ -8,10 +8,10 @@
 
 *Measuring*: some calm steps say what ops and copies cost. Where the plan's prediction was off, and steps take longer
 than their ops alone would, the step is planned again with that. *Comparing*: the plan, the one before it and those of
-other kinds that could be quicker are run in turn (``contest``), and the quickest stays. *Settled*: where steps are later
-quicker or slower than they were, by a tenth and for a while, it all begins again, so that a correction made while the
-machine was busy is corrected in its turn. What this takes beyond training is no more than a small share of the time: of
-the first hundred steps, or of all so far. (The first planning with measured costs is not counted.)
+other kinds that could be quicker are run in turn (``contest``), and the quickest stays. *Settled*: where steps are
+later quicker or slower than they were, by a tenth and for a while, it all begins again, so that a correction made while
+the machine was busy is corrected in its turn. What this takes beyond training is no more than a small share of the
+time: of the first hundred steps, or of all so far. (The first planning with measured costs is not counted.)
 
 Which plan stays depends on times, and so is not the same on every day; which plans there are follows from graph,
 costs and budget alone. Nothing here runs anything: whoever does tells how long it took.
