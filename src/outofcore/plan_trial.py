@@ -31,8 +31,8 @@ from outofcore.contest import Contest, Sample, Turn
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.planning import Alternative, Planned, resimulated
-from outofcore.profiling.refine import calm_steps, is_off, refined
-from outofcore.profiling.undisturbed import pace, step_times
+from outofcore.profiling.refine import is_off, refined
+from outofcore.profiling.undisturbed import Pace, pace, step_times, undisturbed
 from outofcore.program import CopyIn, CopyOut, Program, Timeline
 from outofcore.simulator import recompute_seconds
 from outofcore.units import format_seconds
@@ -146,6 +146,7 @@ class PlanTrial:
         self.tried: tuple[Tried, ...] = ()
         self.why = ""
         self._measured: list[Timeline] = []
+        self._paces: list[Pace] = []  # of these
         self._contest: Contest | None = None
         self._order: list[int] = []  # the plans of the contest
         self._steps = 0
@@ -223,15 +224,22 @@ class PlanTrial:
     # Measuring
 
     def _measure(self, timeline: Timeline) -> PlanAgain | Exchange | None:
-        self._measured.append(timeline)
         program = self.planned.program
-        calm = calm_steps(self.costs, program, self._measured)
+        self._measured.append(timeline)
+        self._paces.append(self._pace(program, timeline))
+        flags = undisturbed(self._paces)
+        calm = [one for one, is_calm in zip(self._measured, flags, strict=True) if is_calm]
         if len(calm) < MEASURED_STEPS and len(self._measured) < _LONGEST:
             return None
         self._usual = statistics.median(one.step_seconds for one in calm)
         believed = self.costs
         self.costs = refined(believed, program, self._measured, self._moved(program), self._families)
-        self._least = min(self.costs.compute_seconds, self._at_quiet_pace(believed, calm))
+        quiet = [
+            one.quiet for one, is_calm in zip(self._paces, flags, strict=True) if is_calm and one.quiet is not None
+        ]
+        # All ops once: as they were measured, or as slow as those were beside which nothing was copied.
+        at_quiet_pace = believed.compute_seconds * statistics.median(quiet) if quiet else math.inf
+        self._least = min(self.costs.compute_seconds, at_quiet_pace)
         if self.planned.plan.policy == "keep-all":
             self._settle()
             return None
@@ -240,13 +248,6 @@ class PlanTrial:
             self.phase = Phase.PLANNING
             return PlanAgain(self.costs, self._usual)
         return self._consider()
-
-    def _at_quiet_pace(self, believed: Costs, calm: Sequence[Timeline]) -> float:
-        """Seconds of all ops, as slow as those were beside which nothing was copied."""
-        program = self.planned.program
-        paces = [pace(program, step_times(program, timeline, ()), believed.ops).quiet for timeline in calm]
-        found = [quiet for quiet in paces if quiet is not None]
-        return believed.compute_seconds * statistics.median(found) if found else math.inf
 
     def _moved(self, program: Program) -> frozenset[int]:
         found = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
@@ -312,10 +313,10 @@ class PlanTrial:
         known: tuple[Turn, ...] = ()
         if measured in order and self._measured:
             program = self.plans[measured].planned.program
-            samples = tuple(self._sample(program, timeline) for timeline in self._measured)
+            samples = tuple(Sample(one.step_seconds, self._pace(program, one)) for one in self._measured)
             known = (Turn(order.index(measured), samples),)
         self._contest = Contest(len(order), known)
-        self._measured = []
+        self._measured, self._paces = [], []
         _log.info(
             "plans are compared by running them in turn: %s",
             "; ".join(
@@ -325,15 +326,16 @@ class PlanTrial:
         )
         return self._next(self._contest)
 
-    def _sample(self, program: Program, timeline: Timeline) -> Sample:
-        return Sample(timeline.step_seconds, pace(program, step_times(program, timeline, ()), self.costs.ops))
+    def _pace(self, program: Program, timeline: Timeline) -> Pace:
+        return pace(program, step_times(program, timeline, ()), self.costs.ops)
 
     def _compare(self, timeline: Timeline) -> Exchange | None:
         contest = self._contest
         if contest is None:
             raise RuntimeError("a comparison of plans goes on that was not begun; please report it")
         self._spent += max(timeline.step_seconds - self._usual, 0.0)
-        self._contest = contest.after(self._order.index(self.current), self._sample(self.planned.program, timeline))
+        sample = Sample(timeline.step_seconds, self._pace(self.planned.program, timeline))
+        self._contest = contest.after(self._order.index(self.current), sample)
         return self._next(self._contest)
 
     def _next(self, contest: Contest) -> Exchange | None:
@@ -380,7 +382,7 @@ class PlanTrial:
 
     def _settle(self) -> None:
         self.phase = Phase.SETTLED
-        self._measured = []
+        self._measured, self._paces = [], []
         self._recent.clear()
 
     def _look(self, seconds: float) -> Exchange | None:
