@@ -112,9 +112,12 @@ class Contest:
         return waiting[0] if round_now % 2 == 0 else waiting[-1]
 
     def winner(self) -> int:
-        """The number of the plan that stays, by what has been run so far."""
-        quotients = {plan: self.quotient(plan) for plan in range(1, self.plans)}
-        ran = {plan: quotient for plan, quotient in quotients.items() if quotient is not None}
+        """The number of the plan that stays, by what has been run so far.
+
+        One that was never run while the machine was as calm as for the first takes its place only after all rounds.
+        """
+        told = [p for p in range(1, self.plans) if self._pairs(p) or len(list(self._rounds(p))) >= _MOST_ROUNDS]
+        ran = {plan: quotient for plan in told if (quotient := self.quotient(plan)) is not None}
         best = min(ran, key=lambda plan: (ran[plan], plan), default=0)
         return best if best and ran[best] < 1 - _CLEARLY else 0
 

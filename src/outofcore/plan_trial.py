@@ -333,8 +333,10 @@ class PlanTrial:
         contest = self._contest
         if contest is None:
             raise RuntimeError("a comparison of plans goes on that was not begun; please report it")
-        self._spent += max(timeline.step_seconds - self._usual, 0.0)
         sample = Sample(timeline.step_seconds, self._pace(self.planned.program, timeline))
+        # What a slower plan costs, and not what something else takes from its steps.
+        slower = 1.0 if sample.pace.quiet is None else max(sample.pace.quiet, 1.0)
+        self._spent += max(sample.seconds - self._usual * slower, 0.0)
         self._contest = contest.after(self._order.index(self.current), sample)
         return self._next(self._contest)
 

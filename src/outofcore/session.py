@@ -75,8 +75,10 @@ from outofcore.validator import validate
 
 _log = logging.getLogger("outofcore")
 
-# A link that is so much slower or faster in steps than it was measured is measured again by the next process.
+# A link that is so much slower or faster in steps than it was measured, or takes so much more or less of the time of
+# ops beside it, is measured again by the next process.
 _OTHER_LINK = 1.25
+_OTHER_SLOWDOWN = 0.15
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
 
@@ -1018,8 +1020,8 @@ def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
 
 
 def _differ(before: Home, after: Home) -> bool:
-    """Whether the rates of a link are not what they were."""
-    return any(
+    """Whether a link is not what it was: its rates, or what it takes from ops."""
+    return abs(before.compute_slowdown - after.compute_slowdown) > _OTHER_SLOWDOWN or any(
         max(a / b, b / a) > _OTHER_LINK
         for a, b in (
             (before.bytes_per_s_out, after.bytes_per_s_out),
