@@ -130,7 +130,8 @@ def test_what_copies_take_from_ops_is_seen_within_a_family() -> None:
 def test_an_op_costs_what_its_family_does_unless_it_is_clearly_another() -> None:
     seconds = [1.0, 1.1, 0.95, 1.0, 1.05, 2.0, 1.0, 0.9]
     truth = replace(MANY_COSTS, ops=tuple(map(OpCost, seconds)))
-    found = refined(MANY_COSTS, MANY_PROGRAM, [simulate(MANY, truth, MANY_PROGRAM)] * 3, MOVED, FAMILY)
+    alone = replace(MANY_PROGRAM, instructions=MANY_PROGRAM.instructions[:LAYER])
+    found = refined(MANY_COSTS, alone, [simulate(MANY, truth, alone)] * 3, MOVED, FAMILY)
     assert [cost.seconds for cost in found.ops] == pytest.approx([1.0] * 5 + [2.0] + [1.0] * 2)
 
 
