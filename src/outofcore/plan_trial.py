@@ -181,7 +181,7 @@ class PlanTrial:
             what is to be done before the next; None: nothing.
         """
         self._steps += 1
-        if warming:
+        if warming or self.planned.plan.policy == "keep-all":
             return None
         if self.phase is Phase.MEASURING:
             return self._measure(timeline)
@@ -240,9 +240,6 @@ class PlanTrial:
         # All ops once: as they were measured, or as slow as those were beside which nothing was copied.
         at_quiet_pace = believed.compute_seconds * statistics.median(quiet) if quiet else math.inf
         self._least = min(self.costs.compute_seconds, at_quiet_pace)
-        if self.planned.plan.policy == "keep-all":
-            self._settle()
-            return None
         could_be_quicker = self._least < self._usual * _COULD_BE_QUICKER
         if could_be_quicker and is_off(self.planned.timeline.step_seconds, calm) and self._may_plan():
             self.phase = Phase.PLANNING

@@ -73,6 +73,11 @@ class PlannedStep:
         return self.planned.plan.policy != "keep-all"
 
     @property
+    def arena_bytes(self) -> int:
+        """What the largest of its plans needs."""
+        return max(one.program.arena_bytes for one in (self.planned, *(other.planned for other in self.others)))
+
+    @property
     def ported(self) -> frozenset[int]:
         """The storages that are copied between the arena and the caller's memory, and not a home."""
         captured = self.captured

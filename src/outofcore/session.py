@@ -197,9 +197,8 @@ class _Known:
 
     @property
     def arena_bytes(self) -> int:
-        """What the largest of its plans needs that may run."""
-        needed = self.step.planned.program.arena_bytes
-        return needed if self.trial is None else max(needed, self.trial.arena_bytes)
+        """What the largest of its plans needs that may run: another arena would have to be filled anew."""
+        return max(self.step.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
 
 
 class Session:

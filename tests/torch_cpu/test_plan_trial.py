@@ -15,7 +15,7 @@ from outofcore import planning
 from outofcore.plan_trial import Phase, PlanTrial
 from outofcore.policies import Auto, SearchParams
 from outofcore.program import Timeline
-from outofcore.units import KIB, MIB
+from outofcore.units import MIB
 
 WIDTH, BATCH, LAYERS = 192, 512, 6
 STEPS = 40
@@ -192,18 +192,24 @@ def test_no_broken_plan_takes_a_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.usefixtures("eager_trials")
 def test_memory_stays_within_the_budget_when_programs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one arena for all plans that take turns: none is made, nor grows, between two of them."""
+    monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: False)
     budget = smallest() + MIB
     step, model, optimizer = make()
-    arenas: set[int] = set()
+    expected = trained(step)
+    step, model, optimizer = make()
     exchanges: list[int] = []
     original = PlanTrial.exchanged
     monkeypatch.setattr(PlanTrial, "exchanged", lambda self, s: (exchanges.append(self.current), original(self, s)))
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
-        monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: False)
-        trained(compiled)
+        torch.manual_seed(2)
+        stream = batches()
+        assert compiled(next(stream)).item() == expected[0]
         arena = compiled._session.arena
         assert arena is not None
-        arenas.add(arena.bytes)
-        assert len(exchanges) >= 2
         assert arena.bytes <= budget
-        assert compiled.stats.off_plan * 64 * KIB <= budget
+        for loss in expected[1:]:
+            assert compiled(next(stream)).item() == loss
+            assert compiled._session.arena is arena
+            assert compiled.planned.program.arena_bytes <= arena.bytes
+        assert len(exchanges) >= 2
+        assert compiled.stats.off_plan == 0
