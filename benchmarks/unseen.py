@@ -2,9 +2,11 @@
 
 Models of transformers with random weights (``_unseen.py``), with plans compared by running them and without that
 (``auto(trials=0)``). All processes of a model exist at once and take turns step by step. The medians of quotients,
-round by round, leave out the first rounds, in which plans are made, measured and compared; beside them are quotients of
-the quickest fifths of steps, for machines that are never at rest. With ``--noise`` something else keeps a core busy in
-every other second of the first ten rounds, as when a machine is shared: what is decided then should not stay.
+round by round, leave out the first rounds, in which plans are made, measured and compared. For machines that are never
+at rest there are beside them: quotients of the quickest fifths of steps, and of processor time, which does not count
+what other processes take but neither counts waits; of these the share is told. With ``--noise`` something else keeps a
+core busy in every other second of the first ten rounds, as when a machine is shared: what is decided then should not
+stay.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from outofcore.units import format_bytes, format_seconds
 _IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
 _PARTS = (2.0, 4.0)
 _POLICIES = ("auto", "auto(trials=0)")
+_QUOTIENTS = ("to_in_core", "calm_to_in_core", "processor_to_in_core")
 _NOISY_ROUNDS = 10
 # Keeps one core busy in every other second.
 _NOISE = """
@@ -80,10 +83,11 @@ def _measure(model: str, parts: list[float], rounds: int, warm_up: int, home: st
         with _noise(noise):
             take_turns(workers, min(_NOISY_ROUNDS, rounds - 1))
         take_turns(workers, max(rounds - 1 - _NOISY_ROUNDS, 0))
-    in_core = workers[0].columns()["seconds"]
+    in_core, processor_in_core = (workers[0].columns()[key] for key in ("seconds", "processor_seconds"))
     rows: list[dict[str, Any]] = []
     for worker in workers:
-        seconds, last = worker.columns()["seconds"], worker.steps[-1]
+        columns, last = worker.columns(), worker.steps[-1]
+        seconds, processor = columns["seconds"], columns["processor_seconds"]
         rows.append(
             {
                 "name": worker.name,
@@ -91,6 +95,10 @@ def _measure(model: str, parts: list[float], rounds: int, warm_up: int, home: st
                 "seconds": statistics.median(seconds[warm_up:]),
                 "to_in_core": round_by_round(seconds[warm_up:], in_core[warm_up:]),
                 "calm_to_in_core": _calm(seconds[warm_up:]) / _calm(in_core[warm_up:]),
+                "processor_to_in_core": round_by_round(processor[warm_up:], processor_in_core[warm_up:]),
+                "waits": statistics.median(
+                    1 - step["compute_seconds"] / step["seconds"] for step in worker.steps[warm_up:]
+                ),
                 "predicted_seconds": last["predicted_seconds"],
                 "bytes_in": last["bytes_in"],
                 "tried": last["tried"],
@@ -104,7 +112,7 @@ def _measure(model: str, parts: list[float], rounds: int, warm_up: int, home: st
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("process")
-    for heading in ("budget", "step", "predicted", "to in-core", "calm to calm", "in"):
+    for heading in ("budget", "step", "predicted", "to in-core", "calm to calm", "processor", "waits", "in"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -114,6 +122,8 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
             format_seconds(row["predicted_seconds"]),
             f"{row['to_in_core']:.3f}",
             f"{row['calm_to_in_core']:.3f}",
+            f"{row['processor_to_in_core']:.3f}",
+            f"{row['waits']:.1%}",
             format_bytes(row["bytes_in"]),
         )
     return table
@@ -142,10 +152,11 @@ def main(
     medians: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["name"] for one in found.values() for row in one["rows"]):
         rows = [row for one in found.values() for row in one["rows"] if row["name"] == name]
-        medians[name] = {key: statistics.median(row[key] for row in rows) for key in ("to_in_core", "calm_to_in_core")}
+        medians[name] = {key: statistics.median(row[key] for row in rows) for key in _QUOTIENTS}
         print(
             f"{name}: {medians[name]['to_in_core']:.3f} of in core round by round (median of {len(rows)} models), "
-            f"{medians[name]['calm_to_in_core']:.3f} by the quickest fifths"
+            f"{medians[name]['calm_to_in_core']:.3f} by the quickest fifths, "
+            f"{medians[name]['processor_to_in_core']:.3f} in processor time"
         )
     name = "unseen-noise" if noise else "unseen"
     facts = {"noise": noise, "home": home, "rounds": rounds, "warm_up": warm_up}
