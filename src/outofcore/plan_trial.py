@@ -216,7 +216,8 @@ class PlanTrial:
             return self._consider()
         before = self.plans[self.current]
         self.plans, self.current = list(plans), 0
-        if any(plan.planned.plan.decisions == before.planned.plan.decisions for plan in plans):
+        is_same = any(plan.planned.plan.decisions == before.planned.plan.decisions for plan in plans)
+        if is_same or not self._most:
             return self._consider()
         self.plans.append(replace(before, how=f"{before.how.removesuffix(_BEFORE)}{_BEFORE}"))
         return self._consider(len(plans))
