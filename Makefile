@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-lengths bench-lora bench-pack bench-peers bench-sharded \
-	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ bench-generate: setup  ## text from a checkpoint of 8 GB in FOLDER=... (made the
 
 bench-replay: setup  ## steps of a few milliseconds: ops called by native code, by Python, and plain PyTorch
 	$(BIN)/python benchmarks/replay.py
+
+bench-unseen: setup  ## models that no other benchmark uses, with plans compared by running them and without
+	$(BIN)/python benchmarks/unseen.py
 
 bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (7 GB), beside PEFT in core
 	$(BIN)/python benchmarks/lora.py $(FOLDER)

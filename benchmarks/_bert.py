@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from _texts import TASKS, texts
+from _unseen import UNSEEN, unseen
 from torch import Tensor, nn
 
 from outofcore.cli.subjects import find_workload
@@ -16,9 +17,11 @@ _LABELS = 2
 
 
 def workload(model: str, options: Mapping[str, Any]) -> Workload:
-    """A workload of the zoo, or ``bert`` or one of ``_texts.py``, which the library has not."""
+    """A workload of the zoo, or ``bert`` or one of ``_texts.py`` or ``_unseen.py``, which the library has not."""
     if model in TASKS:
         return texts(model, options)
+    if model in UNSEEN:
+        return unseen(model, options)
     return _bert(ZooOptions(**{"batch": 8, **options})) if model == "bert" else find_workload(model, options)
 
 

@@ -91,11 +91,16 @@ class _Training:
     def step(self) -> Answer:
         batch = next(self._batches)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         loss = self._run(*batch)
-        seconds = time.perf_counter() - start
+        seconds, processor = time.perf_counter() - start, time.process_time() - processor
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        answer: Answer = {"loss": loss.item().hex(), "seconds": seconds, "faults": faults}
+        answer: Answer = {
+            "loss": loss.item().hex(),
+            "seconds": seconds,
+            "processor_seconds": processor,
+            "faults": faults,
+        }
         answer["length"] = batch[0].shape[-1]
         if self._loop is not None:
             answer |= asdict(self._loop.stats)

@@ -1,8 +1,8 @@
 """A captured step with its plan, as frozen data: how it is planned first, and again where steps show that it was wrong.
 
-It was wrong if steps took longer or shorter than predicted, or if an op asked for memory that no plan foresaw. It is
-planned again at most once for each of the two. Nothing here touches the user's model: whoever runs a planned step makes
-its runner.
+It was wrong if steps took longer or shorter than predicted (``plan_trial`` says so), or if an op asked for memory that
+no plan foresaw, for which it is planned again at most once. Nothing here touches the user's model: whoever runs a
+planned step makes its runner.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from outofcore.errors import BudgetError, SpillError, ValidationError
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import needed_bytes
 from outofcore.graph import StepGraph
-from outofcore.planning import Planned, Policy
+from outofcore.plan_trial import PlanTrial
+from outofcore.planning import Alternative, Planned, Policy
 from outofcore.planning.placement.requests import Requests
+from outofcore.policies import Auto
 from outofcore.profiling.ops import OpProfile
 from outofcore.profiling.refine import is_off, refined
 from outofcore.program import CopyIn, CopyOut, Timeline
@@ -29,9 +31,6 @@ from outofcore.proving import proved
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
-
-# How many steps are measured, after the first, before the prediction is judged.
-MEASURED_STEPS = 3
 
 
 class Cause(Enum):
@@ -52,6 +51,7 @@ class PlannedStep:
         planned: the plan, with its program and the simulated timeline.
         profiles: of each op.
         causes: why it was planned again so far, or nearly was.
+        others: plans of other kinds, proved as well.
     """
 
     captured: Captured
@@ -60,6 +60,7 @@ class PlannedStep:
     planned: Planned
     profiles: tuple[OpProfile, ...]
     causes: frozenset[Cause] = frozenset()
+    others: tuple[Alternative, ...] = ()
 
     @property
     def graph(self) -> StepGraph:
@@ -72,12 +73,22 @@ class PlannedStep:
         return self.planned.plan.policy != "keep-all"
 
     @property
+    def arena_bytes(self) -> int:
+        """What the largest of its plans needs."""
+        return max(one.program.arena_bytes for one in (self.planned, *(other.planned for other in self.others)))
+
+    @property
+    def ported(self) -> frozenset[int]:
+        """The storages that are copied between the arena and the caller's memory, and not a home."""
+        captured = self.captured
+        return frozenset({captured.values[b.value].storage for b in captured.inputs} | set(captured.graph.outputs))
+
+    @property
     def spilled(self) -> frozenset[int]:
         """The storages that the program moves between the arena and its homes."""
-        captured, program = self.captured, self.planned.program
+        program = self.planned.program
         moved = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
-        ported = {captured.values[b.value].storage for b in captured.inputs} | set(captured.graph.outputs)
-        return frozenset(s for s in moved if s is not None and s not in ported)
+        return frozenset(s for s in moved if s is not None and s not in self.ported)
 
 
 def plan_in_core(
@@ -106,6 +117,8 @@ def plan(
     budget: int,
     policy: Policy,
     stores: Sequence[HomeStore],
+    *,
+    others: bool = False,
 ) -> PlannedStep:
     """The step with the best plan that passes the validator.
 
@@ -116,6 +129,7 @@ def plan(
         budget: bytes of the arena.
         policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
+        others: whether to make plans of other kinds as well, where the policy tries such.
 
     Raises:
         BudgetError: the budget cannot hold the step.
@@ -130,24 +144,89 @@ def plan(
         _check_last_home(graph, costs, budget, policy, stores)
         raise
     check_spill(graph, costs, found, stores)
-    return PlannedStep(captured, budget, costs, found, profiles)
+    made = _others(graph, costs, budget, found, stores) if others and trials_of(policy) else ()
+    return PlannedStep(captured, budget, costs, found, profiles, others=made)
+
+
+def trials_of(policy: Policy) -> int:
+    """How many plans a policy wants run beside the best."""
+    return policy.params.trials if isinstance(policy, Auto) else 0
+
+
+def _others(
+    graph: StepGraph, costs: Costs, budget: int, found: Planned, stores: Sequence[HomeStore]
+) -> tuple[Alternative, ...]:
+    """Plans of other kinds that pass the validator, and for which the homes have room."""
+    made: list[Alternative] = []
+    for other in planning.alternatives(graph, costs, budget, found):
+        try:
+            proved(graph, costs, budget, [other.planned])
+            for home, count in zip(stores, needed_bytes(graph, costs, other.planned.program), strict=True):
+                home.check(max(count, home.bytes))
+        except (ValidationError, SpillError):
+            continue  # of a plan that is not needed it is enough that a fault has been reported
+        made.append(other)
+    return tuple(made)
+
+
+def trial_of(step: PlannedStep, policy: Policy, *, alone: bool) -> PlanTrial:
+    """What decides which of the plans of a step runs.
+
+    Args:
+        step: planned.
+        policy: by which.
+        alone: whether this process runs the step without others, which would have to take the same plan.
+    """
+    most = trials_of(policy) if alone else 0
+    return PlanTrial(step.graph, step.costs, plans_of(step), step.ported, most=most)
+
+
+def plans_of(step: PlannedStep) -> list[Alternative]:
+    """The plan of a step, and then the others that it has."""
+    return [Alternative(f"by {step.planned.plan.policy}", step.planned), *step.others]
+
+
+def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
+    """The step with another of its plans, and costs as they are believed now."""
+    profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
+    return replace(step, costs=costs, planned=planned, profiles=profiles)
+
+
+def measured_costs(step: PlannedStep, measured: Sequence[Timeline]) -> Costs:
+    """The costs of a step with the times that ops and copies took in it."""
+    families = [op.family for op in step.graph.ops]
+    return refined(step.costs, step.planned.program, measured, step.spilled, families)
 
 
 def with_times(
-    step: PlannedStep, measured: Sequence[Timeline], policy: Policy, stores: Sequence[HomeStore]
+    step: PlannedStep,
+    costs: Costs,
+    seconds: float,
+    policy: Policy,
+    stores: Sequence[HomeStore],
+    *,
+    others: bool = False,
 ) -> PlannedStep | None:
-    """The step planned with the times that ops and copies took in steps; None where there is no such plan."""
-    costs = refined(step.costs, step.planned.program, measured, step.spilled)
+    """The step planned with the times that ops and copies took in steps; None where there is no such plan.
+
+    Args:
+        step: as it was planned.
+        costs: as measured.
+        seconds: that steps took.
+        policy: how to plan.
+        stores: the homes, nearest first.
+        others: whether to make plans of other kinds as well.
+    """
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     try:
-        again = plan(step.captured, costs, profiles, step.budget, policy, stores)
+        again = plan(step.captured, costs, profiles, step.budget, policy, stores, others=others)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
         step.planned.timeline.step_seconds,
-        measured[-1].step_seconds,
+        seconds,
         again.planned.timeline.step_seconds,
         again.planned.plan.policy,
     )
@@ -155,9 +234,22 @@ def with_times(
 
 
 def with_requests(
-    step: PlannedStep, surprises: Mapping[int, Requests], policy: Policy, stores: Sequence[HomeStore]
+    step: PlannedStep,
+    surprises: Mapping[int, Requests],
+    policy: Policy,
+    stores: Sequence[HomeStore],
+    *,
+    others: bool = False,
 ) -> PlannedStep | None:
-    """The step planned with the requests that ops turned out to make; None where there is no such plan."""
+    """The step planned with the requests that ops turned out to make; None where there is no such plan.
+
+    Args:
+        step: as it was planned.
+        surprises: the requests, by op.
+        policy: how to plan.
+        stores: the homes, nearest first.
+        others: whether to make plans of other kinds as well.
+    """
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, seen in surprises.items():
         cost, op = ops[index], step.graph.ops[index]
@@ -174,7 +266,7 @@ def with_requests(
         )
     costs = replace(step.costs, ops=tuple(ops))
     try:
-        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores)
+        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores, others=others)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
         return None
@@ -185,30 +277,6 @@ def with_requests(
         again.planned.plan.policy,
     )
     return replace(again, causes=step.causes)
-
-
-def cause_to_plan_again(
-    step: PlannedStep, surprises: Mapping[int, Requests], runs: int, measured: Sequence[Timeline]
-) -> tuple[Cause | None, bool]:
-    """What a run has shown of a plan.
-
-    Args:
-        step: that ran.
-        surprises: by op, the requests of the last run that no plan foresaw.
-        runs: how many there have been of this plan.
-        measured: the timelines of those that count, the last run among them.
-
-    Returns:
-        what has been settled, if anything, and whether it calls for another plan.
-    """
-    # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
-    if runs == 1:
-        return None, False
-    if surprises and Cause.MEMORY not in step.causes:
-        return Cause.MEMORY, True
-    if Cause.TIMES in step.causes or len(measured) < MEASURED_STEPS:
-        return None, False
-    return Cause.TIMES, is_wrong(step, measured)
 
 
 def is_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:

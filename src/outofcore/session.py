@@ -44,19 +44,23 @@ from outofcore.execution.runner import Runner
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
 from outofcore.graph import StorageKind
+from outofcore.plan_trial import MEASURED_STEPS, Exchange, PlanAgain, PlanTrial, Tried
 from outofcore.planned_step import (
-    MEASURED_STEPS,
     Cause,
     PlannedStep,
-    cause_to_plan_again,
     check_spill,
     is_wrong,
+    measured_costs,
     plan,
     plan_in_core,
+    plans_of,
+    trial_of,
+    with_plan,
     with_requests,
     with_times,
 )
 from outofcore.planning import Planned, Policy
+from outofcore.planning.placement.requests import Requests
 from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
@@ -71,8 +75,10 @@ from outofcore.validator import validate
 
 _log = logging.getLogger("outofcore")
 
-# A link that is so much slower or faster in steps than it was measured is measured again by the next process.
+# A link that is so much slower or faster in steps than it was measured, or takes so much more or less of the time of
+# ops beside it, is measured again by the next process.
 _OTHER_LINK = 1.25
+_OTHER_SLOWDOWN = 0.15
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
 
@@ -176,8 +182,9 @@ class _Known:
     Attributes:
         step: replaced as a whole when it is planned again.
         runner: of it, as long as the states that it knows are those of the keeper.
-        runs: of this plan.
-        measured: the timelines by which its prediction is to be judged.
+        runs: of this plan, since its program came into the arena.
+        measured: the timelines by which its prediction is to be judged, where others run the step as well.
+        trial: decides which of its plans runs; None: not begun.
         facts: for other processes, where there are any.
     """
 
@@ -186,6 +193,12 @@ class _Known:
     runner: Runner | None = None
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
+    trial: PlanTrial | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        """What the largest of its plans needs that may run: another arena would have to be filled anew."""
+        return max(self.step.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
 
 
 class Session:
@@ -274,6 +287,28 @@ class Session:
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
         return len(self._known)
+
+    @property
+    def trial(self) -> PlanTrial | None:
+        """Which of its plans the last call's step runs, and why; None: it has not been judged."""
+        known = None if self._signature is None else self._known.get(self._signature)
+        return None if known is None else known.trial
+
+    @property
+    def tried(self) -> tuple[Tried, ...]:
+        """The plans that were run in turn for the last call's step, if any were."""
+        return () if self.trial is None else self.trial.tried
+
+    @property
+    def why(self) -> str:
+        """Why the one that stays does."""
+        return "" if self.trial is None else self.trial.why
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other process runs the step as well, nor another step in between: all would have to agree."""
+        together = self._shards is not None or (self._ranks is not None and self._ranks.joined)
+        return not together and not self._alternating
 
     @property
     def runner(self) -> Runner | None:
@@ -688,7 +723,7 @@ class Session:
                 found = plan_in_core(*self._measured(captured, room), room, stores)
             if found is None:
                 captured = leanest(traced).aligned(alignment)
-                found = plan(*self._measured(captured, room), room, self.policy, stores)
+                found = plan(*self._measured(captured, room), room, self.policy, stores, others=self._is_alone)
         except BudgetError as error:
             refused = shortfall(settled(), room, error) or error
             raise in_terms_of_the_budget(refused, self.budget, room) from None
@@ -741,28 +776,44 @@ class Session:
             return
         surprises = known.runner.surprises()
         known.runs += 1
-        if known.runs > 1:
-            known.measured.append(self.timeline)
-        cause, wrong = cause_to_plan_again(known.step, surprises, known.runs, known.measured)
-        if cause is None:
+        # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
+        warming = known.runs == 1
+        if surprises and not warming and Cause.MEMORY not in known.step.causes:
+            self._plan_for_requests(known, surprises)
             return
-        before, measured = known.step, known.measured
-        if cause is Cause.TIMES:
-            known.measured = []
-        known.step = replace(before, causes=before.causes | {cause})
-        if not wrong:
-            return
+        if known.trial is None:
+            known.trial = trial_of(known.step, self.policy, alone=self._is_alone)
+        asked = known.trial.ran(self.timeline, warming=warming)
+        if isinstance(asked, PlanAgain):
+            asked = self._plan_for_times(known, known.trial, asked)
+        if isinstance(asked, Exchange):
+            again = with_plan(known.step, known.trial.costs, known.trial.planned)
+            self._exchange(known, again, known.trial)
+
+    def _plan_for_requests(self, known: _Known, surprises: Mapping[int, Requests]) -> None:
+        """Plan again with the requests of the last run that no plan foresaw."""
+        before = known.step
+        known.step = replace(before, causes=before.causes | {Cause.MEMORY})
         if before.leaves_device:  # planning takes memory, too, and not beside that of the step
             self._leave_arena()
-        stores = self.home.stores
-        if cause is Cause.TIMES:
-            again = with_times(known.step, measured, self.policy, stores)
-        else:
-            again = with_requests(known.step, surprises, self.policy, stores)
+        again = with_requests(known.step, surprises, self.policy, self.home.stores, others=self._is_alone)
+        if again is not None:
+            self._keep(before, again, surprises.keys())
+            self._exchange(known, again)
+
+    def _plan_for_times(self, known: _Known, trial: PlanTrial, asked: PlanAgain) -> Exchange | None:
+        """Plan again with the times that ops and copies took."""
+        before, begin = known.step, time.perf_counter()
+        if before.leaves_device:
+            self._leave_arena()
+        stores, alone = self.home.stores, self._is_alone
+        again = with_times(before, asked.costs, asked.seconds, self.policy, stores, others=alone)
+        next_one = trial.planned_again([] if again is None else plans_of(again), time.perf_counter() - begin)
         if again is None:
-            return
-        self._keep(before, again, None if cause is Cause.TIMES else surprises.keys())
-        self._exchange(known, again)
+            return next_one
+        self._keep(before, again, None)
+        self._exchange(known, again, trial)
+        return next_one
 
     def _judge_together(self, known: _Known, ranks: Ranks) -> None:
         """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
@@ -785,7 +836,8 @@ class Session:
             if surprises:
                 again = with_requests(again, surprises, self.policy, stores) or again
             if wrong:
-                again = with_times(again, measured, self.policy, stores) or again
+                costs, seconds = measured_costs(again, measured), measured[-1].step_seconds
+                again = with_times(again, costs, seconds, self.policy, stores) or again
             if again is known.step:
                 return None
             self._keep(before, again, None if wrong else surprises.keys())
@@ -807,15 +859,21 @@ class Session:
         ranks.settle(failure)
         self._exchange(known, again)
 
-    def _exchange(self, known: _Known, again: PlannedStep) -> None:
-        """Go on with another plan of a step."""
+    def _exchange(self, known: _Known, again: PlannedStep, trial: PlanTrial | None = None) -> None:
+        """Go on with another plan of a step.
+
+        Args:
+            known: the step.
+            again: with the plan.
+            trial: which goes on; None: one begins with this plan.
+        """
         if known is self._active:
             self._make_way()
         states = None
         if known.runner is not None:
             known.runner.leave()
             states = known.runner.states
-        known.step, known.runs, known.measured = again, 0, []
+        known.step, known.runs, known.measured, known.trial = again, 0, [], trial
         known.runner = runner_of(again, self.keeper, states)
 
     def _keep(self, before: PlannedStep, again: PlannedStep, ops: Any) -> None:
@@ -832,13 +890,15 @@ class Session:
 
     def _activate(self, known: _Known) -> None:
         """Bring a program into the arena; planned steps get their runners here."""
+        begin = time.perf_counter()
         self.engine.synchronize()
         if known.runner is None or not known.runner.is_current():
             if known.runner is not None:
                 known.runner.leave()
             known.runner = runner_of(known.step, self.keeper)
-        needed = known.step.planned.program.arena_bytes
+        needed = known.arena_bytes
         self._make_way()
+        is_exchanged = known.trial is not None and known.runs == 0
         if self.arena is None or self.arena.bytes < needed:
             self._leave_arena()
             # What capturing and planning have used would otherwise stay with the process beside its budget.
@@ -848,6 +908,8 @@ class Session:
             self.arena = self.backend.arena(needed, self.backend.reserve(self.budget), known.step.budget)
         known.runner.enter(self.arena)
         self._active, self.shown = known, known.step
+        if known.trial is not None and is_exchanged:
+            known.trial.exchanged(time.perf_counter() - begin)
 
     def _run(self, known: _Known, leaves: Sequence[Any]) -> Any:
         """Run, or leave the model as it was before, or else torn."""
@@ -971,8 +1033,8 @@ def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
 
 
 def _differ(before: Home, after: Home) -> bool:
-    """Whether the rates of a link are not what they were."""
-    return any(
+    """Whether a link is not what it was: its rates, or what it takes from ops."""
+    return abs(before.compute_slowdown - after.compute_slowdown) > _OTHER_SLOWDOWN or any(
         max(a / b, b / a) > _OTHER_LINK
         for a, b in (
             (before.bytes_per_s_out, after.bytes_per_s_out),

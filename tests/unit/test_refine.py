@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import LIMITS
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.profiling.refine import is_off, refined
+from outofcore.profiling.refine import calm_steps, is_off, refined
+from outofcore.profiling.undisturbed import alike, pace, step_times
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
 from outofcore.simulator import simulate
 from outofcore.units import MIB
@@ -84,3 +88,109 @@ def test_without_a_home_ops_are_refined_alone() -> None:
     found = refined(Costs(COSTS.ops), program, [timeline], MOVED)
     assert [cost.seconds for cost in found.ops] == [2.0, 1.0, 4.0]
     assert found.homes == ()
+
+
+# Robust costs
+
+LAYER = 8
+MANY = StepGraph(
+    tuple(Storage(i, 32 * MIB, StorageKind.PARAMETER) for i in range(2)),
+    tuple(Op(i, "layer", (i % 2,), (i % 2,), ()) for i in range(LAYER)),
+)
+FAMILY = ["layer"] * LAYER
+MANY_COSTS = Costs((OpCost(1.0),) * LAYER, (replace(HOME, contention=0.0, compute_slowdown=0.0, latency_s=0.0),))
+# Copies of a second each beside the third, the fifth and the seventh op.
+MANY_PROGRAM = Program(
+    (
+        *(Run(i, (i % 2,), None) for i in range(LAYER)),
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 2),)),
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 4),)),
+        CopyOut(0, 1, (Wait(Queue.COMPUTE, 6),)),
+    ),
+    tuple(Block(i, i, 32 * MIB, 0, 0, True, i * 32 * MIB) for i in range(2)),
+    64 * MIB,
+)
+
+
+def slower(costs: Costs, times: float) -> Costs:
+    return replace(costs, ops=tuple(OpCost(cost.seconds * times) for cost in costs.ops))
+
+
+def test_what_copies_take_from_ops_is_seen_within_a_family() -> None:
+    truth = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.25),))
+    found = refined(MANY_COSTS, MANY_PROGRAM, [simulate(MANY, truth, MANY_PROGRAM)] * 3, MOVED, FAMILY)
+    assert found.homes[0].compute_slowdown == pytest.approx(0.25, abs=0.02)
+    assert [cost.seconds for cost in found.ops] == pytest.approx([1.0] * LAYER, rel=0.02)
+    # A link that was measured while something else ran is corrected the other way round as well.
+    noisy = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.6),))
+    found = refined(noisy, MANY_PROGRAM, [simulate(MANY, MANY_COSTS, MANY_PROGRAM)] * 3, MOVED, FAMILY)
+    assert found.homes[0].compute_slowdown == pytest.approx(0.0, abs=0.02)
+
+
+def test_an_op_costs_what_its_family_does_unless_it_is_clearly_another() -> None:
+    seconds = [1.0, 1.1, 0.95, 1.0, 1.05, 2.0, 1.0, 0.9]
+    truth = replace(MANY_COSTS, ops=tuple(map(OpCost, seconds)))
+    alone = replace(MANY_PROGRAM, instructions=MANY_PROGRAM.instructions[:LAYER])
+    found = refined(MANY_COSTS, alone, [simulate(MANY, truth, alone)] * 3, MOVED, FAMILY)
+    assert [cost.seconds for cost in found.ops] == pytest.approx([1.0] * 5 + [2.0] + [1.0] * 2)
+
+
+def test_of_an_op_that_runs_again_both_times_count() -> None:
+    program = Program((Run(0, (0,), None), Run(1, (1,), None), Run(0, (0,), None, again=True)), PROGRAM.blocks, 64)
+    found = refined(Costs(COSTS.ops[:2]), program, [Timeline((0.0, 1.0, 3.0), (1.0, 3.0, 6.0), 6.0)], MOVED)
+    assert [cost.seconds for cost in found.ops] == [2.0, 2.0]
+
+
+@LIMITS
+@given(st.lists(st.floats(1.1, 5.0), min_size=1, max_size=6), st.permutations(range(9)))
+def test_steps_in_which_everything_took_longer_change_no_cost(slow: list[float], order: list[int]) -> None:
+    """However many, as long as three were calm: all samples of each of them take a common factor longer."""
+    calm = simulate(GRAPH, COSTS, PROGRAM)
+
+    def scaled(times: float) -> Timeline:
+        return Timeline(
+            tuple(s * times for s in calm.starts), tuple(s * times for s in calm.ends), calm.step_seconds * times
+        )
+
+    steps = [calm] * 3 + [scaled(times) for times in slow]
+    mixed = [steps[i] for i in order if i < len(steps)]
+    assert refined(COSTS, PROGRAM, mixed, MOVED) == refined(COSTS, PROGRAM, [calm] * 3, MOVED)
+
+
+@LIMITS
+@given(st.floats(0.25, 4.0))
+def test_a_machine_that_is_slower_throughout_changes_no_share(times: float) -> None:
+    calm = simulate(GRAPH, COSTS, PROGRAM)
+    scaled = Timeline(
+        tuple(s * times for s in calm.starts), tuple(s * times for s in calm.ends), calm.step_seconds * times
+    )
+    before, after = (refined(COSTS, PROGRAM, [one] * 3, MOVED) for one in (calm, scaled))
+    for mine, theirs in zip(before.ops, after.ops, strict=True):
+        assert theirs.seconds / after.compute_seconds == pytest.approx(mine.seconds / before.compute_seconds)
+
+
+def test_disturbed_steps_are_those_whose_ops_took_longer() -> None:
+    calm = simulate(MANY, MANY_COSTS, MANY_PROGRAM)
+    busy = simulate(MANY, slower(MANY_COSTS, 1.5), MANY_PROGRAM)
+    assert calm_steps(MANY_COSTS, MANY_PROGRAM, [calm, busy, calm, busy]) == [calm, calm]
+    # A link that is slower makes steps longer, and disturbs none.
+    waits = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], bytes_per_s_out=4.0 * MIB),))
+    slow = simulate(MANY, waits, MANY_PROGRAM)
+    assert slow.step_seconds > 2 * calm.step_seconds
+    assert calm_steps(MANY_COSTS, MANY_PROGRAM, [calm, slow]) == [calm, slow]
+
+
+def test_the_pace_of_quiet_ops_is_not_that_of_ops_beside_copies() -> None:
+    truth = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.5),))
+    found = pace(MANY_PROGRAM, step_times(MANY_PROGRAM, simulate(MANY, truth, MANY_PROGRAM), ()), MANY_COSTS.ops)
+    assert found.quiet == pytest.approx(1.0)
+    assert found.ops > 1.05
+    busy = pace(
+        MANY_PROGRAM,
+        step_times(MANY_PROGRAM, simulate(MANY, slower(truth, 1.3), MANY_PROGRAM), ()),
+        MANY_COSTS.ops,
+    )
+    assert busy.quiet == pytest.approx(1.3)
+    assert not alike([found], [busy])
+    assert alike([found], [replace(found, quiet=1.05)])
+    assert alike([found], [replace(found, quiet=None)])

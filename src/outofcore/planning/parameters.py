@@ -47,6 +47,8 @@ class SearchParams:
         polish_rounds: how often it starts, from these in turn, each time with other draws.
         annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
         spans: spans of time that the linear program of a long step is cut into.
+        trials: how many plans of other kinds a compiled step runs in turn with the best, early on, of which the
+            quickest stays (``plan_trial``); 0: the best by simulation stays, and only measured costs change that, once.
     """
 
     relaxations: int = 2
@@ -71,6 +73,7 @@ class SearchParams:
     polish_rounds: int = 4
     annealing: int = 600
     spans: int = 500
+    trials: int = 2
 
 
 QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, placed=4, polish_ops=0, annealing=20)

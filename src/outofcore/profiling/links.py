@@ -40,6 +40,8 @@ _log = logging.getLogger("outofcore.profiling")
 
 _LATENCY_COPIES = 9
 _MOST_COPIES = 500
+# How often each thing is measured, in turn with the others.
+_ROUNDS = 3
 # The ops that copies are measured beside: a product of matrices, and a pass over memory that no cache holds.
 _MATRIX, _PASS_BYTES = 512, 32 * MIB
 _DEVICE_MATRIX, _DEVICE_PASS_BYTES = 2048, 64 * MIB
@@ -255,16 +257,24 @@ class _Bench:
 
 
 def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkReport:
-    def medians(*actions: _Action) -> list[float]:
-        return [statistics.median(times) for times in bench.times(actions, part, 2)]
-
     work, put, get, pages = bench.work, bench.put, bench.get, (bench.put_page, bench.get_page)
     # The first writes to fresh pages of memory and of a file cost more than all later ones; so does an op's first run.
     for action in (put, get, work, *pages):
         bench.times((action,), 0.0, 1)
     latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
-    (compute_s,), (out_s,), (in_s,) = medians(work), medians(put), medians(get)
-    with_out, with_in, both = medians(work, put), medians(work, get), medians(work, put, get)
+    # In turn, several times over: what else runs for a while would else seem to be what copies take from ops.
+    series = ((work,), (put,), (get,), (work, put), (work, get), (work, put, get))
+    rounds = [[bench.times(actions, part / _ROUNDS, 1) for actions in series] for _ in range(_ROUNDS)]
+
+    def copying(which: int, action: int) -> float:
+        return statistics.median(t for one in rounds for t in one[which][action])
+
+    def computing(which: int) -> float:
+        return min(statistics.median(one[which][0]) for one in rounds)
+
+    compute_s, out_s, in_s = computing(0), copying(1, 0), copying(2, 0)
+    with_out, with_in = (computing(3), copying(3, 1)), (computing(4), copying(4, 1))
+    both = computing(5), copying(5, 1), copying(5, 2)
 
     def rates(*copies: float) -> Rates:
         # Once the latency is taken off, as ``costs.Home`` counts it.

@@ -1,27 +1,38 @@
 """Costs made better by what measured steps took: ops among others, and copies beside compute.
 
-What copies take from each other and from ops (``Home.contention``, ``Home.compute_slowdown``) stays as it was
-measured; it is taken off the times of steps, so that the costs are those of ops and copies that run alone, and hold
-for another plan with other copies.
+What copies take from each other (``Home.contention``) stays as it was measured; what they take from ops
+(``Home.compute_slowdown``) is seen where some ops of a family ran beside copies and others did not. Both are taken off
+the times of steps, so that the costs are those of ops and copies that run alone, and hold for another plan with other
+copies.
+
+A single time says little: whatever else the machine does makes it longer. So steps that were disturbed are left out
+(``undisturbed``), and an op is taken to cost what its family does, with the times of all its members and of all steps
+together, unless its own are clearly others.
 """
 
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from outofcore.costs import Costs, Home
+from outofcore.profiling.undisturbed import Lane, StepTimes, is_quiet, pace, step_times, undisturbed
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 from outofcore.units import MIB
 
 # Copies of less than this in all say little of a link's bandwidth.
 _TELLING_BYTES = 16 * MIB
-# Slowdowns that are added up and taken off again leave less than this.
-_TINY = 1e-9
-
-_Lane = tuple[type, int]  # the way of a copy, and its home
+# An op whose median is so far from that of its family costs something else than others of it.
+_OF_ITS_OWN = 1.25
+# A family has so many times without copies beside them before those alone count.
+_ENOUGH_QUIET = 3
+# Ops beside copies say what these take from them where they are so much of all ops' seconds.
+_TELLING_SHARE = 0.1
+# An op is beside a copy, for that, if it is for so much of its time.
+_BESIDE = 0.5
+# What copies may take from ops at most, each.
+_MOST_SLOWDOWN = 1.0
 
 
 def is_off(predicted: float, timelines: Sequence[Timeline], tolerance: float = 0.1) -> bool:
@@ -29,27 +40,49 @@ def is_off(predicted: float, timelines: Sequence[Timeline], tolerance: float = 0
     return abs(statistics.median(t.step_seconds for t in timelines) - predicted) > tolerance * predicted
 
 
-def refined(costs: Costs, program: Program, timelines: Sequence[Timeline], moved: frozenset[int]) -> Costs:
-    """Costs with the median seconds of each op, and the bandwidth that copies got while ops ran.
+def calm_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The steps of a program that nothing else has disturbed, of some that ran one soon after the other.
+
+    Args:
+        costs: of which only the seconds of ops matter, and only beside each other.
+        program: that ran.
+        timelines: measured, of whole steps.
+    """
+    paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
+    return [timeline for timeline, calm in zip(timelines, undisturbed(paces), strict=True) if calm]
+
+
+def refined(
+    costs: Costs,
+    program: Program,
+    timelines: Sequence[Timeline],
+    moved: frozenset[int],
+    families: Sequence[str] = (),
+) -> Costs:
+    """Costs with the seconds that ops took, and the bandwidth that copies got while ops ran.
 
     Args:
         costs: what the program was planned with.
         program: what ran.
-        timelines: measured, of whole steps.
+        timelines: measured, of whole steps; those that were disturbed are left out.
         moved: the storages whose copies went to a home and not to the caller's memory.
+        families: of the ops; empty, or an empty name: each is its own.
     """
-    alone = [_alone(program, timeline, costs.homes) for timeline in timelines]
-    seconds = [cost.seconds for cost in costs.ops]
-    traffic: dict[_Lane, _Traffic] = {}
+    calm = calm_steps(costs, program, timelines)
+    names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
+    times = [step_times(program, timeline, costs.homes) for timeline in calm]
+    homes = _with_slowdown(costs.homes, program, times, names)
+    if homes != costs.homes:
+        times = [step_times(program, timeline, homes) for timeline in calm]
+    seconds = _op_seconds(costs, program, times, names)
+    traffic: dict[Lane, _Traffic] = {}
     for index, instruction in enumerate(program.instructions):
-        took = statistics.median(times[index] for times in alone)
-        if isinstance(instruction, Run):
-            seconds[instruction.op] = took
-        elif program.blocks[instruction.block].storage in moved:
-            lane = traffic.setdefault((type(instruction), instruction.home), _Traffic())
-            lane.busy += took
-            lane.bytes += program.blocks[instruction.block].bytes
-            lane.copies += 1
+        if isinstance(instruction, Run) or program.blocks[instruction.block].storage not in moved:
+            continue
+        lane = traffic.setdefault((type(instruction), instruction.home), _Traffic())
+        lane.busy += statistics.median(one.alone[index] for one in times)
+        lane.bytes += program.blocks[instruction.block].bytes
+        lane.copies += 1
     ops = tuple(replace(cost, seconds=s) for cost, s in zip(costs.ops, seconds, strict=True))
     homes = tuple(
         replace(
@@ -57,9 +90,81 @@ def refined(costs: Costs, program: Program, timelines: Sequence[Timeline], moved
             bytes_per_s_out=_rate(home, traffic.get((CopyOut, number)), home.bytes_per_s_out),
             bytes_per_s_in=_rate(home, traffic.get((CopyIn, number)), home.bytes_per_s_in),
         )
-        for number, home in enumerate(costs.homes)
+        for number, home in enumerate(homes)
     )
     return replace(costs, ops=ops, homes=homes)
+
+
+@dataclass
+class _Family:
+    """Times of ops that cost the same."""
+
+    quiet: list[float] = field(default_factory=list[float])
+    all: list[float] = field(default_factory=list[float])
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.quiet if len(self.quiet) >= _ENOUGH_QUIET else self.all)
+
+
+def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
+    families: dict[str, _Family] = {}
+    own: dict[int, list[float]] = {}  # by op: one that runs again does so at other times
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            family = families.setdefault(names[instruction.op], _Family())
+            for one in times:
+                family.all.append(one.alone[index])
+                own.setdefault(instruction.op, []).append(one.alone[index])
+                if is_quiet(one.copies[index]):
+                    family.quiet.append(one.alone[index])
+    seconds = [cost.seconds for cost in costs.ops]
+    for op, found in own.items():
+        alike, mine = families[names[op]].seconds, statistics.median(found)
+        is_alike = alike / _OF_ITS_OWN <= mine <= alike * _OF_ITS_OWN
+        seconds[op] = alike if is_alike else mine
+    return seconds
+
+
+def _with_slowdown(
+    homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
+) -> tuple[Home, ...]:
+    """The homes with what copies took from ops, where steps tell: all copies then went to one of them."""
+    used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
+    if len(used) != 1 or not times:
+        return homes
+    [at] = used
+    quiet: dict[str, list[float]] = {}
+    beside: list[tuple[str, float, float]] = []  # family, seconds, copies
+    total = 0.0
+    for index, instruction in enumerate(program.instructions):
+        if not isinstance(instruction, Run) or instruction.communicates:
+            continue
+        for one in times:
+            took, copies = one.took[index], one.copies[index]
+            total += took
+            if is_quiet(copies):
+                quiet.setdefault(names[instruction.op], []).append(took)
+            elif copies >= _BESIDE:
+                beside.append((names[instruction.op], took, copies))
+    usual = {name: statistics.median(found) for name, found in quiet.items() if len(found) >= _ENOUGH_QUIET}
+    told = [
+        ((took / usual[name] - 1) / copies, took) for name, took, copies in beside if usual.get(name, 0.0) > 0 < copies
+    ]
+    if sum(took for _, took in told) < _TELLING_SHARE * total:
+        return homes
+    slowdown = min(max(_weighted_median(told), 0.0), _MOST_SLOWDOWN)
+    return tuple(replace(home, compute_slowdown=slowdown) if n == at else home for n, home in enumerate(homes))
+
+
+def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
+    """Of values with weights: half of the weight lies on either side."""
+    half, below = sum(weight for _, weight in found) / 2, 0.0
+    for value, weight in sorted(found):
+        below += weight
+        if below >= half:
+            return value
+    return 0.0
 
 
 @dataclass
@@ -76,86 +181,3 @@ def _rate(home: Home, traffic: _Traffic | None, known: float) -> float:
         return known
     # No less than half of the time is put down to the bytes: latency may have been measured too high.
     return traffic.bytes / max(traffic.busy - traffic.copies * home.latency_s, traffic.busy / 2)
-
-
-def _alone(program: Program, timeline: Timeline, homes: Sequence[Home]) -> list[float]:
-    """What each instruction would have taken with nothing else under way."""
-    spans = list(zip(timeline.starts, timeline.ends, strict=True))
-    lanes: dict[_Lane, list[tuple[float, float]]] = {}
-    for instruction, span in zip(program.instructions, spans, strict=True):
-        if not isinstance(instruction, Run):
-            lanes.setdefault((type(instruction), instruction.home), []).append(span)
-    busy = {lane: _Busy(found) for lane, found in lanes.items()}
-    both = {
-        home: _Busy(_meeting(busy[CopyOut, home].spans, busy[CopyIn, home].spans))
-        for home in range(len(homes))
-        if (CopyOut, home) in busy and (CopyIn, home) in busy
-    }
-    # Ops lose time by what runs beside them: stretches with the same copies under way, and how much longer they take.
-    slowed = _slowed({lane: found for lane, found in busy.items() if lane[1] < len(homes)}, homes)
-    found: list[float] = []
-    for (start, end), instruction in zip(spans, program.instructions, strict=True):
-        if isinstance(instruction, Run) and instruction.communicates:
-            found.append(end - start)
-        elif isinstance(instruction, Run):
-            found.append(end - start - sum((1 - 1 / slower) * part.within(start, end) for slower, part in slowed))
-        else:
-            # Each of the two that meet has lost half of what both have lost.
-            at = instruction.home
-            lost = homes[at].contention / 2 * both[at].within(start, end) if at in both else 0.0
-            found.append(end - start - lost)
-    return found
-
-
-def _slowed(busy: Mapping[_Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
-    """How many times as long ops take while copies are under way, and when."""
-    changes = sorted(
-        (time, sign * homes[home].compute_slowdown)
-        for (_, home), found in busy.items()
-        for begin, end in found.spans
-        for time, sign in ((begin, 1), (end, -1))
-    )
-    parts: dict[float, list[tuple[float, float]]] = {}
-    slowdown, last = 0.0, 0.0
-    for time, change in changes:
-        if slowdown > _TINY and time > last:
-            parts.setdefault(round(1 + slowdown, 9), []).append((last, time))
-        slowdown, last = slowdown + change, time
-    return [(slower, _Busy(spans)) for slower, spans in sorted(parts.items())]
-
-
-class _Busy:
-    """Spans of time in order, none of which meet."""
-
-    def __init__(self, spans: list[tuple[float, float]]) -> None:
-        self.spans = sorted(span for span in spans if span[0] < span[1])
-        self._starts = [begin for begin, _ in self.spans]
-        self._before = [0.0]  # seconds in the spans before each
-        for begin, end in self.spans:
-            self._before.append(self._before[-1] + end - begin)
-
-    def within(self, start: float, end: float) -> float:
-        """Seconds of [start, end) that lie in a span."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, time: float) -> float:
-        at = bisect_right(self._starts, time) - 1
-        if at < 0:
-            return 0.0
-        begin, end = self.spans[at]
-        return self._before[at] + min(time, end) - begin
-
-
-def _meeting(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The stretches in which a span of both lists is under way."""
-    found: list[tuple[float, float]] = []
-    i = j = 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found

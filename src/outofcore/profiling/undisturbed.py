@@ -1,0 +1,197 @@
+"""How the ops and copies of a step ran, each by itself, and which of several steps nothing else has disturbed.
+
+Another process that uses the processor slows ops down, those as well beside which no copy runs; a link that is slower
+than it was measured does not. So a step whose ops took longer than those of its neighbours, by the *pace* of all, was
+disturbed, and says nothing of plans and links. Paces are compared among steps of one program, which have the same
+copies; those of different programs by the ops beside which nothing was copied.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outofcore.costs import Home, OpCost
+from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
+
+# Steps whose ops took so many times as long as in the calmest of them were disturbed.
+_DISTURBED = 1.06
+# An op is quiet if copies are under way for no more of its time than this.
+_BESIDE = 0.02
+# The pace of quiet ops tells something where they take so much of the ops' time.
+_TELLING = 0.15
+# Slowdowns that are added up and taken off again leave less than this.
+_TINY = 1e-9
+
+Lane = tuple[type, int]  # the way of a copy, and its home
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A step that ran.
+
+    Attributes:
+        seconds: of the step.
+        took: by instruction, its seconds.
+        alone: by instruction, what it would have taken with nothing else under way, by what homes say of that.
+        copies: by instruction, how many copies were under way beside it on average; of runs alone, else 0.
+    """
+
+    seconds: float
+    took: tuple[float, ...]
+    alone: tuple[float, ...]
+    copies: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many times as long the ops of a step took as they are known to.
+
+    Attributes:
+        ops: all of them, with what copies take from them.
+        quiet: those beside which nothing was copied; None: there were too few.
+    """
+
+    ops: float
+    quiet: float | None
+
+
+def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
+    """Of a step that was measured.
+
+    Args:
+        program: that ran.
+        timeline: of the step.
+        homes: say what copies take from each other and from ops.
+    """
+    spans = list(zip(timeline.starts, timeline.ends, strict=True))
+    lanes: dict[Lane, list[tuple[float, float]]] = {}
+    for instruction, span in zip(program.instructions, spans, strict=True):
+        if not isinstance(instruction, Run):
+            lanes.setdefault((type(instruction), instruction.home), []).append(span)
+    busy = {lane: _Busy(found) for lane, found in lanes.items()}
+    both = {
+        home: _Busy(_meeting(busy[CopyOut, home].spans, busy[CopyIn, home].spans))
+        for home in range(len(homes))
+        if (CopyOut, home) in busy and (CopyIn, home) in busy
+    }
+    # Ops lose time by what runs beside them: stretches with the same copies under way, and how much longer they take.
+    slowed = _slowed({lane: found for lane, found in busy.items() if lane[1] < len(homes)}, homes)
+    alone: list[float] = []
+    copies: list[float] = []
+    for (start, end), instruction in zip(spans, program.instructions, strict=True):
+        beside = 0.0
+        if isinstance(instruction, Run):
+            lost = 0.0
+            if not instruction.communicates:
+                lost = sum((1 - 1 / slower) * part.within(start, end) for slower, part in slowed)
+                beside = sum(lane.within(start, end) for lane in busy.values())
+        else:
+            # Each of the two that meet has lost half of what both have lost.
+            at = instruction.home
+            lost = homes[at].contention / 2 * both[at].within(start, end) if at in both else 0.0
+        alone.append(end - start - lost)
+        copies.append(beside / (end - start) if end > start else 0.0)
+    return StepTimes(timeline.step_seconds, tuple(end - start for start, end in spans), tuple(alone), tuple(copies))
+
+
+def is_quiet(copies: float) -> bool:
+    """Whether so many copies beside an op, on average, are none."""
+    return copies <= _BESIDE
+
+
+def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> Pace:
+    """How many times as long the ops of a step took as they are known to.
+
+    Args:
+        program: that ran.
+        times: of the step.
+        ops: what they are known to take alone.
+    """
+    took = known = quiet_took = quiet_known = 0.0
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run) and not instruction.communicates:
+            seconds = ops[instruction.op].seconds
+            took += times.took[index]
+            known += seconds
+            if is_quiet(times.copies[index]):
+                quiet_took += times.took[index]
+                quiet_known += seconds
+    if not known:
+        return Pace(1.0, None)
+    return Pace(took / known, quiet_took / quiet_known if quiet_known > _TELLING * known else None)
+
+
+def undisturbed(paces: Sequence[Pace]) -> list[bool]:
+    """Which of some steps of one program, run one soon after the other, nothing else has disturbed."""
+    lowest = min((one.ops for one in paces), default=0.0)
+    return [one.ops <= lowest * _DISTURBED for one in paces]
+
+
+def alike(one: Sequence[Pace], other: Sequence[Pace]) -> bool:
+    """Whether the machine was as calm in the steps of one program as in those of another, as far as that can be told.
+
+    Args:
+        one: of the calm steps of the one; there is one at least.
+        other: of the calm steps of the other.
+    """
+    mine = [p.quiet for p in one if p.quiet is not None]
+    theirs = [p.quiet for p in other if p.quiet is not None]
+    if not mine or not theirs:
+        return True
+    return max(min(mine), min(theirs)) <= min(*mine, *theirs) * _DISTURBED
+
+
+def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
+    """How many times as long ops take while copies are under way, and when."""
+    changes = sorted(
+        (time, sign * homes[home].compute_slowdown)
+        for (_, home), found in busy.items()
+        for begin, end in found.spans
+        for time, sign in ((begin, 1), (end, -1))
+    )
+    parts: dict[float, list[tuple[float, float]]] = {}
+    slowdown, last = 0.0, 0.0
+    for time, change in changes:
+        if slowdown > _TINY and time > last:
+            parts.setdefault(round(1 + slowdown, 9), []).append((last, time))
+        slowdown, last = slowdown + change, time
+    return [(slower, _Busy(spans)) for slower, spans in sorted(parts.items())]
+
+
+class _Busy:
+    """Spans of time in order, none of which meet."""
+
+    def __init__(self, spans: list[tuple[float, float]]) -> None:
+        self.spans = sorted(span for span in spans if span[0] < span[1])
+        self._starts = [begin for begin, _ in self.spans]
+        self._before = [0.0]  # seconds in the spans before each
+        for begin, end in self.spans:
+            self._before.append(self._before[-1] + end - begin)
+
+    def within(self, start: float, end: float) -> float:
+        """Seconds of [start, end) that lie in a span."""
+        return self._until(end) - self._until(start)
+
+    def _until(self, time: float) -> float:
+        at = bisect_right(self._starts, time) - 1
+        if at < 0:
+            return 0.0
+        begin, end = self.spans[at]
+        return self._before[at] + min(time, end) - begin
+
+
+def _meeting(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The stretches in which a span of both lists is under way."""
+    found: list[tuple[float, float]] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
