@@ -6,12 +6,14 @@ flags. Who calls has a way to do without: the reason why there is no library is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,9 +68,11 @@ def load_kept(
     folder = user_cache_folder() / key
     try:
         path = private_folder(folder) / name
-        try:
+        with contextlib.suppress(OSError):  # it is not there yet, or damaged, perhaps by a full disk
             return load(path), ""
-        except OSError:  # not there yet, or damaged, perhaps by a full disk
+        with _alone(folder):
+            with contextlib.suppress(OSError):  # another process has built it meanwhile
+                return load(path), ""
             return load(build(folder)), ""
     except (OSError, BuildError) as error:
         reasons = [f"in {folder}: {error}"]
@@ -80,6 +84,15 @@ def load_kept(
         if str(error) not in reasons[0]:
             reasons.append(f"in a temporary folder: {error}")
     return None, "; ".join(reasons)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Let one process at a time build what is kept in a folder: all ranks of a job begin at once."""
+    with (folder / "lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # some file systems have no locks: then each builds its own
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def compile_library(

@@ -192,7 +192,7 @@ def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: t
 def test_ops_that_native_code_calls(
     name: str, policy: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def there(*, start: bool) -> Any:
+    def there(*, build: bool) -> Any:
         return load_replay()
 
     counts: list[int] = []

@@ -14,6 +14,7 @@ from building import one_at_a_time
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import StateError
 from outofcore.execution.native import load_native
+from outofcore.execution.replay import load_replay
 from outofcore.follow.native import load_paging
 
 
@@ -30,6 +31,7 @@ def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with one_at_a_time(tmp_path_factory), contextlib.suppress(StateError):
         load_native()
         load_paging()
+        load_replay()
     cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
     (cache / built.name).mkdir()
     for library in built.glob("*-*"):  # for processes that tests start

@@ -23,7 +23,7 @@ from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
-from outofcore.execution.replay import Replay, is_worth_it, replay_if_there, spans
+from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
@@ -245,7 +245,8 @@ class CpuEngine:
         self._copiers: list[_Worker[BoundCopy]] = []
         self._communicator: _Worker[BoundRun] | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
-        self._seconds = 0.0  # that the last step took
+        self._seconds = self._all_seconds = 0.0  # that the last step took, and all together
+        self._steps = 0
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
 
@@ -339,6 +340,8 @@ class CpuEngine:
             raise _explained(progress.failure)
         end = perf_counter()
         self._seconds = end - begin
+        self._all_seconds += self._seconds
+        self._steps += 1
         return Timeline(
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
@@ -375,7 +378,9 @@ class CpuEngine:
             return None
         if (found := self._replayed.get(bound)) is not None:
             return found
-        library = replay_if_there(start=self._seconds > 0 and is_worth_it(len(bound.runs), self._seconds))
+        if not self._steps or not is_worth_it(len(bound.runs), self._seconds):
+            return None
+        library = replay_if_there(build=is_worth_building(self._steps, self._all_seconds))
         if library is None:
             return None
         count = len(bound.runs)

@@ -2,8 +2,8 @@
 
 Addresses are planned, so an op gets the very same tensors at every step. What Python does for each call of an op, some
 microseconds, is done once: the call is taken down in one step and played in those that follow. That pays where ops are
-short. The library takes some ten seconds to build, once for each version of PyTorch; until it is there, and where it
-cannot be built, Python calls the ops.
+short. The library takes some ten seconds to build, once for each version of PyTorch, beside steps that go on for long
+enough; until it is there, and where it cannot be built, Python calls the ops.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from pathlib import Path
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.compiling import compile_library, load_kept
+from outofcore.compiling import compile_library, load_kept, user_cache_folder
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
+_FILE = "replay.so"
 # Of a call by Python, and how much of a step they have to take so that the library is built for it.
 _CALL_SECONDS, _WORTH = 5e-6, 0.005
+# Short programs end before it is built, and would begin again and again.
+_LONG_STEPS, _LONG_SECONDS = 50, 5.0
 # A signal is handled between two calls of native code.
 _SECONDS = 0.05
 
@@ -116,7 +119,7 @@ def load_replay() -> ctypes.PyDLL | None:
     """The library: from the cache folder, else built now. None: there is none here."""
     if sys.platform != "linux":
         return None
-    return load_kept(_build_key(), "replay.so", _build, _load)[0]
+    return load_kept(_build_key(), _FILE, _build, _load)[0]
 
 
 class _Loading:
@@ -124,16 +127,23 @@ class _Loading:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._looked = False
+        self._library: ctypes.PyDLL | None = None
         self._thread: threading.Thread | None = None
 
-    def now(self, *, start: bool) -> ctypes.PyDLL | None:
+    def now(self, *, build: bool) -> ctypes.PyDLL | None:
         """The library if it is there; else it is begun to be built, if so wished."""
         with self._lock:
-            if self._thread is None and start:
+            if self._library is None and not self._looked:
+                self._looked = True
+                if (user_cache_folder() / _build_key() / _FILE).exists():
+                    self._library = load_replay()
+            if self._library is None and self._thread is None and build:
                 self._thread = threading.Thread(target=load_replay, name="outofcore-build", daemon=True)
                 self._thread.start()
-            loaded = self._thread is not None and not self._thread.is_alive()
-        return load_replay() if loaded else None
+            if self._library is None and self._thread is not None and not self._thread.is_alive():
+                self._library = load_replay()
+            return self._library
 
 
 _loading = _Loading()
@@ -144,9 +154,14 @@ def is_worth_it(calls: int, seconds: float) -> bool:
     return calls * _CALL_SECONDS > _WORTH * seconds
 
 
-def replay_if_there(*, start: bool) -> ctypes.PyDLL | None:
-    """The library if it is loaded; else None, and ``start`` has it built in another thread."""
-    return _loading.now(start=start)
+def is_worth_building(steps: int, seconds: float) -> bool:
+    """Whether so many steps, which took so long together, are of a process that goes on until it is built."""
+    return steps >= _LONG_STEPS and seconds >= _LONG_SECONDS
+
+
+def replay_if_there(*, build: bool) -> ctypes.PyDLL | None:
+    """The library if it was built once; else None, and ``build`` has that done in another thread."""
+    return _loading.now(build=build)
 
 
 def _flags() -> list[str]:
@@ -173,7 +188,7 @@ def _build_key() -> str:
 def _build(folder: Path) -> Path:
     library = _torch_folder() / "lib"
     links = [f"-L{library}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"]
-    return compile_library(_SOURCE, folder / "replay.so", _flags(), links)
+    return compile_library(_SOURCE, folder / _FILE, _flags(), links)
 
 
 def _load(path: Path) -> ctypes.PyDLL:

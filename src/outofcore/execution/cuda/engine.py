@@ -60,6 +60,8 @@ _LATE = (
     "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
 )
 _MEASURED_EVERY = 32
+# A program that has run so often goes on until a library is built.
+_LONG_RUN = 20
 # Fewer ops than that are issued one by one as quickly as a graph of them.
 _GRAPH_OPS = 4
 
@@ -319,7 +321,9 @@ class CudaEngine:
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
         native = self._replays and internals.replayable()
-        library = replay_if_there(start=True) if native and prepared.replayed is None else None
+        library = None
+        if native and prepared.replayed is None:
+            library = replay_if_there(build=prepared.runs >= _LONG_RUN)
         if library is not None and prepared.table is not None:
             prepared.replayed = self._taken_down(prepared.parts, library, prepared.table, ports, held)
             return
