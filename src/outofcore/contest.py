@@ -114,9 +114,12 @@ class Contest:
     def winner(self) -> int:
         """The number of the plan that stays, by what has been run so far.
 
-        One that was never run while the machine was as calm as for the first takes its place only after all rounds.
+        A plan takes the place of the first only if it was clearly slower in none of the rounds that count; and one that
+        was never run while the machine was as calm as for the first only after all rounds.
         """
         told = [p for p in range(1, self.plans) if self._pairs(p) or len(list(self._rounds(p))) >= _MOST_ROUNDS]
+        most = 1 + _CLEARLY
+        told = [p for p in told if all(mine.seconds <= most * first.seconds for mine, first in self._counted(p))]
         ran = {plan: quotient for plan in told if (quotient := self.quotient(plan)) is not None}
         best = min(ran, key=lambda plan: (ran[plan], plan), default=0)
         return best if best and ran[best] < 1 - _CLEARLY else 0
@@ -125,7 +128,7 @@ class Contest:
         """A plan's seconds over those of the first: the median over rounds; None: it did not run."""
         if plan == 0:
             return 1.0
-        pairs = self._pairs(plan) or list(self._rounds(plan))
+        pairs = self._counted(plan)
         return statistics.median(mine.seconds / first.seconds for mine, first in pairs) if pairs else None
 
     def seconds(self, plan: int) -> float | None:
@@ -139,6 +142,10 @@ class Contest:
 
     def _rounds(self, plan: int) -> zip[tuple[Turn, Turn]]:
         return zip(self.turns_of(plan), self.turns_of(0), strict=False)
+
+    def _counted(self, plan: int) -> list[tuple[Turn, Turn]]:
+        """The rounds that count: those that can be compared, or all if there are none."""
+        return self._pairs(plan) or list(self._rounds(plan))
 
     def _pairs(self, plan: int) -> list[tuple[Turn, Turn]]:
         """By round a plan's turn and that of the first, of rounds in which the machine was as calm for either."""

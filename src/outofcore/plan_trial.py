@@ -368,7 +368,7 @@ class PlanTrial:
         quotient = contest.quotient(winner) or 1.0
         first = self.tried[0].how
         self.why = (
-            f"no other was quicker by more than a hundredth, round by round, than the plan {first}"
+            f"no other was quicker than the plan {first} by more than a hundredth, and slower by as much in no round"
             if winner == 0
             else f"it takes {quotient:.3f} of the time of the plan {first}, by the median over rounds"
         )

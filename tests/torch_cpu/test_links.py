@@ -3,9 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -219,3 +221,20 @@ def test_an_old_a_refuted_and_a_damaged_link_are_measured_anew(
             known_link(home, cache)
     assert len(counted) == 7
     assert caplog.text.count("measured anew") == 3
+
+
+@pytest.mark.parametrize("busy", [range(3, 6), range(6), range(2, 9), range(12, 18)])
+def test_what_else_runs_for_a_while_is_not_taken_for_what_copies_take(busy: range) -> None:
+    """Ops take twice as long in some measurements in a row, as when another process runs for a second."""
+    numbers = count(-7)  # after the first runs and those for the latency
+
+    def times(actions: Sequence[links._Action], seconds: float, least: int) -> list[list[float]]:
+        slower = 2.0 if next(numbers) in busy else 1.0
+        beside = 1.0 + 0.05 * (len(actions) - 1)
+        return [[slower * beside] if action is bench.work else [0.5] for action in actions]
+
+    bench = links._Bench(times, *(links._Action(lambda: None) for _ in range(5)))
+    home = SimpleNamespace(name="disk", capacity=None)
+    found = links._measured(home, 64 * MIB, 0.1, bench)  # type: ignore[arg-type]
+    assert found.compute_slowdown == pytest.approx(0.05)
+    assert found.home.contention == 0.0

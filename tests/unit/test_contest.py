@@ -45,6 +45,18 @@ def test_the_first_stays_unless_another_is_clearly_quicker() -> None:
     assert held(1, machine([1.0]))[0].winner() == 0
 
 
+def test_a_plan_that_is_quicker_in_one_round_alone_does_not_stay() -> None:
+    """Steps that differ by a fifth from one round to the next, at the same pace as far as that can be told."""
+    seconds = {0: [1.0] * 6, 1: [0.7] * 3 + [1.02] * 3}
+
+    def run(plan: int, step: int) -> Sample:
+        return Sample(seconds[plan].pop(0), Pace(1.0, None))
+
+    contest, _ = held(2, run)
+    assert contest.quotient(1) == pytest.approx(0.86)
+    assert contest.winner() == 0
+
+
 def test_plans_take_turns_and_the_order_turns() -> None:
     _, order = held(3, machine([1.0, 1.01, 1.02]))
     assert order == [0] * 3 + [1] * 3 + [2] * 6 + [1] * 3 + [0] * 3
@@ -138,7 +150,10 @@ def _is_sure(contest: Contest) -> bool:
         if any(abs(s.pace.ops / lowest - 1.06) < 1e-9 for s in turn.samples):
             return False
     quiets = [s.pace.quiet for turn in contest.turns for s in turn.samples if s.pace.quiet is not None]
-    return all(abs(a / b - 1.06) > 1e-9 for a in quiets for b in quiets)
+    ops = [s.pace.ops for turn in contest.turns for s in turn.samples]
+    return all(abs(a / b - 1.06) > 1e-9 for a in quiets for b in quiets) and all(
+        abs(a / b - 1.25) > 1e-9 for a in ops for b in ops
+    )
 
 
 @LIMITS

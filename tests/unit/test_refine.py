@@ -193,4 +193,6 @@ def test_the_pace_of_quiet_ops_is_not_that_of_ops_beside_copies() -> None:
     assert busy.quiet == pytest.approx(1.3)
     assert not alike([found], [busy])
     assert alike([found], [replace(found, quiet=1.05)])
+    # Where too few ops are quiet, what copies take from all of them is allowed for.
     assert alike([found], [replace(found, quiet=None)])
+    assert not alike([found], [replace(found, ops=1.3 * found.ops, quiet=None)])

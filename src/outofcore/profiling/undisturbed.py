@@ -17,6 +17,8 @@ from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
 # Steps whose ops took so many times as long as in the calmest of them were disturbed.
 _DISTURBED = 1.06
+# The same of steps of different programs, told by all ops, from which copies take more in the one than in the other.
+_CLEARLY_DISTURBED = 1.25
 # An op is quiet if copies are under way for no more of its time than this.
 _BESIDE = 0.02
 # The pace of quiet ops tells something where they take so much of the ops' time.
@@ -138,9 +140,10 @@ def alike(one: Sequence[Pace], other: Sequence[Pace]) -> bool:
     """
     mine = [p.quiet for p in one if p.quiet is not None]
     theirs = [p.quiet for p in other if p.quiet is not None]
+    most = _DISTURBED
     if not mine or not theirs:
-        return True
-    return max(min(mine), min(theirs)) <= min(*mine, *theirs) * _DISTURBED
+        mine, theirs, most = [p.ops for p in one], [p.ops for p in other], _CLEARLY_DISTURBED
+    return max(min(mine), min(theirs)) <= min(*mine, *theirs) * most
 
 
 def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
