@@ -45,17 +45,20 @@ def ops_to_fuse(
     graph: StepGraph,
     fusible: Collection[int],
     *,
+    alone: Collection[int] = (),
     scratch: Mapping[int, int] | None = None,
     least: int = LARGE_BYTES,
     most: int = MOST_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
-    """The ops that become one, in groups of two and more.
+    """The ops that become one, in groups.
 
     Args:
         graph: the step.
         fusible: ids of the ops that a compiler can fuse. One that draws random numbers, communicates or has an effect
             beyond its storages must not be among them.
+        alone: those of them that are compiled by themselves where no other joins them; the other groups are of two ops
+            and more.
         scratch: bytes that ops take while they run besides their storages, by id, as far as that is known.
         least: bytes of what one op makes and another reads, so that the two are fused.
         most: ops of a group.
@@ -64,7 +67,14 @@ def ops_to_fuse(
     Returns:
         ids, ascending in each group; the groups in the order of their last ops, where each runs.
     """
-    return _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
+    found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
+    return tuple(
+        ops for ops in found if len(ops) > 1 or (ops[0] in alone and _is_long(graph.ops[ops[0]], graph, least))
+    )
+
+
+def _is_long(op: Op, graph: StepGraph, least: int) -> bool:
+    return any(graph.storages[s].bytes >= least for s in op.creates + op.mutates)
 
 
 class _Search:
@@ -95,8 +105,7 @@ class _Search:
             before |= {reader for s in writes for reader in since.get(s, ())}
             joined = self._joined(op, [of[other] for other in sorted(before) if other in of])
             if joined is not None:
-                joined.ops.append(op.id)
-                joined.written |= writes
+                joined = _Group([*joined.ops, op.id], joined.written | writes)
                 of.update(dict.fromkeys(joined.ops, joined))
             elif op.id in self.fusible:
                 of[op.id] = _Group([op.id], set(writes))
@@ -109,7 +118,7 @@ class _Search:
                     since[storage] = []
                 else:
                     since.setdefault(storage, []).append(op.id)
-        found = {tuple(group.ops) for group in of.values() if len(group.ops) > 1}
+        found = {tuple(group.ops) for group in of.values()}
         return tuple(sorted(found, key=lambda ops: ops[-1]))
 
     def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
@@ -126,8 +135,7 @@ class _Search:
             ops = sorted([*(joined.ops if joined else ()), *group.ops])
             if not gain or len(ops) >= self.most or self._need([*ops, op.id]) > self.room:
                 continue
-            written = group.written | (joined.written if joined else set())
-            joined = _Group(ops, written)
+            joined = _Group(ops, group.written if joined is None else group.written | joined.written)
         return joined
 
     def _gain(self, op: Op, group: _Group) -> int:

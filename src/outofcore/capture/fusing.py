@@ -4,7 +4,9 @@ It comes before all other passes, so that they, the planner, the simulator, the 
 ops and storages. Large results lie where an argument lay that nobody needs any more (as in ``passes.reuse``).
 
 Fused are PyTorch's own elementwise operators, reductions, norms, softmax and losses. Products, convolutions, attention,
-whatever draws random numbers, and operators of others stay as they are.
+whatever draws random numbers, and operators of others stay as they are. So do, on the CPU, those for which PyTorch's
+own kernels were found to be faster than what Inductor writes (the guide to compiled kernels has the figures): norms but
+for the forward pass of batch norm, and sums over the rows of a matrix. Others are compiled even where they are alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -49,6 +52,15 @@ _FUSED = frozenset(
         *("hardtanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "glu", "glu_backward", "rsub"),
     )
 )
+# On the CPU PyTorch's own kernels of these go through memory once where Inductor's go twice.
+_OWN_ON_CPU = frozenset(
+    (
+        "aten::native_batch_norm_backward",
+        *(f"aten::{norm}{part}" for norm in ("native_layer_norm", "native_group_norm") for part in ("", "_backward")),
+    )
+)
+# On the CPU their functions take much longer than memory does, and are faster as Inductor writes them.
+_ALONE_ON_CPU = frozenset({"aten::gelu", "aten::gelu_backward", "aten::tanh", "aten::tanh_"})
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 
@@ -62,8 +74,9 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
         least: bytes of what one op makes and another reads, so that the two are fused.
     """
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
-    fusible = [op.id for op, call in pairs if _is_fusible(captured, op, call)]
-    groups = ops_to_fuse(captured.graph, fusible, scratch=_known_scratch(captured), least=least)
+    fusible = [op.id for op, call in pairs if _is_fusible(captured, op, call) and _is_worth_it(captured, call)]
+    alone = [op for op in fusible if _is_worth_it_alone(captured, captured.calls[op])]
+    groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=_known_scratch(captured), least=least)
     made = [_Fusion(captured, group, least) for group in groups]
     found = kernels.of([fusion.recipe for fusion in made], tell)
     kept = [fusion for fusion in made if fusion.recipe.text in found]
@@ -108,7 +121,7 @@ def _known_scratch(captured: Captured) -> dict[int, int]:
 
 
 def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
-    func = call.func
+    func: Any = call.func
     if not isinstance(func, OpOverload) or func.namespace != "aten" or call.rehearse is not None:
         return False
     if op.random or op.communicates or not op.rerunnable or not op.touched:
@@ -128,6 +141,36 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
         return False
     created = {captured.values[result].storage for result in call.results if result is not None}
     return created == set(op.creates) and all(map(_is_plain, _values_of(captured, call)))
+
+
+def _is_worth_it(captured: Captured, call: Call) -> bool:
+    """Whether Inductor's loops are no slower than PyTorch's own, as far as was found by measuring."""
+    func: Any = call.func
+    name = func._schema.name
+    if captured.device.type != "cpu":
+        return True
+    if name in _OWN_ON_CPU:
+        return False
+    given = by_name(func, call.args, call.kwargs)
+    first = next((captured.values[item.value] for item in given.values() if isinstance(item, Ref)), None)
+    if first is None:
+        return True
+    long = [dim for dim, size in enumerate(first.shape) if size > 1]
+    innermost = min(long, key=first.stride.__getitem__, default=0)
+    if name == BATCH_NORM:
+        return innermost != 1  # else it is laid out with channels last
+    if torch.Tag.reduction in func.tags:
+        dims = given.get("dim")
+        reduced = [dims] if isinstance(dims, int) else list(dims or range(len(first.shape)))
+        return innermost in [dim % max(len(first.shape), 1) for dim in reduced]
+    return True
+
+
+def _is_worth_it_alone(captured: Captured, call: Call) -> bool:
+    func: Any = call.func
+    given = by_name(func, call.args, call.kwargs)
+    slow = func._schema.name in _ALONE_ON_CPU and given.get("approximate", "none") == "none"
+    return slow and captured.device.type == "cpu"
 
 
 def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
@@ -200,8 +243,9 @@ class _Fusion:
         bases: dict[int, int] = {}
         found: dict[int, None] = {}
         for call in calls:
-            named = by_name(call.func, call.args, call.kwargs)
-            for name in sorted(written_arguments(call.func, named)):
+            func: Any = call.func
+            named = by_name(func, call.args, call.kwargs)
+            for name in sorted(written_arguments(func, named)):
                 ref = named.get(name)
                 if isinstance(ref, Ref):
                     bases.setdefault(values[ref.value].storage, ref.value)

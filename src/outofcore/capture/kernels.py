@@ -216,14 +216,15 @@ class _Traced:
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
+        func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._read(ref.value), Ref)
-        given = by_name(call.func, args, kwargs)
-        named = by_name(call.func, call.args, call.kwargs)
-        results, written = _functional(call.func, args, kwargs, given)
+        given = by_name(func, args, kwargs)
+        named = by_name(func, call.args, call.kwargs)
+        results, written = _functional(func, args, kwargs, given)
         for leaf, index in enumerate(call.results):
             if index is not None:
                 self._write(index, results[leaf])
-        for name in written_arguments(call.func, named):
+        for name in written_arguments(func, named):
             ref = named.get(name)
             if isinstance(ref, Ref):
                 self._write(ref.value, written[name])
