@@ -608,11 +608,12 @@ def compile_traced(
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
     from torch._inductor.virtualized import V  # noqa: PLC0415
     from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415
 
     settings: Any = config
     known = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
     options = {name: value for name, value in _KERNEL_OPTIONS.items() if name in known} | {"cpp.threads": threads}
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without which nothing is kept, although all sizes are numbers
     with (
         without_modes(),
         torch.inference_mode(mode=False),

@@ -155,12 +155,8 @@ class Kernels:
                 error,
             )
         except Exception as error:
-            _log.warning(
-                "%s is not fused, as Inductor refuses it: %s: %s",
-                recipe.name,
-                type(error).__name__,
-                str(error).strip().splitlines()[:1],
-            )
+            said = str(error).strip().partition("\n")[0]
+            _log.warning("%s stays unfused, as Inductor refuses it: %s: %s", recipe.name, type(error).__name__, said)
         return None
 
 
@@ -257,7 +253,7 @@ def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:
             tensor = tensor.narrow(dim, first, count)
     shown = [place for place in how.places if place is not None]
     hidden = [place for place in range(len(how.factors)) if place not in shown]  # of one element each
-    tensor = tensor.permute(*shown, *hidden)
+    tensor = tensor.permute([*shown, *hidden])
     for _ in hidden:
         tensor = tensor.squeeze(-1)
     for dim, place in enumerate(how.places):
