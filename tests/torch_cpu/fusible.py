@@ -122,4 +122,5 @@ def trained(name: str, budget: int | str, **how: Any) -> tuple[list[str], list[t
 
 
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(trained(sys.argv[1], sys.argv[2])[0]), encoding="utf-8")
+    found = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
+    Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
