@@ -68,13 +68,8 @@ def ops_to_fuse(
         ids, ascending in each group; the groups in the order of their last ops, where each runs.
     """
     found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
-    return tuple(
-        ops for ops in found if len(ops) > 1 or (ops[0] in alone and _is_long(graph.ops[ops[0]], graph, least))
-    )
-
-
-def _is_long(op: Op, graph: StepGraph, least: int) -> bool:
-    return any(graph.storages[s].bytes >= least for s in op.creates + op.mutates)
+    long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
+    return tuple(ops for ops in found if len(ops) > 1 or long.issuperset(ops))
 
 
 class _Search:
