@@ -11,7 +11,6 @@ full precision throughout, and adds up in another order.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -313,8 +312,3 @@ def _batch_norm(given: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tenso
         return list(_aten._native_batch_norm_legit.no_stats(given["input"], weight, bias, *how)), {}
     found = _aten._native_batch_norm_legit_functional.default(given["input"], weight, bias, mean, variance, *how)
     return list(found[:3]), {"running_mean": found[3], "running_var": found[4]}
-
-
-def digest(text: str) -> str:
-    """A short name of a long text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
