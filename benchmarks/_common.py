@@ -48,6 +48,7 @@ class Spec:
     policy: str = "auto"
     segments: int = 2
     share: float = 1.0
+    kernels: str = "eager"
 
 
 @dataclass

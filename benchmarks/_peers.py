@@ -9,6 +9,8 @@ from outofcore.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]
 OURS = "outofcore"
+COMPILED = "outofcore-inductor"  # with Inductor's kernels, and so not with the losses of eager PyTorch
+_BOTH = frozenset({OURS, COMPILED})
 
 # Budgets that are so near to another, above it, are served by that other.
 _SAME = 1.08
@@ -39,17 +41,17 @@ def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: 
     return sorted(chosen, reverse=True)
 
 
-def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
     """For each peer: that of our runs whose peak was the next below it, or the same, and whether it was faster.
 
     Nothing is interpolated: both are measurements. Not the fastest of all below it: the best of several noisy medians
     would flatter us. ``ours`` and ``ratio`` (our seconds over the peer's) are None
-    where none of our runs stayed below the peer's peak.
+    where none of our runs stayed below the peer's peak. ``tool`` says which of our runs count.
     """
-    ours = [row for row in rows if row["tool"] == OURS]
+    ours = [row for row in rows if row["tool"] == tool]
     found: list[dict[str, Any]] = []
     for peer in rows:
-        if peer["tool"] == OURS:
+        if peer["tool"] in _BOTH:
             continue
         below = [row for row in ours if row["peak"] <= peer["peak"]]
         best = max(below, key=lambda row: row["peak"], default=None)
@@ -68,7 +70,7 @@ def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def below_all_peers(rows: Sequence[Row]) -> list[str]:
     """The names of our runs with a peak below that of every peer."""
-    peers = [row["peak"] for row in rows if row["tool"] != OURS]
+    peers = [row["peak"] for row in rows if row["tool"] not in _BOTH]
     return [row["name"] for row in rows if row["tool"] == OURS and row["peak"] < min(peers, default=0)]
 
 
@@ -92,25 +94,25 @@ def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
             f"threads, PyTorch {found['versions']['torch']}, Python {machine['python']}; {found['rounds']} timed steps "
             f"each; `{found['command']}`.",
             "",
-            "| tool | step | over eager | peak | first step | eager's losses | ours over it |",
-            "|---|---:|---:|---:|---:|---|---:|",
+            "| tool | step | over eager | peak | first step | eager's losses | ours over it | Inductor's kernels |",
+            "|---|---:|---:|---:|---:|---|---:|---:|",
         ]
-        judged = {verdict["peer"]: verdict for verdict in found["verdicts"]}
+        judged = [
+            {verdict["peer"]: verdict["ratio"] for verdict in found.get(which, ())}
+            for which in ("verdicts", "verdicts_compiled")
+        ]
         for row in sorted(found["rows"], key=lambda row: -row["peak"]):
-            lines.append(f"| {' | '.join(_cells(row, judged.get(row['name'])))} |")
+            lines.append(f"| {' | '.join(_cells(row, [ratios.get(row['name']) for ratios in judged]))} |")
         lines += ["", *_sentences(found)]
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row, verdict: Mapping[str, Any] | None) -> list[str]:
-    name = f"**{row['name']}**" if row["tool"] == OURS else row["name"]
-    ratio = "-"
-    if verdict is not None and verdict["ratio"] is not None:
-        ratio = f"{verdict['ratio']:.2f}"
+def _cells(row: Row, ratios: Iterable[float | None]) -> list[str]:
+    name = f"**{row['name']}**" if row["tool"] in _BOTH else row["name"]
     over_eager = "-" if row["to_eager"] is None else f"{row['to_eager']:.2f}"
     times = [format_seconds(row["seconds"]), over_eager, format_bytes(row["peak"]), format_seconds(row["first_step_s"])]
     same = {None: "-", True: "yes", False: "no"}[row["same_losses"]]
-    return [name, *times, same, ratio]
+    return [name, *times, same, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)]
 
 
 def _sentences(found: Mapping[str, Any]) -> list[str]:
@@ -126,10 +128,13 @@ def _sentences(found: Mapping[str, Any]) -> list[str]:
         for verdict in judged
         if not verdict["faster"]
     ]
+    compiled = [verdict for verdict in found.get("verdicts_compiled", ()) if verdict["faster"]]
+    if compiled:
+        lines.append(f"With Inductor's kernels it is faster at {len(compiled)} of them.")
     lowest = [row for row in found["rows"] if row["name"] in found["below_all_peers"]]
     if lowest:
         low = min(row["peak"] for row in lowest)
-        peers = min(row["peak"] for row in found["rows"] if row["tool"] != OURS)
+        peers = min(row["peak"] for row in found["rows"] if row["tool"] not in _BOTH)
         lines += ["", f"The lowest peak of a peer is {format_bytes(peers)}, of outofcore {format_bytes(low)}."]
     else:
         lines += ["", "No run of outofcore has a peak below that of every peer."]

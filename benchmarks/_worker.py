@@ -3,9 +3,9 @@
 Its argument is JSON: ``model`` (of the zoo, or "bert") and its ``options``; ``mode`` "eager", "checkpoint" (eager, with
 ``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential``, in ``segments``), "compile"
 (``torch.compile`` that may keep a ``share`` of the activations), "outofcore", "followed" (eager, in
-``outofcore.budget``) or "survey"; and for ours ``budget``, ``home`` and ``policy``. It reads a command a line from
-standard input (``step``, ``report``, ``forget-peak``, ``picture PATH``) and answers each with a line of JSON on
-standard output. What else is printed goes to standard error.
+``outofcore.budget``) or "survey"; and for ours ``budget``, ``home``, ``policy`` and ``kernels``. It reads a command a
+line from standard input (``step``, ``report``, ``forget-peak``, ``picture PATH``) and answers each with a line of JSON
+on standard output. What else is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -82,7 +82,13 @@ class _Training:
                 model.compile()
             case "outofcore":
                 self._step = outofcore.compile(
-                    self._run, model, optimizer, budget=spec["budget"], home=spec["home"], policy=spec["policy"]
+                    self._run,
+                    model,
+                    optimizer,
+                    budget=spec["budget"],
+                    home=spec["home"],
+                    policy=spec["policy"],
+                    kernels=spec["kernels"],
                 )
                 self._run = self._step
             case "followed":

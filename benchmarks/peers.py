@@ -1,11 +1,12 @@
 """Step time against peak memory: outofcore at several budgets, beside what PyTorch itself offers, on the CPU.
 
 Plain PyTorch (on its own malloc and on tcmalloc), ``torch.utils.checkpoint`` around each block,
-``checkpoint_sequential``, ``torch.compile`` with a budget for activations, and outofcore's policy ``auto``. Each is a
-process of its own. First the peers run some steps, which shows their peaks; these are budgets for outofcore, beside the
-smallest, that which holds everything, and parts of it. Then all processes of a workload take turns step by step, so
-that all meet the same machine: there must be memory for all of them, and a run that has none is written down as
-missing, as is a peer that fails. Peaks are those of the whole process (RSS) above that of a step of a tiny model.
+``checkpoint_sequential``, ``torch.compile`` with a budget for activations, and outofcore's policy ``auto``, with
+PyTorch's own kernels and with Inductor's. Each is a process of its own. First the peers run some steps, which shows
+their peaks; these are budgets for outofcore, beside the smallest, that which holds everything, and parts of it. Then
+all processes of a workload take turns step by step, so that all meet the same machine: there must be memory for all of
+them, and a run that has none is written down as missing, as is a peer that fails. Peaks are those of the whole process
+(RSS) above that of a step of a tiny model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from _common import (
     write_result,
 )
 from _curves import Curve, Panel, Point, draw
-from _peers import OURS, below_all_peers, choose_budgets, markdown, verdicts
+from _peers import COMPILED, OURS, below_all_peers, choose_budgets, markdown, verdicts
 
 from outofcore.report.machine import available_memory_bytes
 from outofcore.units import GIB, format_bytes
@@ -69,6 +70,7 @@ _TOOLS = {
     "sequential": "checkpoint_sequential",
     "compile": "torch.compile, activation budget",
     OURS: "outofcore",
+    COMPILED: "outofcore, Inductor's kernels",
 }
 _VERSIONS = ("torch", "transformers", "outofcore")
 
@@ -192,13 +194,15 @@ def _measure(model: str, options: dict[str, Any], asked: Asked, base: int) -> di
         peaks = [worker.facts["first_peak"] - base for _, worker in pairs]
         in_core = int(_IN_CORE * need["in_core_budget"])
         budgets = choose_budgets(need["smallest_budget"], in_core, map(budget_below, peaks), asked.parts)
-        for budget in budgets if OURS in asked.tools else []:
-            name = f"outofcore, {format_bytes(budget)}"
+        kernels = {OURS: ("eager", "outofcore"), COMPILED: ("inductor", "outofcore with Inductor's kernels")}
+        for tool, budget in [(tool, budget) for budget in budgets for tool in kernels if tool in asked.tools]:
+            name = f"{kernels[tool][1]}, {format_bytes(budget)}"
             free = available_memory_bytes()
             if free is not None and free < budget + _BESIDE:
                 missing[name] = f"not run: beside the other processes {format_bytes(free)} of memory are left"
                 continue
-            start(Entry(OURS, name, replace(spec, mode=OURS, budget=budget), None, _OUR_WARM_UP))
+            ours = replace(spec, mode=OURS, budget=budget, kernels=kernels[tool][0])
+            start(Entry(tool, name, ours, None, _OUR_WARM_UP))
         if not pairs:
             raise typer.BadParameter(f"{model}: nothing could be run: {missing}")
         done = _rounds([worker for _, worker in pairs], asked.rounds, deadline)
@@ -219,6 +223,7 @@ def _measure(model: str, options: dict[str, Any], asked: Asked, base: int) -> di
         "losses_identical": all(row["same_losses"] is not False for row in rows if row["tool"] == OURS),
         "rows": rows,
         "verdicts": verdicts(rows),
+        "verdicts_compiled": verdicts(rows, COMPILED),
         "below_all_peers": below_all_peers(rows),
         "missing": missing,
     }

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ __all__ = [
     "FUNCTIONAL_COLLECTIVES",
     "PARALLEL_SETTINGS",
     "TENSOR_MODULE",
+    "CompilerMissingError",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
@@ -77,8 +78,10 @@ __all__ = [
     "autograd_sequence_number",
     "below_autograd",
     "bucket_assignment",
+    "compile_traced",
     "current_autograd_node",
     "finished_work",
+    "force_strides",
     "gather_into",
     "global_optimizer_hooks",
     "group_named",
@@ -550,3 +553,119 @@ def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None
     """In this context changes of tensors in place do not count for what autograd has saved."""
     autograd: Any = torch.autograd
     return autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+class CompilerMissingError(Exception):
+    """There is nothing to compile with: for the CPU no C++ compiler, for a GPU no Triton."""
+
+
+# All that Inductor may choose, and what it reads from the environment: fixed, so that a kernel is the same in every
+# process. Those that a release does not have are left out.
+_KERNEL_OPTIONS: dict[str, Any] = {
+    "alignment_asserts": False,
+    "allow_buffer_reuse": True,
+    "benchmark_combo_kernel": False,
+    "benchmark_fusion": False,
+    "benchmark_kernel": False,
+    "combo_kernels": False,
+    "comment_origin": False,
+    "coordinate_descent_tuning": False,
+    "cpp.dynamic_threads": False,
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_kernel_profile": False,
+    "cpp.enable_loop_tail_vec": True,
+    "cpp.enable_tiling_heuristics": True,
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.min_chunk_size": 512,
+    "cpp.simdlen": None,
+    "cpp_wrapper": False,
+    "deterministic": True,
+    "emulate_precision_casts": False,
+    "force_disable_caches": False,
+    "freezing": False,
+    "fx_graph_cache": True,
+    "fx_graph_remote_cache": False,
+    "inplace_buffers": True,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "memory_planning": False,
+    "nan_asserts": False,
+    "profiler_mark_wrapper_call": False,
+    "size_asserts": False,
+    "triton.cudagraphs": False,
+    "use_fast_math": False,
+}
+
+
+def compile_traced(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+    threads: int,
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """What a function computes, compiled by Inductor for tensors of these shapes and strides.
+
+    Args:
+        function: of operators that write nothing in place, but that its last ones may copy into its arguments.
+        layouts: of its arguments: shape, strides, dtype and device.
+        threads: on how many the loops of a kernel for the CPU run.
+
+    Returns:
+        a function that takes the arguments as a list, which it empties.
+
+    Raises:
+        CompilerMissingError: there is no compiler.
+        Exception: Inductor cannot compile it.
+    """
+    # To import this takes seconds, which those who compile nothing need not wait for.
+    from torch._guards import TracingContext, tracing  # noqa: PLC0415
+    from torch._inductor import config, exc  # noqa: PLC0415
+    from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+    from torch._inductor.virtualized import V  # noqa: PLC0415
+    from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415
+
+    settings: Any = config
+    known = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
+    options = {name: value for name, value in _KERNEL_OPTIONS.items() if name in known} | {"cpp.threads": threads}
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without which nothing is kept, although all sizes are numbers
+    with (
+        without_modes(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        settings.patch(options),
+    ):
+        _check_compiler({device.type for *_, device in layouts}, exc)
+        with mode:
+            given = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype, device in layouts
+            ]
+            graph = make_fx(function, decomposition_table=select_decomp_table())(*given)
+        node = next(iter(reversed(graph.graph.nodes)))
+        node.meta["user_visible_output_idxs"] = list(range(len(node.args[0])))
+        with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+            compiled: Any = compile_fx_inner(graph, given, is_inference=True)
+    return compiled
+
+
+def _check_compiler(devices: set[str], exceptions: Any) -> None:
+    if "cpu" in devices:
+        from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+
+        try:
+            get_cpp_compiler()
+        except exceptions.InvalidCxxCompiler as error:
+            raise CompilerMissingError("no C++ compiler is there; install g++ or clang++") from error
+    if devices - {"cpu"}:
+        from torch.utils._triton import has_triton  # noqa: PLC0415
+
+        if not has_triton():
+            raise CompilerMissingError("Triton is not installed, or does not know this GPU")
+
+
+def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor laid out in other strides, as Inductor understands it in a function that is traced."""
+    return torch.ops.prims.inductor_force_stride_order.default(tensor, strides)

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from outofcore import planning, presets
 from outofcore._torch_internals import tree_flatten
+from outofcore.capture.fusing import fusing
+from outofcore.capture.kernels import Kernels
 from outofcore.capture.passes import leanest
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
@@ -56,9 +58,11 @@ from outofcore.units import parse_bytes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# How much of what comes back from a home is compared by checksum, and how convolutions are run: see ``compile``.
+# How much of what comes back from a home is compared by checksum, how convolutions are run, and who writes the kernels
+# of all that is not a product: see ``compile``.
 CheckName = Literal["sampled", "full", "off"]
 Algorithms = Literal["eager", "fastest"]
+KernelsName = Literal["eager", "inductor"]
 
 # Where in the cache the plans of loops are.
 _PLANS = "loops"
@@ -173,6 +177,7 @@ def compile(
     dynamic: bool | None = None,
     shard: ProcessGroup | bool | None = None,
     replay: Replaying = True,
+    kernels: KernelsName = "eager",
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -208,8 +213,8 @@ def compile(
             which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
             op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
             with the first call of another size the step passes to being followed, once and for good; but it does not
-            on a GPU, where the native code cannot be built, with a ``policy`` or ``algorithms`` of your choice, or
-            with a home that is open or shared by other steps: these then find the model there.
+            on a GPU, where the native code cannot be built, with a ``policy``, ``algorithms`` or ``kernels`` of
+            your choice, or with a home that is open or shared by other steps: these then find the model there.
         shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
             every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
             reduces gradients. Every process gives batches of its own, of the same shapes. The model is the plain
@@ -220,6 +225,12 @@ def compile(
             microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway. With
             "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones; this has run on a
             CUDA runtime without a device, not on a GPU yet. Other values are refused.
+        kernels: "eager", PyTorch's own, op by op; or "inductor": elementwise ops, norms, softmax and losses that follow
+            one another become one op each, compiled by PyTorch's Inductor, which is faster where memory is what takes
+            time. Losses are then the same to the last bit at every budget and in every process with the same versions
+            on the same kind of machine, but they are not those of eager PyTorch to the last bit. The first call takes
+            some seconds for each kernel that is not in Inductor's cache yet. Without a C++ compiler (on a GPU: Triton)
+            the log says so, and PyTorch's own kernels run. See the guide to compiled kernels.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -263,6 +274,7 @@ def compile(
         dynamic,
         shard,
         replay=replay,
+        kernels=kernels,
     )
 
 
@@ -283,6 +295,7 @@ def _compiled(
     *,
     replay: Replaying = True,
     alternating: bool = False,
+    kernels: KernelsName = "eager",
 ) -> Step[P, R]:
     """What ``compile`` returns; ``alternating`` as for ``Session``."""
     count = parse_bytes(budget)
@@ -293,13 +306,14 @@ def _compiled(
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
+    made = _kernels(kernels)
     backend = open_backend(device, replay=replay)
     _check_devices(models, backend.device)
     if dynamic:
-        _check_followable(backend.device, home, chosen, algorithms)
+        _check_followable(backend.device, home, chosen, algorithms, kernels)
     kept = open_cache(cache)
     check_supported(models)
-    group = _sharing_group(shard, dynamic, algorithms)
+    group = _sharing_group(shard, dynamic, algorithms, kernels)
     shards = None if group is None else Shards(models, optimizers, group)
     ranks = None if alternating else Agreement(models, kept, group)
     loop = None
@@ -313,7 +327,7 @@ def _compiled(
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
-        if chosen == policy_of("auto") and algorithms == "eager" and shards is None:
+        if chosen == policy_of("auto") and algorithms == kernels == "eager" and shards is None:
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
@@ -333,10 +347,24 @@ def _compiled(
         alternating,
         ranks,
         shards,
+        made,
     )
 
 
-def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, algorithms: str) -> ProcessGroup | None:
+def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
+    """What compiles the kernels of a step; None: they are PyTorch's own.
+
+    Raises:
+        InputError: there are no such kernels.
+    """
+    if name not in ("eager", "inductor"):
+        raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
+    return None if name == "eager" else Kernels(compiles)
+
+
+def _sharing_group(
+    shard: ProcessGroup | bool | None, dynamic: bool | None, algorithms: str, kernels: str
+) -> ProcessGroup | None:
     """The processes that share a model; None: nobody else has any of it.
 
     Raises:
@@ -352,9 +380,9 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, algo
     group = torch.distributed.group.WORLD if shard is True else shard
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
-    if dynamic or algorithms != "eager":
+    if dynamic or algorithms != "eager" or kernels != "eager":
         raise InputError(
-            "processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'algorithms' out"
+            "processes that share a model follow one plan: with 'shard' leave 'dynamic', 'algorithms' and 'kernels' out"
         )
     return group if group.size() > 1 else None
 
@@ -460,11 +488,11 @@ def elastic(
         raise
 
 
-def _check_followable(device: torch.device, home: object, policy: Policy, algorithms: str) -> None:
+def _check_followable(device: torch.device, home: object, policy: Policy, algorithms: str, kernels: str) -> None:
     """Refuse ``dynamic=True`` where calls cannot be followed.
 
     Raises:
-        InputError: the device, the home, the policy or the algorithms are those of planned steps alone.
+        InputError: the device, the home, the policy, the algorithms or the kernels are those of planned steps alone.
         StateError: the system cannot.
     """
     if device.type != "cpu":
@@ -474,10 +502,10 @@ def _check_followable(device: torch.device, home: object, policy: Policy, algori
             "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
             "'home'; or leave 'dynamic' out"
         )
-    if policy != policy_of("auto") or algorithms != "eager":
+    if policy != policy_of("auto") or algorithms != "eager" or kernels != "eager":
         raise InputError(
-            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
-            "'algorithms' out"
+            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy', 'algorithms' "
+            "and 'kernels' out"
         )
     load_paging()
 
@@ -647,6 +675,7 @@ def smallest_budget(
     kwargs: dict[str, Any] | None = None,
     device: str | torch.device | None = None,
     cache: bool | str | os.PathLike[str] = True,
+    kernels: KernelsName = "eager",
 ) -> int:
     """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
 
@@ -660,6 +689,7 @@ def smallest_budget(
         kwargs: its keyword arguments.
         device: as for ``compile``.
         cache: as for ``compile``.
+        kernels: as for ``compile``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -682,7 +712,8 @@ def smallest_budget(
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
-    capture = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    plain = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    capture = fusing(plain, _kernels(kernels))
     traced = capture()
     captured = leanest(traced).aligned(backend.alignment)
     backend.prepare()
@@ -707,6 +738,7 @@ def estimate(
     host_budget: int | str | None = None,
     policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
+    kernels: KernelsName = "eager",
 ) -> Estimate:
     """Whether a step fits, and how long it would take over budgets, without training it.
 
@@ -726,6 +758,7 @@ def estimate(
         host_budget: as for ``compile``; ignored for a device that is simulated.
         policy: as for ``compile``.
         cache: as for ``compile``.
+        kernels: as for ``compile``. For a device that is simulated nothing is compiled.
 
     Returns:
         Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
@@ -770,6 +803,7 @@ def estimate(
                 cache=kept,
                 tell=tell,
                 backend=backend,
+                kernels=_kernels(kernels, compiles=preset is None),
             )
             machine = preset.describe() if preset else ""
             return estimated(graph, costs, budgets=wanted, policy=chosen, machine=machine, tell=tell)

@@ -27,6 +27,8 @@ from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
 from outofcore.capture.collectives import Collective
+from outofcore.capture.fusing import fused, fusing
+from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.passes import fastest, leanest
 from outofcore.capture.shards import Shards
@@ -220,6 +222,7 @@ class Session:
         alternating: whether calls of one kind never find the gradients that another of that kind has left.
         ranks: the processes that run it together; None: this one alone.
         shards: what of the models is spread over them; None: nothing is.
+        kernels: with which ops that become one are compiled; None: all run by PyTorch's own, one by one.
 
     Attributes:
         followed: the calls that are followed; None: there were none yet.
@@ -250,8 +253,10 @@ class Session:
         alternating: bool = False,
         ranks: Ranks | None = None,
         shards: Shards | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._ranks = ranks
+        self._kernels = kernels
         self._shards = shards
         self._apart = ""  # why this process is out of step with the others; empty: it is not
         self._group_costs: dict[int, GroupCost] = {}
@@ -701,7 +706,14 @@ class Session:
                     self._orders.setdefault(id(end.model), end.order)
             if traced.lazy is not None:
                 traced.lazy.apply()
-        return traced, capture
+        kernels = self._kernels
+        if kernels is None:
+            return traced, capture
+        try:
+            return fused(traced, kernels, self._tell), fusing(capture, kernels)
+        except BaseException:
+            self._undo_lazy(traced)
+            raise
 
     def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
         self._tell("capture", 1, 1)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
+from outofcore.capture.kernels import Kernels
 from outofcore.capture.shards import Shards
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
@@ -86,6 +87,7 @@ class Step(Generic[P, R]):
         alternating: bool = False,
         ranks: Ranks | None = None,
         shards: Shards | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.__wrapped__ = step
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
@@ -112,6 +114,7 @@ class Step(Generic[P, R]):
             alternating,
             ranks,
             shards,
+            kernels,
         )
         self._shards = shards
         self._closed = False

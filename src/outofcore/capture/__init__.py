@@ -14,6 +14,9 @@ Then passes give the graph another form, all in ``passes``; the bits stay the sa
     fastest    together → reuse              where memory is no matter
     leanest    split → reuse → reordered     where it is short
 
+If it is asked for, ``fusing`` comes before: what lies between products becomes one op each, of which ``kernels`` makes
+kernels with Inductor. The bits are then Inductor's, and the same in all forms.
+
 Collectives are ops as others are (``collectives``); ``replicas`` writes down those of ``DistributedDataParallel``.
 
 ``signature`` tells whether a captured step still fits a call, ``refusals`` how a step is refused, and ``patching``

@@ -31,7 +31,7 @@ _INPUT = 1  # the place of the input among the arguments
 _MASK = 10  # the place of ``output_mask`` among the arguments
 
 
-def _with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
+def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
     """The capture with other ops, numbered in their order."""
     found = list(pairs)
     graph = captured.graph
@@ -44,7 +44,7 @@ def _with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
 def split(captured: Captured) -> Captured:
     """The same step, to the bit, with every convolution's backward pass in two ops where it had both halves."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
-    return _with_ops(captured, [part for op, call in pairs for part in _parts(captured, op, call)])
+    return with_ops(captured, [part for op, call in pairs for part in _parts(captured, op, call)])
 
 
 def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
@@ -78,7 +78,7 @@ def _same_layout(captured: Captured, one: int, other: int) -> bool:
 
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
-_PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
         family = f"{op.family}, over argument {over.place}" if op.family else ""
         op_over = replace(op, mutates=(*op.mutates, kept), creates=(), family=family)
         pairs.append((op_over, replace(call, func=over, results=(None,))))
-    return compacted(_with_ops(captured, pairs), into) if into else captured
+    return compacted(with_ops(captured, pairs), into) if into else captured
 
 
 def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
@@ -144,7 +144,7 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
         if (
             (value.dtype, value.layout()) == (result.dtype, result.layout())
             and graph.storages[kept].bytes == graph.storages[gone].bytes
-            and graph.storages[kept].kind in _PASSING
+            and graph.storages[kept].kind in PASSING
             and kept in graph.creator
             and kept not in graph.outputs
             and graph.uses[kept][-1] == op.id
@@ -198,7 +198,7 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
 
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     """A captured step with its ops in another order, in which each must still find what it found before."""
-    return _with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
+    return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
 def gathered_late(captured: Captured) -> Captured:
@@ -247,7 +247,7 @@ def together(captured: Captured) -> Captured:
             rows[-1].append(pair)
         else:
             rows.append([pair])
-    return _with_ops(captured, map(_joined, rows))
+    return with_ops(captured, map(_joined, rows))
 
 
 def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:

@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import OpOverload, tree_flatten, tree_unflatten
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
+from outofcore.capture.fusing import fusing
+from outofcore.capture.kernels import Kernels
 from outofcore.capture.operators import by_name
 from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
@@ -134,6 +136,7 @@ def costed(
     tell: Tell,
     backend: Backend | None = None,
     sharing: Sharing | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[StepGraph, Costs]:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
@@ -150,13 +153,15 @@ def costed(
         tell: progress callback ``(stage, done, total)``.
         backend: where the step is to run, and ops are measured; None: on the CPU.
         sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
+        kernels: with which ops that become one are compiled; None: none do.
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
     tell("capture", 0, 1)
     with given_memory(models, (args, kwargs)) as (given, named):
-        return _costed(step, models, optimizers, given, named, where, cache, tell, backend or CpuBackend(), sharing)
+        here = backend or CpuBackend()
+        return _costed(step, models, optimizers, given, named, where, cache, tell, here, sharing, kernels)
 
 
 def _costed(
@@ -170,10 +175,12 @@ def _costed(
     tell: Tell,
     backend: Backend,
     sharing: Sharing | None,
+    kernels: Kernels | None,
 ) -> tuple[StepGraph, Costs]:
     # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
-    capture = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
+    plain = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
+    capture = fusing(plain, kernels, tell)
     traced = capture()
     captured = leanest(traced)
     if backend.driver is not None:

@@ -394,7 +394,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
 
 def is_keepable(op: Op) -> bool:
     """Whether the family of an op means the same in every process."""
-    own = op.name.startswith("aten.") or (op.name.startswith("optimizer.") and not op.random)
+    own = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
     return own and bool(op.family) and " at 0x" not in op.family
 
 

@@ -1,0 +1,183 @@
+"""Which ops become one, where a compiler may write one kernel for several: a rule on the graph alone.
+
+What ops that become one make among themselves, and nobody else uses, is no storage of the step any more: it is neither
+written to memory nor read again; but neither can it be kept, moved or computed again by itself. The rule takes what
+saves time and costs no bytes:
+
+- An op joins those that have made something large that it reads, as long as no other op depends on them yet. So a
+  group runs where its last op ran, and nothing else is delayed; it is convex, and the graph stays without cycles.
+- What is held beyond the op at which the most bytes are live exists by itself. Where an op makes more of it that is
+  held as well, there is a cut: the second can then be dropped, and be computed again from the first.
+- A group needs no more bytes at once than the op of the step that needs the most, with the scratch memory that this is
+  known to take.
+
+It looks at neither a budget nor a measurement: so the ops of a step, and with them its bits, are the same in every
+process and at every budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from outofcore.analysis.gaps import LARGE_BYTES, placed_bytes
+from outofcore.graph import Op, StepGraph, StorageKind
+
+# A compiler's time grows faster than the number of ops.
+MOST_OPS = 48
+# What is made early and looked at late would else be made late, and what it is made of be held until then.
+REACH = 16
+
+
+@dataclass
+class _Group:
+    """Ops that are to become one, as far as they are known."""
+
+    ops: list[int]
+    written: set[int] = field(default_factory=set[int])
+    open: bool = True  # no other op depends on it yet
+
+
+def ops_to_fuse(
+    graph: StepGraph,
+    fusible: Collection[int],
+    *,
+    alone: Collection[int] = (),
+    scratch: Mapping[int, int] | None = None,
+    least: int = LARGE_BYTES,
+    most: int = MOST_OPS,
+    reach: int = REACH,
+) -> tuple[tuple[int, ...], ...]:
+    """The ops that become one, in groups.
+
+    Args:
+        graph: the step.
+        fusible: ids of the ops that a compiler can fuse. One that draws random numbers, communicates or has an effect
+            beyond its storages must not be among them.
+        alone: those of them that are compiled by themselves where no other joins them; the other groups are of two ops
+            and more.
+        scratch: bytes that ops take while they run besides their storages, by id, as far as that is known.
+        least: bytes of what one op makes and another reads, so that the two are fused.
+        most: ops of a group.
+        reach: how many ops on from one of the group the next one may be.
+
+    Returns:
+        ids, ascending in each group; the groups in the order of their last ops, where each runs.
+    """
+    found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
+    long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
+    return tuple(ops for ops in found if len(ops) > 1 or long.issuperset(ops))
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: StepGraph,
+        fusible: frozenset[int],
+        scratch: Mapping[int, int],
+        least: int,
+        most: int,
+        reach: int,
+    ) -> None:
+        self.graph, self.fusible, self.least, self.most, self.reach = graph, fusible, least, most, reach
+        self.peak = _peak(graph)
+        self.room = max((self._need([op.id]) + scratch.get(op.id, 0) for op in graph.ops), default=0)
+        self.writes: list[list[int]] = [[] for _ in graph.storages]
+        for op in graph.ops:
+            for storage in op.mutates + op.creates:
+                self.writes[storage].append(op.id)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        of: dict[int, _Group] = {}  # by op
+        last_write: dict[int, int] = {}
+        since: dict[int, list[int]] = {}  # who has read a storage since it was written last
+        for op in self.graph.ops:
+            writes = set(op.mutates + op.creates)
+            before = {last_write[s] for s in op.touched if s in last_write}
+            before |= {reader for s in writes for reader in since.get(s, ())}
+            joined = self._joined(op, [of[other] for other in sorted(before) if other in of])
+            if joined is not None:
+                joined = _Group([*joined.ops, op.id], joined.written | writes)
+                of.update(dict.fromkeys(joined.ops, joined))
+            elif op.id in self.fusible:
+                of[op.id] = _Group([op.id], set(writes))
+            for other in before:
+                if other in of and of[other] is not of.get(op.id):
+                    of[other].open = False
+            for storage in op.touched:
+                if storage in writes:
+                    last_write[storage] = op.id
+                    since[storage] = []
+                else:
+                    since.setdefault(storage, []).append(op.id)
+        found = {tuple(group.ops) for group in of.values()}
+        return tuple(sorted(found, key=lambda ops: ops[-1]))
+
+    def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
+        """The group that an op joins; where it brings several together, they are one from now on."""
+        if op.id not in self.fusible:
+            return None
+        candidates = list(
+            {id(group): group for group in groups if group.open and op.id - group.ops[-1] <= self.reach}.values()
+        )
+        gains = [(self._gain(op, group), group) for group in candidates]
+        joined: _Group | None = None
+        # The sort is stable: of groups that are worth the same, the first.
+        for gain, group in sorted(gains, key=lambda pair: -pair[0]):
+            ops = sorted([*(joined.ops if joined else ()), *group.ops])
+            if not gain or len(ops) >= self.most or self._need([*ops, op.id]) > self.room:
+                continue
+            joined = _Group(ops, group.written if joined is None else group.written | joined.written)
+        return joined
+
+    def _gain(self, op: Op, group: _Group) -> int:
+        """Bytes that an op need not read from memory if it joins a group; 0: it does not."""
+        storages = self.graph.storages
+        shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.least]
+        if any(self._held(s, op) for s in shared) and any(self._held(s, op) for s in op.creates):
+            return 0
+        return sum(storages[s].bytes for s in shared)
+
+    def _held(self, storage: int, op: Op) -> bool:
+        """Whether what lies in a storage after an op is looked at both there and beyond the peak."""
+        graph = self.graph
+        if op.id > self.peak or graph.storages[storage].bytes < self.least or storage in op.mutates:
+            return False
+        writes = self.writes[storage]
+        after = bisect_right(writes, op.id)
+        end = writes[after] if after < len(writes) else len(graph.ops)
+        lasts = end == len(graph.ops) and (storage in graph.outputs or storage in graph.persistent)
+        return lasts or any(self.peak < use <= end for use in graph.uses[storage])
+
+    def _need(self, ops: list[int]) -> int:
+        """Bytes that ops need at once as one, without what stays among them; results lie where arguments die."""
+        graph, members = self.graph, set(ops)
+        made = {s for op in ops for s in graph.ops[op].creates}
+        count, results, dying = 0, Counter[int](), Counter[int]()
+        for storage in dict.fromkeys(s for op in ops for s in graph.ops[op].touched):
+            kind, size = graph.storages[storage].kind, placed_bytes(graph.storages[storage].bytes)
+            inside = graph.uses[storage][-1] in members and storage not in graph.outputs
+            if kind is StorageKind.CONSTANT or size < self.least:
+                continue
+            if storage in made and inside and members.issuperset(graph.uses[storage]):
+                continue
+            count += size
+            if storage in made:
+                results[size] += 1
+            elif inside and storage in graph.creator and len(ops) > 1:
+                dying[size] += 1
+        return count - sum(size * number for size, number in (results & dying).items())
+
+
+def _peak(graph: StepGraph) -> int:
+    """The op at which the most bytes are live that the step makes; the first of several."""
+    change = [0] * (len(graph.ops) + 1)
+    for storage in graph.creator:
+        uses = graph.uses[storage]
+        change[uses[0]] += graph.storages[storage].bytes
+        change[uses[-1] + 1] -= graph.storages[storage].bytes
+    live = list(accumulate(change[:-1]))
+    return max(range(len(live)), key=live.__getitem__, default=0)

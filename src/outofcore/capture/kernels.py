@@ -1,0 +1,314 @@
+"""Several ops as one kernel: written by PyTorch's own compiler, Inductor, compiled once, and kept in its cache.
+
+What is compiled is a graph of the very ATen operators that were captured. All that Inductor may choose is fixed by
+options, which are given as arguments: nothing is tried out on the machine, sizes are those captured, and the number of
+threads is that of now. So a kernel is the same in every process with the same versions on a machine of the same kind,
+and wherever its tensors lie.
+
+Limits: the bits are Inductor's own, not those of the operators one by one. It computes chains in half precision in
+full precision throughout, and adds up in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
+from outofcore.analysis.windows import Derivation, Window, derivation
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.operators import by_name, value_text, written_arguments
+from outofcore.capture.patching import TURN
+from outofcore.capture.tables import map_leaves
+from outofcore.progress import Tell, silent
+
+_log = logging.getLogger("outofcore")
+_aten = torch.ops.aten
+
+BATCH_NORM = "aten::native_batch_norm"
+# Written in place, and made anew by no operator of the same arguments.
+REWRITTEN = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a kernel computes: ops on values and storages that are numbered in the order in which they come up.
+
+    Attributes:
+        calls: of the ops, in order.
+        values: at the index that a ``Ref`` names.
+        inputs: the values given, in order.
+        written: of those given that are written, the place among the inputs, and the storage whose contents it gets.
+        results: the values returned.
+        device: where all of them are.
+        text: says all of it: recipes of one text are the same.
+    """
+
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    written: tuple[tuple[int, int], ...]
+    results: tuple[int, ...]
+    device: torch.device
+    text: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: what is fused, such as ``fused.native_batch_norm+relu_``."""
+        names = list(dict.fromkeys(str(call.func).split(".")[1] for call in self.calls))
+        return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
+
+
+_NAMES = 4
+
+
+def described(recipe: Recipe) -> str:
+    """The text of a recipe."""
+    values = [
+        f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
+    ]
+    calls = [
+        f"{call.func}({_text(list(call.args))}; {_text(sorted(call.kwargs.items()))})->{list(call.results)}"
+        for call in recipe.calls
+    ]
+    ends = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
+    return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {ends}"
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, Ref):
+        return f"%{item.value}"
+    if isinstance(item, list | tuple):
+        return "[" + ",".join(map(_text, item)) + "]"
+    return repr(item)
+
+
+class Kernel:
+    """A compiled recipe: called with the tensors of its inputs, returns a tuple of its results.
+
+    Attributes:
+        recipe: what it computes.
+        threads: that it was compiled for.
+    """
+
+    def __init__(self, recipe: Recipe, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
+        self.recipe = recipe
+        self.threads = threads
+        self._run = run
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._run(list(tensors))
+
+
+class NotFusibleError(Exception):
+    """A recipe is not one that can be traced; never reaches the user."""
+
+
+@dataclass
+class Kernels:
+    """The kernels of a step, each compiled once.
+
+    Attributes:
+        compiles: False makes kernels that can be planned and not run, for a device that is not here.
+    """
+
+    compiles: bool = True
+    _known: dict[tuple[str, int], Kernel | None] = field(default_factory=dict[tuple[str, int], Kernel | None])
+    _missing: bool = False
+
+    def of(self, recipes: Iterable[Recipe], tell: Tell = silent) -> Mapping[str, Kernel]:
+        """The kernels of recipes, by their text; those that cannot be compiled are left out, and the log says why.
+
+        Args:
+            recipes: any number, also of the same text.
+            tell: progress callback.
+        """
+        threads = torch.get_num_threads()
+        wanted = {recipe.text: recipe for recipe in recipes}
+        new = [recipe for text, recipe in wanted.items() if (text, threads) not in self._known]
+        for number, recipe in enumerate(new):
+            if self._missing:
+                break
+            tell("compile kernels", number, len(new))
+            self._known[recipe.text, threads] = self._made(recipe, threads)
+        if new:
+            tell("compile kernels", len(new), len(new))
+        found = {text: self._known.get((text, threads)) for text in wanted}
+        return {text: kernel for text, kernel in found.items() if kernel is not None}
+
+    def _made(self, recipe: Recipe, threads: int) -> Kernel | None:
+        if not self.compiles:
+            return Kernel(recipe, threads, _not_compiled)
+        try:
+            with TURN:
+                return Kernel(recipe, threads, _compiled(recipe, threads))
+        except CompilerMissingError as error:
+            self._missing = True
+            _log.warning(
+                "kernels='inductor' was asked for, and nothing can be compiled: %s. The step runs with PyTorch's own "
+                "kernels, and with their numbers",
+                error,
+            )
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            _log.warning("%s stays unfused, as Inductor refuses it: %s: %s", recipe.name, type(error).__name__, said)
+        return None
+
+
+def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise RuntimeError("a kernel that was made for an estimate was run; please report it")
+
+
+def _compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    given = [(recipe.values[index], recipe.device) for index in recipe.inputs]
+    layouts = [(value.shape, value.stride, value.dtype, device) for value, device in given]
+    return compile_traced(_Traced(recipe), layouts, threads)
+
+
+class _Traced:
+    """Computes a recipe by operators that write nothing in place, but for its last ones: what the compiler traces."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        targets = {place for place, _ in recipe.written}
+        # The storages whose contents change have one window that all others are made of.
+        self.changing = {recipe.values[recipe.inputs[place]].storage for place in targets}
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        recipe = self.recipe
+        self.plain: dict[int, torch.Tensor] = {}
+        self.contents: dict[int, tuple[torch.Tensor, Value]] = {}
+        for index, tensor in zip(recipe.inputs, given, strict=True):
+            value = recipe.values[index]
+            if value.storage in self.changing:
+                self.contents[value.storage] = tensor, value
+            else:
+                self.plain[index] = tensor
+        for call in recipe.calls:
+            self._run(call)
+        returned: list[torch.Tensor] = []
+        for index in recipe.results:
+            result = self._read(index)
+            stride = recipe.values[index].stride
+            returned.append(result if result.stride() == stride else force_strides(result, stride))
+        ends = [(place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written]
+        for place, contents in ends:
+            _aten.copy_.default(given[place], contents)
+        return tuple(returned)
+
+    def _contents_as(self, storage: int, index: int) -> torch.Tensor:
+        """What a storage holds, laid out as a value, of it or of another storage, is."""
+        tensor, lies = self.contents[storage]
+        return _viewed(tensor, lies, self.recipe.values[index])
+
+    def _read(self, index: int) -> torch.Tensor:
+        if index in self.plain:
+            return self.plain[index]
+        return self._contents_as(self.recipe.values[index].storage, index)
+
+    def _run(self, call: Call) -> None:
+        func: Any = call.func
+        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._read(ref.value), Ref)
+        given = by_name(func, args, kwargs)
+        named = by_name(func, call.args, call.kwargs)
+        results, written = _functional(func, args, kwargs, given)
+        for leaf, index in enumerate(call.results):
+            if index is not None:
+                self._write(index, results[leaf])
+        for name in written_arguments(func, named):
+            ref = named.get(name)
+            if isinstance(ref, Ref):
+                self._write(ref.value, written[name])
+
+    def _write(self, index: int, tensor: torch.Tensor) -> None:
+        value = self.recipe.values[index]
+        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
+            raise NotFusibleError(f"{value_text(value)} was to be made, and {tensor.dtype} {tuple(tensor.shape)} is")
+        self.contents[value.storage] = tensor, value
+
+
+def _viewed(tensor: torch.Tensor, lies: Value, wanted: Value) -> torch.Tensor:
+    if lies.layout() == wanted.layout() and lies.dtype == wanted.dtype:
+        return tensor
+    found = None if lies.dtype != wanted.dtype else derivation(_window(lies), _window(wanted))
+    if found is None:
+        raise NotFusibleError(f"{value_text(wanted)} is no view of {value_text(lies)}")
+    return derived(tensor, found)
+
+
+def _window(value: Value) -> Window:
+    return Window(value.shape, value.stride, value.offset)
+
+
+def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:
+    """A tensor made of another one by views."""
+    tensor = tensor.permute(how.order).reshape(how.factors)
+    for dim, (first, count) in enumerate(how.ranges):
+        if count != how.factors[dim]:
+            tensor = tensor.narrow(dim, first, count)
+    shown = [place for place in how.places if place is not None]
+    hidden = [place for place in range(len(how.factors)) if place not in shown]  # of one element each
+    tensor = tensor.permute([*shown, *hidden])
+    for _ in hidden:
+        tensor = tensor.squeeze(-1)
+    for dim, place in enumerate(how.places):
+        if place is None:
+            tensor = tensor.unsqueeze(dim)
+    return tensor.expand(how.shape)
+
+
+def functional_of(func: OpOverload) -> OpOverload | None:
+    """The operator that returns what this one writes to its first argument, given the same; None: there is none."""
+    name = func._schema.name.partition("::")[2]
+    packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
+    if packet is None:
+        return None
+    wanted = [str(argument.type) for argument in func._schema.arguments]
+    for overload in packet.overloads():
+        other: OpOverload = getattr(packet, overload)
+        arguments = other._schema.arguments
+        if [str(argument.type) for argument in arguments] == wanted and not any(a.is_out for a in arguments):
+            return other
+    return None
+
+
+def _functional(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The results of an operator, and what it would have written, by the names of its arguments."""
+    name = func._schema.name
+    if name == BATCH_NORM:
+        return _batch_norm(given)
+    if not name.endswith("_"):
+        result = func(*args, **kwargs)
+        return [result] if isinstance(result, torch.Tensor) else list(result), {}
+    target: torch.Tensor = given["self"]
+    if name == "aten::copy_":
+        made = _aten.clone.default(given["src"].to(target.dtype).expand(target.shape))
+    elif name in REWRITTEN:
+        number = given.get("value", 0)
+        likewise = {"dtype": target.dtype, "device": target.device}
+        if isinstance(number, torch.Tensor):
+            made = _aten.clone.default(number.to(target.dtype).expand(target.shape))
+        else:
+            made = _aten.full.default(list(target.shape), number, **likewise)
+    else:
+        other = functional_of(func)
+        if other is None:
+            raise NotFusibleError(f"{func} writes in place, and nothing returns what it writes")
+        made = other(*args, **kwargs).to(target.dtype)
+    return [None], {"self": made}
+
+
+def _batch_norm(given: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    weight, bias = given.get("weight"), given.get("bias")
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    how = given["training"], given["momentum"], given["eps"]
+    if mean is None or variance is None:
+        return list(_aten._native_batch_norm_legit.no_stats(given["input"], weight, bias, *how)), {}
+    found = _aten._native_batch_norm_legit_functional.default(given["input"], weight, bias, mean, variance, *how)
+    return list(found[:3]), {"running_mean": found[3], "running_var": found[4]}
