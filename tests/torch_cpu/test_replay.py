@@ -30,6 +30,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
         return replay.load_replay()
 
     monkeypatch.setattr(cpu, "replay_if_there", there)
+    monkeypatch.setattr(cpu, "is_worth_it", lambda calls, seconds: True)
 
 
 @pytest.fixture

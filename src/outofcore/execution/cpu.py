@@ -396,8 +396,6 @@ class CpuEngine:
         else:
             with replayed.replay.watching():
                 self._run_all(bound, _Calls(table, starts, ends, replayed), None, table, starts, ends, inline)
-            table.end()
-            replayed.replay.settle()
             replayed.until = spans(bound.runs, replayed.taken)
 
     def _run_all(

@@ -31,7 +31,8 @@ struct Result {
   const void* address;
   Tensor target;  // the tensor there
 };
-// A number in place of a tensor. Python makes a tensor of it for each call, which may lie in scratch memory.
+// A number in place of a tensor. Python makes a tensor of it for each call, in the scope of the op, and so what the op asks
+// for was recorded with that request before its own.
 struct Number {
   size_t argument;
   c10::Scalar value;
@@ -41,7 +42,7 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<IValue> arguments;
   std::vector<Result> results;
-  std::vector<Number> numbers;  // that are no tensors yet
+  std::vector<Number> numbers;
 };
 // What is issued to a device between ops; a status, 0 if all went well. See ``outofcore_issue`` in cuda/issue.cpp.
 using Issue = int (*)(const void* actions, int64_t count, void* const* streams);
@@ -140,6 +141,12 @@ void place(Replay& replay, const Call& call, const torch::jit::Stack& stack) {
     });
 }
 
+Tensor tensor_of(const Number& number) {
+  Tensor tensor = at::scalar_tensor(number.value, at::TensorOptions().dtype(number.dtype));
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
 int64_t failed(Replay& replay, Failure failure, const char* message) {
   replay.failure = failure;
   try {
@@ -217,7 +224,7 @@ EXPORT void replay_expect() noexcept {
 
 // Has the op that was called since it was expected be an entry, if it was one, of this name, and on tensors that the
 // caller knows or that are plain numbers. ``results`` are, for each, the leaf, the address and PyTorch's own object for the
-// tensor; ``known`` these objects. 1: it is one as soon as ``replay_settle`` was called; 0: it is not.
+// tensor; ``known`` these objects. 1: it is one now; 0: it is not.
 EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, const char* overload, int scope,
                            int64_t instruction, int64_t count, const int64_t* results, int64_t knows,
                            const int64_t* known) noexcept try {
@@ -262,22 +269,6 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
 } catch (...) {
   return 0;
 }
-// Makes the tensors of numbers; to be called outside of scopes, when all that is to be taken was. 0: done; -1: no memory.
-EXPORT int64_t replay_settle(Replay* replay) noexcept try {
-  for (Entry& entry : replay->entries) {
-    if (!entry.call) continue;
-    for (const Number& number : entry.call->numbers) {
-      Tensor tensor = at::scalar_tensor(number.value, at::TensorOptions().dtype(number.dtype));
-      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-      entry.call->arguments[number.argument] = std::move(tensor);
-    }
-    entry.call->numbers.clear();
-  }
-  return 0;
-} catch (...) {
-  return -1;
-}
-
 // Has an entry issue actions to a device.
 EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const void* actions, int64_t count,
                          void* const* streams) noexcept {
@@ -317,6 +308,7 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
         }
       } const scope{close};
       stack = entry.call->arguments;
+      for (const Number& number : entry.call->numbers) stack[number.argument] = tensor_of(number);
       entry.call->op.callBoxed(&stack);
       place(*replay, *entry.call, stack);
       stack.clear();

@@ -60,7 +60,6 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             _POINTER,
         ),
     ),
-    "replay_settle": (_COUNT, (_POINTER,)),
     "replay_run": (
         _COUNT,
         (_POINTER, _COUNT, _COUNT, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
@@ -270,15 +269,6 @@ class Replay:
             given: the address of a function such as ``outofcore_issue``, and the three things that it is called with.
         """
         self._library.replay_issue(self._handle, number, *given)
-
-    def settle(self) -> None:
-        """All is taken that is to be; to be called outside of scopes.
-
-        Raises:
-            MemoryError: there is no memory for it.
-        """
-        if self._library.replay_settle(self._handle):
-            raise MemoryError("there is no memory for the calls of a step")
 
     def run(
         self,

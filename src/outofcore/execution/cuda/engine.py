@@ -359,7 +359,6 @@ class CudaEngine:
                 elif issue is not None:
                     self._copy(issue, ports, held)
                 taken.append(found)
-        replay.settle()
         merged: list[_Part] = []
         done = 0
         for first, end in self._cut(parts, taken):
