@@ -24,7 +24,7 @@ from outofcore.planning.remat.selection import Snapshot
 _LEAST_STALE = 1e-9
 
 
-def evicted_online(choices: Choices, limit: int) -> Snapshot:
+def evicted_online(choices: Choices, limit: int) -> Snapshot | None:
     """What is computed again if the step is followed with greedy eviction.
 
     Args:
@@ -32,10 +32,10 @@ def evicted_online(choices: Choices, limit: int) -> Snapshot:
         limit: bytes of large blocks that may be held.
 
     Returns:
-        The gaps that are computed again, as a change to choices in which all are kept. Where even evicting all that can
-        be evicted does not free enough bytes, the rest of the step is followed all the same: what comes of it may not
-        fit. What has been evicted between two uses is dropped after the first of them, and of several times that it
-        is computed again between two uses only the last is for good, so that too may take more bytes than followed here.
+        The gaps that are computed again, as a change to choices in which all are kept; None if an op does not fit with
+        all evicted that can be. It says less than was followed: what has been evicted between two uses is dropped after
+        the first of them, and of several times that it is there again between two uses only the last remains. So it may
+        take more bytes, and more seconds.
     """
     return _Following(choices, limit).run()
 
@@ -69,7 +69,8 @@ class _Following:
         for content, op in enumerate(like.contents.gone):
             self.dying.setdefault(op, []).append(content)
 
-    def run(self) -> Snapshot:
+    def run(self) -> Snapshot | None:
+        """Follow the step."""
         state, contents = self.state, self.like.contents
         held, alone = state.held.copy(), state.alone  # ``held`` without what is evicted
         self.held = held
@@ -84,10 +85,12 @@ class _Following:
                 need = max(need, contents.before[op] - chain.held + chain.bytes)
                 locked = chain.seen
                 self.clock += chain.seconds
-            self._make_room(op, need, locked)
+            if not self._make_room(op, need, locked):
+                return None
             if chain is not None:
                 self._bring_back(op, chain)
-                self._make_room(op, need, locked - chain.made)
+                if not self._make_room(op, need, locked - chain.made):
+                    return None
             self.clock += seconds
             for g in due:
                 self._forget_children(g)
@@ -98,11 +101,11 @@ class _Following:
                 self.last[g] = self.clock
         return state.snapshot()
 
-    def _make_room(self, op: int, need: int, locked: frozenset[int]) -> None:
-        """Evict what the heuristic says until an op with its chain fits, or nothing is left to evict."""
+    def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
+        """Evict what the heuristic says until an op with its chain fits; False if nothing is left to evict."""
         state = self.state
         if self.held[op] + need <= self.limit:
-            return
+            return True
         allowed = self.resident.copy()
         if locked:
             for g in np.flatnonzero(allowed).tolist():
@@ -112,15 +115,16 @@ class _Following:
         while self.held[op] + need > self.limit:
             open_now = np.flatnonzero(allowed)
             if not len(open_now):
-                return
+                return False
             for g in open_now[self.stale[open_now]].tolist():
                 self._rate(op, g)
             score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], least))
             g = int(open_now[score.argmin()])
             if not np.isfinite(self.cost[g]):
-                return
+                return False
             allowed[g] = False
             self._evict(op, g)
+        return True
 
     def _rate(self, op: int, g: int) -> None:
         """Find what computing a gap's content again would take now."""
@@ -180,9 +184,3 @@ class _Following:
         """A content has come or gone: what rested on it costs something else now."""
         for g in self.seen_by.get(content, ()):
             self.stale[g] = True
-
-
-def all_again(choices: Choices) -> Snapshot:
-    """Everything that can be is computed again right before its use, and nothing is held for later: the fewest bytes."""
-    return tuple((g, AGAIN, choices.end[g]) for g in choices.free)
-

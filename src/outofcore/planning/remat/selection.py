@@ -67,7 +67,7 @@ def drop(choices: Choices, changes_each: int = 0) -> bool:
     fits = greedy.drop()
     greedy.settle()
     if changes_each:
-        fits = _anneal(choices, min(changes_each * len(choices.free), _MOST_CHANGES))
+        fits = anneal(choices, min(changes_each * len(choices.free), _MOST_CHANGES))
         greedy.settle()
     return fits
 
@@ -174,7 +174,7 @@ class Greedy:
         return True
 
 
-def _anneal(choices: Choices, changes: int) -> bool:
+def anneal(choices: Choices, changes: int) -> bool:
     """Leave the best state found that fits in ``choices``; False, and as it was, if none does."""
     snapshot = choices.snapshot()
     best = (choices.seconds, snapshot) if not choices.over().any() else None
