@@ -7,8 +7,8 @@ rung and of those below the quickest is taken that can be placed there, and on t
 The lowest rung is the first for which a plan is found and placed; how high its blocks reach is the smallest budget.
 
 What is tried on each rung: greedy eviction as the step runs (``remat.eviction``), checkpoints chosen recursively
-(``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``), each settled; on some rungs the
-best is then annealed.
+(``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``), each settled; on some rungs
+the best is then annealed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
-from outofcore.analysis.gaps import constant_bytes, large_needs
+from outofcore.analysis.gaps import constant_bytes
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
-from outofcore.lowering import lower
+from outofcore.lowering import lower, room_at_homes
 from outofcore.plan import Plan
 from outofcore.planning.candidates import decisions_again
 from outofcore.planning.parameters import SearchParams
@@ -33,12 +33,15 @@ from outofcore.planning.remat.eviction import evicted_online
 from outofcore.planning.remat.selection import Greedy, Snapshot, anneal
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
+# From what cannot leave to what everything takes, as a geometric series.
+_RUNGS = 64
 # Every so many rungs the best is annealed.
 _ANNEALED_EVERY = 6
-# Random changes on all rungs together.
-_MOST_CHANGES = 60_000
-# Plans that are placed on a rung before the search for one gives up; the lowest rung's own plan comes after them.
-_MOST_PLACED = 40
+# Random changes there at most.
+_CHANGES = 6_000
+# Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
+# are the same for all params.
+_SEARCHED_EACH, _SEARCHED = 200, 20_000
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,13 @@ class Found:
     snapshot: Snapshot
 
 
-def least_budget(graph: StepGraph, costs: Costs) -> int:
-    """Bytes below which no plan is possible: what the neediest op takes beside what never leaves."""
-    return small_region_bytes(graph, costs) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
-
-
 @dataclass
 class Ladder:
     """The rungs of a step without homes; what is asked for is worked out, and kept.
 
     Attributes:
         graph: the step.
-        costs: measured or assumed, without homes.
+        costs: measured or assumed. If there are homes, inputs come from there and outputs go there, and nothing else.
         params: how much is searched.
     """
 
@@ -81,7 +79,7 @@ class Ladder:
     _evicted: dict[int, Found | None] = field(default_factory=dict[int, Found | None])
 
     def __post_init__(self) -> None:
-        graph, costs = self.graph, self.costs = self.graph, replace(self.costs, homes=())
+        graph, costs = self.graph, self.costs
         self.in_core = place(lower(graph, costs, keep_all(0))).arena_bytes
         self.beside = small_region_bytes(graph, costs) + constant_bytes(graph)
         self.contents = Contents.of(graph, costs)
@@ -92,7 +90,7 @@ class Ladder:
             everything_leaves[self.like.start[g] + 1 : self.like.end[g]] -= self.like.bytes[g]
         bound = self.beside + int((everything_leaves + self.like.alone).max(initial=0))
         lowest, highest = min(round_up(bound, PAGE_BYTES), self.in_core), self.in_core
-        count = self.params.rungs
+        count = _RUNGS
         budgets = (lowest * (highest / max(lowest, 1)) ** (k / count) for k in range(count))
         self.budgets = tuple(dict.fromkeys(min(ceil(b / PAGE_BYTES) * PAGE_BYTES, highest) for b in budgets))
 
@@ -146,8 +144,23 @@ class Ladder:
                     continue
                 Greedy(choices).settle()
                 found.append(Found(how, rung, choices.seconds, choices.snapshot()))
+            if not found and (passed := self._searched(rung)) is not None:
+                found.append(passed)
             self._fresh[rung] = found
         return self._fresh[rung]
+
+    def _searched(self, rung: int) -> Found | None:
+        """What random changes lead to where nothing else fits: they pass through states that do not, and come back."""
+        choices = self._choices(rung)
+        Greedy(choices).drop()
+        return self._annealed(rung, choices, min(_SEARCHED_EACH * len(choices.free), _SEARCHED))
+
+    def _annealed(self, rung: int, choices: Choices, changes: int) -> Found | None:
+        """What random changes to these choices lead to; None if nothing fits."""
+        if not anneal(choices, changes):
+            return None
+        Greedy(choices).settle()
+        return Found("annealed", rung, choices.seconds, choices.snapshot())
 
     # Addresses
 
@@ -158,6 +171,7 @@ class Ladder:
         plan = Plan("auto", self.budgets[found.rung], decisions)
         program = place(lower(self.graph, self.costs, plan), self.budgets[rung])
         within = program.arena_bytes <= self.budgets[rung]
+        within = within and room_at_homes(self.graph, self.costs, program) is not None
         return plan, program.arena_bytes, finish(self.graph, self.costs, plan, program) if within else None
 
     def _first_placed(self, rung: int, found: list[Found]) -> tuple[Planned | None, list[Outcome]]:
@@ -215,7 +229,7 @@ class Ladder:
         first, lowest = self._lowest
         if rung <= first:
             return lowest
-        planned, outcomes = self._first_placed(rung, self._up_to(rung)[-1 * _MOST_PLACED :])
+        planned, outcomes = self._first_placed(rung, self._up_to(rung))
         planned = planned or lowest
         return replace(planned, candidates=tuple(outcomes))
 
@@ -232,6 +246,7 @@ class Ladder:
         first = 0 if self._lowest is None else self._lowest[0]
         found = list(self.fresh(first))
         best = min(found, key=lambda each: each.seconds)
+        each = self.params.annealing
         for k in range(first + 1, rung + 1):
             here = [*self.fresh(k)]
             higher = self._from(k, best.snapshot)
@@ -241,11 +256,11 @@ class Ladder:
             best = min(here, key=lambda each: each.seconds)
             if k % _ANNEALED_EVERY == 0 and self.params.annealing:
                 choices = self._from(k, best.snapshot)
-                if choices is not None:
-                    changes = min(self.params.annealing * len(choices.free), _MOST_CHANGES)
-                    anneal(choices, changes * _ANNEALED_EVERY // len(self.budgets))
-                    Greedy(choices).settle()
-                    here.append(Found("annealed", k, choices.seconds, choices.snapshot()))
+                changed = (
+                    None if choices is None else self._annealed(k, choices, min(each * len(choices.free), _CHANGES))
+                )
+                if changed is not None:
+                    here.append(changed)
                     best = min(here, key=lambda each: each.seconds)
             found += here
         return found

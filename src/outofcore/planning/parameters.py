@@ -46,8 +46,6 @@ class SearchParams:
             and from the best candidate where that promised more than was kept.
         polish_rounds: how often it starts, from these in turn, each time with other draws.
         annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
-        rungs: budgets, from the smallest that could do to what everything takes, that plans are made for where nothing
-            can be offloaded (``ladder``).
         spans: spans of time that the linear program of a long step is cut into.
     """
 
@@ -72,8 +70,7 @@ class SearchParams:
     polish_starts: int = 1
     polish_rounds: int = 4
     annealing: int = 600
-    rungs: int = 64
     spans: int = 500
 
 
-QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, placed=4, polish_ops=0, annealing=20, rungs=16)
+QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, placed=4, polish_ops=0, annealing=20)

@@ -46,8 +46,12 @@ class _Following:
     limit: int
     clock: float = 0.0
     known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its chain at present
-    seen_by: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # content -> gaps whose known chain saw it
-    children: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])  # evicted -> what it rests on
+    seen_by: dict[int, set[int]] = field(
+        default_factory=dict[int, set[int]]
+    )  # content -> gaps whose known chain saw it
+    children: dict[int, frozenset[int]] = field(
+        default_factory=dict[int, frozenset[int]]
+    )  # evicted -> what it rests on
 
     def __post_init__(self) -> None:
         like = self.like
