@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 from examples import MIB, network, network_costs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import costs_for, deep_graphs, graphs
+from strategies import LIMITS, costs_for, deep_graphs, graphs
 
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
@@ -48,6 +48,7 @@ def planned(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -
     return found
 
 
+@settings(LIMITS, max_examples=40)
 @given(steps())
 def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(step: tuple[StepGraph, Costs]) -> None:
     graph, costs = step
@@ -63,6 +64,7 @@ def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(st
         assert evicted is None or auto <= evicted.timeline.step_seconds * _ROUNDING
 
 
+@settings(LIMITS, max_examples=25)
 @given(steps(), st.floats(0.2, 1))
 def test_the_same_step_and_budget_give_the_same_plan(step: tuple[StepGraph, Costs], part: float) -> None:
     graph, costs = step
@@ -114,7 +116,7 @@ def test_greedy_eviction_takes_what_is_cheapest_for_its_bytes_and_its_age() -> N
 
     assert evicted((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equally dear: the oldest
     assert evicted((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
-    assert evicted((1.0, 2.0, 1.0, 0.001, 1.0)) == {3}  # cheap enough to make up for its age
+    assert evicted((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to make up for its age
 
 
 def test_the_heuristic_counts_evicted_neighbours() -> None:
@@ -124,12 +126,12 @@ def test_the_heuristic_counts_evicted_neighbours() -> None:
     ops = [Op(i, "layer", made_from.get(i, ()), (), (i,)) for i in range(6)]
     ops += [Op(6 + i, "back", (5 - i,), (), ()) for i in range(6)]
     graph = StepGraph(storages, tuple(ops))
-    costs = Costs(tuple(OpCost(s) for s in (50.0, 2.0, 5.0, 3.0, 1.0, 1.0, *[1.0] * 6)))
+    costs = Costs(tuple(OpCost(s) for s in (50.0, 2.0, 5.0, 1.9, 1.0, 1.0, *[1.0] * 6)))
     choices = choices_of(graph, costs)
     snapshot = evicted_online(choices, 4 * MIB)
     assert snapshot is not None
     gone = {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
-    assert 1 in gone and 2 not in gone
+    assert gone == {1, 3}
 
 
 def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
@@ -154,6 +156,7 @@ def test_checkpoints_halved_often_take_less_room_and_more_runs() -> None:
     assert quickest[1] <= 64
 
 
+@settings(LIMITS, max_examples=25)
 @given(steps(), st.randoms(use_true_random=False))
 def test_beginning_with_a_snapshot_is_setting_its_gaps(step: tuple[StepGraph, Costs], draw: object) -> None:
     graph, costs = step

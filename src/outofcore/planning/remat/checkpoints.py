@@ -31,7 +31,7 @@ def recursive_checkpoints(choices: Choices) -> Iterator[Snapshot]:
     waiting = _waiting(choices)
     found: set[Snapshot] = set()
     for segments in _SEGMENTS:
-        if segments > max(len(waiting), 1):
+        if segments > len(waiting):
             return
         for halvings in _HALVINGS:
             snapshot = _Cuts(choices, waiting).snapshot(segments, halvings)
