@@ -6,9 +6,9 @@ larger budget never gives a slower plan: a budget is planned as the highest rung
 rung and of those below the quickest is taken that can be placed there, and on the next rung the same plans are there.
 The lowest rung is the first for which a plan is found and placed; how high its blocks reach is the smallest budget.
 
-What is tried on each rung: greedy eviction as the step runs (``remat.eviction``), checkpoints chosen recursively
-(``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``), each settled; on some rungs
-the best is then annealed.
+What is tried on each rung is greedy eviction as the step runs (``remat.eviction``); on some also that settled,
+checkpoints chosen recursively (``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``);
+and on some the best is annealed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # From what cannot leave to what everything takes, as a geometric series.
 _RUNGS = 64
-# Every so many rungs the best is annealed.
+# Every so many rungs everything is tried; on the others greedy eviction and the best of the rung below.
+_SEARCHED_EVERY = 4
+# Every so many the best is annealed.
 _ANNEALED_EVERY = 6
 # Random changes there at most.
 _CHANGES = 6_000
@@ -75,7 +77,6 @@ class Ladder:
     costs: Costs
     params: SearchParams = field(default_factory=SearchParams)
     _fresh: dict[int, list[Found]] = field(default_factory=dict[int, list[Found]])
-    _best: dict[int, list[Found]] = field(default_factory=dict[int, list[Found]])
     _evicted: dict[int, Found | None] = field(default_factory=dict[int, Found | None])
 
     def __post_init__(self) -> None:
@@ -97,8 +98,10 @@ class Ladder:
     # What fits by counting bytes
 
     def _choices(self, rung: int) -> Choices:
-        limit = self.budgets[rung] - self.beside
-        return Choices(Problem.of(self.graph, self.costs, limit), self.contents, like=self.like)
+        whole, limit = self.like.problem, self.budgets[rung] - self.beside
+        return Choices(
+            replace(whole, limit=limit, free=whole.free + (limit - whole.limit)), self.contents, like=self.like
+        )
 
     def _from(self, rung: int, snapshot: Snapshot) -> Choices | None:
         choices = self._choices(rung)
@@ -248,7 +251,8 @@ class Ladder:
         best = min(found, key=lambda each: each.seconds)
         each = self.params.annealing
         for k in range(first + 1, rung + 1):
-            here = [*self.fresh(k)]
+            evicted = self.evicted(k)
+            here = [*self.fresh(k)] if k % _SEARCHED_EVERY == 0 else [] if evicted is None else [evicted]
             higher = self._from(k, best.snapshot)
             if higher is not None:
                 Greedy(higher).settle()
