@@ -1,6 +1,6 @@
 """Greedy eviction as a step runs: what Dynamic Tensor Rematerialization would do, decided before the step.
 
-Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), section 3 and its heuristic h_DTR
+Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), section 2 and its heuristic h_DTR
 (section 4.1): the step is followed op by op; where bytes do not suffice, that storage is evicted for which
 
     seconds to compute it again, with its evicted neighbours
