@@ -18,7 +18,7 @@ from outofcore.planning.policy import Asked, Checked
 class DTR(Checked):
     """Whatever is cheapest to compute again for its bytes and its age is evicted when room is needed.
 
-    Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1: while the step
+    Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1: as the step
     runs, each allocation that does not fit evicts the tensor for which the heuristic h_DTR is least,
 
         h = (seconds of the op that made it and of its evicted neighbours) / (bytes x seconds since its last use)
