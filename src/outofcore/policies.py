@@ -32,13 +32,14 @@ For more than that, such as parameters or several variants, see ``Policy``.
 from outofcore.analysis import gaps_of, is_fetched
 from outofcore.errors import BudgetError
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.baselines import TFLMS, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, Window
+from outofcore.planning.baselines import DTR, TFLMS, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, Window
 from outofcore.planning.baselines.held import Held
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.policy import Asked, Auto, KeepAll, OffloadAll, Policy, PolicyLike, movable_gaps
 from outofcore.planning.registry import POLICIES, policy_of
 
 __all__ = [
+    "DTR",
     "POLICIES",
     "TFLMS",
     "Asked",

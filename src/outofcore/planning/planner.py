@@ -11,7 +11,9 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower
 from outofcore.lowering.slots import slot_bytes
+from outofcore.planning.baselines.dtr import DTR
 from outofcore.planning.baselines.profile_guided import ProfileGuided
+from outofcore.planning.ladder import Ladder
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import (
     Planned,
@@ -36,7 +38,16 @@ _NAMED = 8
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
-    """The least budget in bytes that can hold the step: the need of the op that needs the most."""
+    """The least budget in bytes for which there is a plan.
+
+    With homes that is the need of the op that needs the most. Without, what lasts has to stay, and so has what it takes
+    to compute the rest again: then it is the least for which ``auto`` finds a plan, which takes some seconds to find.
+    """
+    return _neediest(graph, costs) if costs.homes else Ladder(graph, costs).smallest
+
+
+def _neediest(graph: StepGraph, costs: Costs) -> int:
+    """Bytes below which no plan is possible."""
     return small_region_bytes(graph, costs) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
 
 
@@ -46,7 +57,11 @@ def in_core_budget(graph: StepGraph, costs: Costs) -> int:
 
 
 def explain_too_small(
-    graph: StepGraph, costs: Costs, budget: int, describe: Callable[[int], str] | None = None
+    graph: StepGraph,
+    costs: Costs,
+    budget: int,
+    describe: Callable[[int], str] | None = None,
+    smallest: int | None = None,
 ) -> BudgetError:
     """The error for a budget that cannot hold the step: which op needs the most, and what would do.
 
@@ -55,9 +70,10 @@ def explain_too_small(
         costs: of which only the workspaces matter here.
         budget: bytes.
         describe: text for a storage, such as its name with shape; by default its name.
+        smallest: the smallest budget, if it is known already.
     """
     needs = large_needs(graph, costs)
-    smallest = smallest_budget(graph, costs)
+    smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
     lines = [f"the budget of {format_bytes(budget)} ({budget} bytes) cannot hold this step."]
     if worst is not None:
@@ -75,11 +91,18 @@ def explain_too_small(
             lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
-        fixed = smallest - needs[worst]
+        neediest = _neediest(graph, costs)
+        fixed = neediest - needs[worst]
         lines.append(f"  {format_bytes(fixed):>10}  constants and storages below 64 KiB, which always stay")
+        if smallest > neediest:
+            lines.append(
+                f"There is no home that anything could leave for, so what lasts stays as well, and what is dropped is "
+                f"computed again within the budget: {format_bytes(smallest - neediest)} more."
+            )
+    home = "" if costs.homes else "give the step a home in host memory or on a disk, "
     lines.append(
         f"The smallest budget that would do is {smallest} bytes ({format_bytes(smallest)}): "
-        "raise the budget to at least that, or make the batch or the model smaller."
+        f"raise the budget to at least that, {home}or make the batch or the model smaller."
     )
     return BudgetError("\n".join(lines), smallest)
 
@@ -140,7 +163,7 @@ def plans_of_step(
             step.
     """
     policy = policy_of(policy)
-    if budget < smallest_budget(graph, costs):
+    if budget < _neediest(graph, costs):
         raise explain_too_small(graph, costs, budget, describe)
     if not isinstance(policy, OffloadAll | ProfileGuided):
         in_core = plan_in_core(graph, costs, budget)
@@ -148,18 +171,27 @@ def plans_of_step(
             yield in_core
             return
     _check_first_home(graph, costs)
-    if isinstance(policy, Auto):
+    if isinstance(policy, Auto) and costs.homes:
         found = search(graph, costs, budget, params or policy.params)
+    elif isinstance(policy, Auto):
+        ladder = Ladder(graph, costs, params or policy.params)
+        planned = ladder.plan(budget)
+        if planned is None:
+            raise explain_too_small(graph, costs, budget, describe, ladder.smallest)
+        found = [planned]
     else:
         found = _plans(graph, costs, budget, policy)
     if not found:
         bounded = any(home.bytes is not None for home in costs.homes)
+        smallest = smallest_budget(graph, costs)
+        if budget < smallest:
+            raise explain_too_small(graph, costs, budget, describe, smallest)
         advice = "" if isinstance(policy, Auto) else ", or take policy='auto', which tries more"
         raise BudgetError(
             f"the policy {policy.name!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed "
             f"closely enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a "
             f"little{advice}",
-            smallest_budget(graph, costs),
+            smallest,
         )
     near = (
         [p for p in found if worth(costs, p) <= worth(costs, found[0]) * _NEARLY] if graph.gradients_left else found[:1]
@@ -192,7 +224,7 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
 
 def _plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
     """Plans within the budget, the best first."""
-    if isinstance(policy, ProfileGuided):
+    if isinstance(policy, ProfileGuided | DTR):
         planned = policy.placed(graph, costs, budget)
         return [] if planned is None else [planned]
     return (first_of if isinstance(policy, OffloadAll) else plans_of)(policy, graph, costs, budget)

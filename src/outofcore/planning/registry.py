@@ -11,6 +11,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from outofcore.errors import InputError
 from outofcore.planning.baselines import (
+    DTR,
     TFLMS,
     PoocH,
     ProfileGuided,
@@ -23,7 +24,7 @@ from outofcore.planning.policy import Auto, KeepAll, OffloadAll, Own, Policy, Po
 
 _BY_NAME = {
     kind.name: kind
-    for kind in (Auto, KeepAll, OffloadAll, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, TFLMS, Window)
+    for kind in (Auto, KeepAll, OffloadAll, DTR, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, TFLMS, Window)
 }
 
 # The names that are known; a text may give fields besides.

@@ -4,8 +4,8 @@ Candidates differ in what is computed again: nothing; what the linear program sa
 the seconds that chains then really take; and what the greedy search (``remat.selection``) finds if only a share of the
 bytes above the limit is to be computed again, on a grid of shares and then between the best of them. For each it is
 decided what to offload (``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out
-(``repair``) and simulated; in small steps the best plan of all is then polished (``polish``). Without homes everything
-that does not stay is computed again, and annealing follows the greedy search.
+(``repair``) and simulated; in small steps the best plan of all is then polished (``polish``). All this is for steps
+with a home; without one, everything that does not stay is computed again (``ladder``).
 
 To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import Candidate, copy_weight, decisions_again, tuning_tries
+from outofcore.planning.candidates import Candidate, copy_weight, tuning_tries
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
@@ -49,8 +49,6 @@ _AMONG_BEST = 1.05
 _LENGTH, _LEAST_PLACED = 2000, 4
 # How many candidates are repaired more generously where none fits.
 _FALLEN_BACK = 4
-# How often a plan without homes is made again with more bytes left free.
-_REPAIRS_WITHOUT_HOMES = 6
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) -> list[Planned]:
@@ -58,7 +56,7 @@ def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) ->
 
     Args:
         graph: the step.
-        costs: measured or assumed.
+        costs: measured or assumed, with a home or several.
         budget: bytes of the arena.
         params: what to try, and how hard.
 
@@ -66,10 +64,7 @@ def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) ->
         Empty if no plan was found.
     """
     found = _Search(graph, costs, budget, params)
-    if costs.homes:
-        found.mix()
-    else:
-        found.compute_again()
+    found.mix()
     return found.ranked()
 
 
@@ -89,25 +84,6 @@ class _Search:
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph, self.costs, room_for_large(self.graph, self.costs, self.budget))
         self.contents = Contents.of(self.graph, self.costs)
-
-    # Without homes
-
-    def compute_again(self) -> None:
-        """Everything that does not stay is computed again."""
-        problem = self.problem
-        if not problem.is_feasible:
-            return
-        tried = Attempts(self.graph, self.costs, self.budget, generous=True)
-        while tried.made < _REPAIRS_WITHOUT_HOMES:
-            free = np.where(problem.free > 0, np.maximum(problem.free - tried.spared, 0), problem.free)
-            choices = Choices(replace(problem, free=free), self.contents)
-            if not drop(choices, self.params.annealing):
-                return
-            plan = Plan("auto", problem.limit, decisions_again(choices))
-            if self._place(f"computed again, attempt {tried.made + 1}", plan, tried) is not None:
-                return
-
-    # With homes
 
     def mix(self) -> None:
         """What does not stay is offloaded or computed again."""
@@ -285,8 +261,7 @@ class _Search:
         promised = min(self.candidates, key=lambda candidate: candidate.value, default=None)
         if promised is not None and best is not None and promised.value * _KEPT_PROMISE < worth(self.costs, best):
             starts.append(promised.plan)
-        if self.costs.homes:
-            starts.append(offload_all(self.graph, self.budget, costs=self.costs))
+        starts.append(offload_all(self.graph, self.budget, costs=self.costs))
         better = polished(self.problem, self.budget, best, starts, self.params)
         if better is not None:
             self._note("polished", better)

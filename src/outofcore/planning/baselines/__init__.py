@@ -1,5 +1,6 @@
 """The published systems, faithful to their papers and tunable. ``auto`` does without them."""
 
+from outofcore.planning.baselines.dtr import DTR
 from outofcore.planning.baselines.pooch import PoocH
 from outofcore.planning.baselines.profile_guided import ProfileGuided
 from outofcore.planning.baselines.sqrt_checkpoint import SqrtCheckpoint
@@ -7,4 +8,4 @@ from outofcore.planning.baselines.superneurons import SuperNeurons
 from outofcore.planning.baselines.tflms import TFLMS
 from outofcore.planning.baselines.window import Window
 
-__all__ = ["TFLMS", "PoocH", "ProfileGuided", "SqrtCheckpoint", "SuperNeurons", "Window"]
+__all__ = ["DTR", "TFLMS", "PoocH", "ProfileGuided", "SqrtCheckpoint", "SuperNeurons", "Window"]

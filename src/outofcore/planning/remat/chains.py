@@ -123,6 +123,25 @@ class Choices:
             if self.kind[g] != kind:
                 self.set(g, kind, fetch)
 
+    def begin(self, snapshot: tuple[tuple[int, int, int], ...]) -> bool:
+        """Go from choices in which nothing is computed again to a snapshot, each chain looked at once.
+
+        False, with these choices of no more use, if something cannot be computed again that way.
+        """
+        for g, kind, fetch in snapshot:
+            self._hold(g, self.kind[g], self.fetch[g], kind, fetch)
+            self.kind[g], self.fetch[g] = kind, fetch
+            if kind == AGAIN:
+                self.targets.setdefault(fetch, set()).add(g)
+        made: dict[int, Chain | None] = {}
+        for at in sorted(self.targets):
+            made[at] = chain = self.chain(at, sorted(self.targets[at]))
+            if chain is None:
+                return False
+            self.seconds += chain.seconds
+        self._install(made, {})
+        return True
+
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
         c = self.contents

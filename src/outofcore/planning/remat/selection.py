@@ -42,8 +42,6 @@ _RISE, _FALL, _EVERY = 1.3, 0.97, 50
 _CHEAPEST, _DEAREST = 1e-2, 1e4
 # Ops of chains that a random change may look at, on average.
 _WORK = 60
-# Random changes at most.
-_MOST_CHANGES = 400_000
 
 Snapshot = tuple[tuple[int, int, int], ...]
 
@@ -53,12 +51,11 @@ def patience(gaps: int) -> int:
     return min(_OPS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
-def drop(choices: Choices, changes_each: int = 0) -> bool:
+def drop(choices: Choices) -> bool:
     """Choose what to compute again.
 
     Args:
         choices: where to start, and where the result is left.
-        changes_each: random changes for each gap that annealing tries afterwards.
 
     Returns:
         Whether everything fits then.
@@ -66,10 +63,25 @@ def drop(choices: Choices, changes_each: int = 0) -> bool:
     greedy = Greedy(choices)
     fits = greedy.drop()
     greedy.settle()
-    if changes_each:
-        fits = _anneal(choices, min(changes_each * len(choices.free), _MOST_CHANGES))
-        greedy.settle()
     return fits
+
+
+def anneal(choices: Choices, changes: int) -> bool:
+    """Change things at random and leave the best state found that fits in ``choices``.
+
+    Args:
+        choices: where to start, and where the result is left.
+        changes: how many to try.
+
+    Returns:
+        False, with the choices as they were, if no state that fits was seen.
+    """
+    snapshot = choices.snapshot()
+    best = (choices.seconds, snapshot) if not choices.over().any() else None
+    if choices.free:
+        best = _Annealing(choices, changes).run(best) or best
+    choices.restore(snapshot if best is None else best[1])
+    return best is not None
 
 
 @dataclass
@@ -172,16 +184,6 @@ class Greedy:
         choices.set(g, best[1], best[2])
         self._measure()
         return True
-
-
-def _anneal(choices: Choices, changes: int) -> bool:
-    """Leave the best state found that fits in ``choices``; False, and as it was, if none does."""
-    snapshot = choices.snapshot()
-    best = (choices.seconds, snapshot) if not choices.over().any() else None
-    if choices.free:
-        best = _Annealing(choices, changes).run(best) or best
-    choices.restore(snapshot if best is None else best[1])
-    return best is not None
 
 
 class _Annealing:

@@ -1,0 +1,270 @@
+"""Plans where nothing can be offloaded: a ladder of budgets, each with the best that was found on it or below.
+
+Without homes a plan is what is computed again, and its seconds are those of the ops with what runs again. The rungs are
+budgets that depend on the step alone, and each rung starts from the plan of the rung below, which fits there too. So a
+larger budget never gives a slower plan: a budget is planned as the highest rung that it reaches, of the plans of that
+rung and of those below the quickest is taken that can be placed there, and on the next rung the same plans are there.
+The lowest rung is the first for which a plan is found and placed; how high its blocks reach is the smallest budget.
+
+What is tried on each rung is greedy eviction as the step runs (``remat.eviction``); on some also that settled,
+checkpoints chosen recursively (``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``);
+and on some the best is annealed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+
+from outofcore.analysis.gaps import constant_bytes
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.lowering import lower, room_at_homes
+from outofcore.plan import Plan
+from outofcore.planning.candidates import decisions_again
+from outofcore.planning.parameters import SearchParams
+from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
+from outofcore.planning.problem import Problem
+from outofcore.planning.remat.chains import Choices
+from outofcore.planning.remat.checkpoints import recursive_checkpoints
+from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.eviction import evicted_online
+from outofcore.planning.remat.selection import Greedy, Snapshot, anneal
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
+
+# From what cannot leave to what everything takes, as a geometric series.
+_RUNGS = 64
+# Every so many rungs everything is tried; on the others greedy eviction and the best of the rung below.
+_SEARCHED_EVERY = 4
+# Every so many the best is annealed.
+_ANNEALED_EVERY = 6
+# Random changes there at most.
+_CHANGES = 6_000
+# Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
+# are the same for all params.
+_SEARCHED_EACH, _SEARCHED = 200, 20_000
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is computed again.
+
+    Attributes:
+        how: how it was found.
+        rung: on which.
+        seconds: of what runs again.
+        snapshot: the gaps, as a change to choices in which all is kept.
+    """
+
+    how: str
+    rung: int
+    seconds: float
+    snapshot: Snapshot
+
+
+@dataclass
+class Ladder:
+    """The rungs of a step without homes; what is asked for is worked out, and kept.
+
+    Attributes:
+        graph: the step.
+        costs: measured or assumed. If there are homes, inputs come from there and outputs go there, and nothing else.
+        params: how much is searched.
+    """
+
+    graph: StepGraph
+    costs: Costs
+    params: SearchParams = field(default_factory=SearchParams)
+    _fresh: dict[int, list[Found]] = field(default_factory=dict[int, list[Found]])
+    _evicted: dict[int, Found | None] = field(default_factory=dict[int, Found | None])
+
+    def __post_init__(self) -> None:
+        graph, costs = self.graph, self.costs
+        self.in_core = place(lower(graph, costs, keep_all(0))).arena_bytes
+        self.beside = small_region_bytes(graph, costs) + constant_bytes(graph)
+        self.contents = Contents.of(graph, costs)
+        self.like = Choices(Problem.of(graph, costs, self.in_core), self.contents)
+        # No plan takes less than this, since some gaps can only be kept.
+        everything_leaves = self.like.held.copy()
+        for g in self.like.free:
+            everything_leaves[self.like.start[g] + 1 : self.like.end[g]] -= self.like.bytes[g]
+        bound = self.beside + int((everything_leaves + self.like.alone).max(initial=0))
+        lowest, highest = min(round_up(bound, PAGE_BYTES), self.in_core), self.in_core
+        count = _RUNGS
+        budgets = (lowest * (highest / max(lowest, 1)) ** (k / count) for k in range(count))
+        self.budgets = tuple(dict.fromkeys(min(ceil(b / PAGE_BYTES) * PAGE_BYTES, highest) for b in budgets))
+
+    # What fits by counting bytes
+
+    def _choices(self, rung: int) -> Choices:
+        whole, limit = self.like.problem, self.budgets[rung] - self.beside
+        return Choices(
+            replace(whole, limit=limit, free=whole.free + (limit - whole.limit)), self.contents, like=self.like
+        )
+
+    def _from(self, rung: int, snapshot: Snapshot) -> Choices | None:
+        choices = self._choices(rung)
+        return choices if choices.begin(snapshot) else None
+
+    @cached_property
+    def _checkpoints(self) -> list[tuple[float, int, Snapshot]]:
+        """Recursive checkpoints: seconds, the most bytes held, and what is computed again."""
+        found: list[tuple[float, int, Snapshot]] = []
+        for snapshot in recursive_checkpoints(self.like):
+            choices = self._from(len(self.budgets) - 1, snapshot)
+            if choices is not None:
+                found.append((choices.seconds, int((choices.held + choices.need).max(initial=0)), snapshot))
+        return sorted(found)
+
+    def evicted(self, rung: int) -> Found | None:
+        """What greedy eviction comes to on a rung; None if that does not fit."""
+        if rung not in self._evicted:
+            self._evicted[rung] = None
+            limit = self.budgets[rung] - self.beside
+            snapshot = evicted_online(self.like, limit)
+            choices = None if snapshot is None else self._from(rung, snapshot)
+            if choices is not None and (not choices.over().any() or Greedy(choices).drop()):
+                found = Found("greedy eviction", rung, choices.seconds, choices.snapshot())
+                self._evicted[rung] = found
+        return self._evicted[rung]
+
+    def fresh(self, rung: int) -> list[Found]:
+        """What is found on a rung by itself and fits there, by counting bytes."""
+        if rung not in self._fresh:
+            found: list[Found] = []
+            limit = self.budgets[rung] - self.beside
+            evicted = self.evicted(rung)
+            starts: list[tuple[str, Snapshot]] = [("greedy search", ())]
+            if evicted is not None:
+                found.append(evicted)
+                starts.append(("greedy eviction, settled", evicted.snapshot))
+            fits = [snapshot for _, most, snapshot in self._checkpoints if most <= limit]
+            starts += [("recursive checkpoints, settled", snapshot) for snapshot in fits[:1]]
+            for how, start in starts:
+                choices = self._from(rung, start)
+                if choices is None or (choices.over().any() and not Greedy(choices).drop()):
+                    continue
+                Greedy(choices).settle()
+                found.append(Found(how, rung, choices.seconds, choices.snapshot()))
+            if not found and (passed := self._searched(rung)) is not None:
+                found.append(passed)
+            self._fresh[rung] = found
+        return self._fresh[rung]
+
+    def _searched(self, rung: int) -> Found | None:
+        """What random changes lead to where nothing else fits: they pass through states that do not, and come back."""
+        choices = self._choices(rung)
+        Greedy(choices).drop()
+        return self._annealed(rung, choices, min(_SEARCHED_EACH * len(choices.free), _SEARCHED))
+
+    def _annealed(self, rung: int, choices: Choices, changes: int) -> Found | None:
+        """What random changes to these choices lead to; None if nothing fits."""
+        if not anneal(choices, changes):
+            return None
+        Greedy(choices).settle()
+        return Found("annealed", rung, choices.seconds, choices.snapshot())
+
+    # Addresses
+
+    def _place(self, rung: int, found: Found) -> tuple[Plan, int, Planned | None]:
+        """The plan, how high its blocks reach, and the plan as placed if that is within the rung's budget."""
+        choices = self._from(rung, found.snapshot)
+        decisions = () if choices is None else decisions_again(choices)
+        plan = Plan("auto", self.budgets[found.rung], decisions)
+        program = place(lower(self.graph, self.costs, plan), self.budgets[rung])
+        within = program.arena_bytes <= self.budgets[rung]
+        within = within and room_at_homes(self.graph, self.costs, program) is not None
+        return plan, program.arena_bytes, finish(self.graph, self.costs, plan, program) if within else None
+
+    def _first_placed(self, rung: int, found: list[Found]) -> tuple[Planned | None, list[Outcome]]:
+        """The quickest that can be placed on a rung."""
+        outcomes: list[Outcome] = []
+        seen: set[Snapshot] = set()
+        for each in sorted(found, key=lambda each: (each.seconds, -each.rung)):
+            if each.snapshot in seen:
+                continue
+            seen.add(each.snapshot)
+            plan, height, planned = self._place(rung, each)
+            how = f"{each.how}, rung {each.rung + 1} of {len(self.budgets)}"
+            if planned is not None:
+                outcomes.append(Outcome(how, planned.plan, height, planned.timeline.step_seconds, "chosen"))
+                return planned, outcomes
+            why = f"its blocks reach {format_bytes(height)}, above the budget"
+            outcomes.append(Outcome(how, plan, height, None, why))
+        return None, outcomes
+
+    @cached_property
+    def _lowest(self) -> tuple[int, Planned] | None:
+        """The first rung with a plan, by halving; None if there is none below what everything takes."""
+        first, last = 0, len(self.budgets)
+        placed: dict[int, Planned] = {}
+        while first < last:
+            middle = (first + last) // 2
+            planned, _ = self._first_placed(middle, self.fresh(middle))
+            if planned is None:
+                first = middle + 1
+            else:
+                placed[middle] = planned
+                last = middle
+        return (first, placed[first]) if first in placed else None
+
+    @property
+    def smallest(self) -> int:
+        """The smallest budget in bytes for which there is a plan."""
+        return self.in_core if self._lowest is None else self._lowest[1].program.arena_bytes
+
+    def _rung_of(self, budget: int) -> int | None:
+        """The highest rung that a budget reaches, the lowest for all from the smallest budget on."""
+        if self._lowest is None or budget < self.smallest:
+            return None
+        return max((k for k, reached in enumerate(self.budgets) if reached <= budget), default=0)
+
+    def plan(self, budget: int) -> Planned | None:
+        """The best plan for a budget, with the candidates that were placed; None if there is none.
+
+        Args:
+            budget: bytes of the arena.
+        """
+        rung = self._rung_of(budget)
+        if rung is None or self._lowest is None:
+            return None
+        first, lowest = self._lowest
+        if rung <= first:
+            return lowest
+        planned, outcomes = self._first_placed(rung, self._up_to(rung))
+        planned = planned or lowest
+        return replace(planned, candidates=tuple(outcomes))
+
+    def plan_by_eviction(self, budget: int) -> Planned | None:
+        """The quickest plan for a budget of those that greedy eviction comes to on the rungs up to it, or None."""
+        rung = next((k for k in reversed(range(len(self.budgets))) if self.budgets[k] <= budget), None)
+        if rung is None:
+            return None
+        found = [each for each in map(self.evicted, range(rung + 1)) if each is not None]
+        return self._first_placed(rung, found)[0]
+
+    def _up_to(self, rung: int) -> list[Found]:
+        """All that was found on the rungs up to this one, the best of each rung after what it comes from."""
+        first = 0 if self._lowest is None else self._lowest[0]
+        found = list(self.fresh(first))
+        best = min(found, key=lambda each: each.seconds)
+        each = self.params.annealing
+        for k in range(first + 1, rung + 1):
+            evicted = self.evicted(k)
+            here = [*self.fresh(k)] if k % _SEARCHED_EVERY == 0 else [] if evicted is None else [evicted]
+            higher = self._from(k, best.snapshot)
+            if higher is not None:
+                Greedy(higher).settle()
+                here.append(Found("the rung below, settled", k, higher.seconds, higher.snapshot()))
+            best = min(here, key=lambda each: each.seconds)
+            if k % _ANNEALED_EVERY == 0 and self.params.annealing:
+                choices = self._from(k, best.snapshot)
+                changed = (
+                    None if choices is None else self._annealed(k, choices, min(each * len(choices.free), _CHANGES))
+                )
+                if changed is not None:
+                    here.append(changed)
+                    best = min(here, key=lambda each: each.seconds)
+            found += here
+        return found

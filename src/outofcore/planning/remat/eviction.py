@@ -1,0 +1,190 @@
+"""Greedy eviction as a step runs: what Dynamic Tensor Rematerialization would do, decided before the step.
+
+Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), section 2 and its heuristic h_DTR
+(section 4.1): the step is followed op by op; where bytes do not suffice, that storage is evicted for which
+
+    seconds to compute it again, with its evicted neighbours
+    --------------------------------------------------------
+            bytes x seconds since it was last used
+
+is least; and what an op needs and was evicted is computed again right before it, with what that takes. What such a
+chain of runs makes on its way, and a later op needs, stays from then on, until it is evicted in its turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outofcore.planning.remat.chains import AGAIN, Chain, Choices
+from outofcore.planning.remat.selection import Snapshot
+
+# Seconds since the last use count for no less than this share of the step.
+_LEAST_STALE = 1e-9
+
+
+def evicted_online(choices: Choices, limit: int) -> Snapshot | None:
+    """What is computed again if the step is followed with greedy eviction.
+
+    Args:
+        choices: of the step; only read.
+        limit: bytes of large blocks that may be held.
+
+    Returns:
+        The gaps that are computed again, as a change to choices in which all are kept; None if an op does not fit with
+        all evicted that can be. It says less than was followed: what has been evicted between two uses is dropped after
+        the first of them, and of several times that it is there again between two uses only the last remains. So it may
+        take more bytes, and more seconds.
+    """
+    return _Following(choices, limit).run()
+
+
+@dataclass
+class _Following:
+    like: Choices
+    limit: int
+    clock: float = 0.0
+    known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its chain at present
+    seen_by: dict[int, set[int]] = field(
+        default_factory=dict[int, set[int]]
+    )  # content -> gaps whose known chain saw it
+    children: dict[int, frozenset[int]] = field(
+        default_factory=dict[int, frozenset[int]]
+    )  # evicted -> what it rests on
+
+    def __post_init__(self) -> None:
+        like = self.like
+        self.state = state = Choices(like.problem, like.contents, like=like)
+        count = len(state.kind)
+        self.can = np.array(state.can, dtype=np.bool_)
+        self.size = np.array(state.bytes, dtype=np.float64)
+        self.resident = np.zeros(count, dtype=np.bool_)
+        self.stale = np.zeros(count, dtype=np.bool_)  # whether the chain has to be found anew
+        self.cost = np.full(count, np.inf)
+        self.last = np.zeros(count)
+        self.below: list[float] = [0.0] * len(like.contents.storage)  # by content, seconds of what rests on it, evicted
+        self.opening: dict[int, list[int]] = {}
+        self.closing: dict[int, list[int]] = {}
+        for g in state.free:
+            self.opening.setdefault(state.start[g], []).append(g)
+            self.closing.setdefault(state.end[g], []).append(g)
+        self.dying: dict[int, list[int]] = {}
+        for content, op in enumerate(like.contents.gone):
+            self.dying.setdefault(op, []).append(content)
+
+    def run(self) -> Snapshot | None:
+        """Follow the step."""
+        state, contents = self.state, self.like.contents
+        held, alone = state.held.copy(), state.alone  # ``held`` without what is evicted
+        self.held = held
+        for op, seconds in enumerate(contents.seconds):
+            due = [g for g in self.closing.get(op, ()) if state.kind[g] == AGAIN and state.fetch[g] == op]
+            for g in self.closing.get(op, ()):
+                self.resident[g] = False
+            chain = state.chain(op, due) if due else None
+            need = int(alone[op])
+            locked: frozenset[int] = frozenset()
+            if chain is not None:
+                need = max(need, contents.before[op] - chain.held + chain.bytes)
+                locked = chain.seen
+                self.clock += chain.seconds
+            if not self._make_room(op, need, locked):
+                return None
+            if chain is not None:
+                self._bring_back(op, chain)
+                if not self._make_room(op, need, locked - chain.made):
+                    return None
+            self.clock += seconds
+            for g in due:
+                self._forget_children(g)
+            for content in self.dying.get(op, ()):
+                self._changed(content)
+            for g in self.opening.get(op, ()):
+                self.resident[g] = self.stale[g] = True
+                self.last[g] = self.clock
+        return state.snapshot()
+
+    def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
+        """Evict what the heuristic says until an op with its chain fits; False if nothing is left to evict."""
+        state = self.state
+        if self.held[op] + need <= self.limit:
+            return True
+        allowed = self.resident.copy()
+        if locked:
+            for g in np.flatnonzero(allowed).tolist():
+                if state.content[g] in locked:
+                    allowed[g] = False
+        least = _LEAST_STALE * (self.clock + 1e-12)
+        while self.held[op] + need > self.limit:
+            open_now = np.flatnonzero(allowed)
+            if not len(open_now):
+                return False
+            for g in open_now[self.stale[open_now]].tolist():
+                self._rate(op, g)
+            score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], least))
+            g = int(open_now[score.argmin()])
+            if not np.isfinite(self.cost[g]):
+                return False
+            allowed[g] = False
+            self._evict(op, g)
+        return True
+
+    def _rate(self, op: int, g: int) -> None:
+        """Find what computing a gap's content again would take now."""
+        state = self.state
+        self.stale[g] = False
+        found = state.chain(op, (g,))
+        content = state.content[g]
+        old = self.known.pop(g, None)
+        if old is not None:
+            for seen in old.seen:
+                self.seen_by[seen].discard(g)
+        if found is None:
+            self.cost[g] = np.inf
+            return
+        self.known[g] = found
+        for seen in found.seen:
+            self.seen_by.setdefault(seen, set()).add(g)
+        self.cost[g] = found.seconds + self.below[content]
+
+    def _evict(self, op: int, g: int) -> None:
+        state, contents = self.state, self.like.contents
+        content = state.content[g]
+        state.kind[g], state.fetch[g] = AGAIN, state.end[g]
+        self.held[op : state.end[g]] -= state.bytes[g]
+        self.resident[g] = False
+        chain = self.known.pop(g)
+        for seen in chain.seen:
+            self.seen_by[seen].discard(g)
+        rests = chain.seen - {content}
+        self.children[g] = rests
+        own = contents.seconds[contents.maker[content]]
+        for other in rests:
+            self.below[other] += own
+        self._changed(content)
+
+    def _forget_children(self, g: int) -> None:
+        contents = self.like.contents
+        content = self.state.content[g]
+        own = contents.seconds[contents.maker[content]]
+        for other in self.children.pop(g, ()):
+            self.below[other] -= own
+
+    def _bring_back(self, op: int, chain: Chain) -> None:
+        """What a chain has made and a later op needs is there again."""
+        state = self.state
+        for content in sorted(chain.made):
+            self._changed(content)
+            for g in state.gaps_of.get(content, ()):
+                if state.kind[g] == AGAIN and state.start[g] < op < state.end[g] and state.fetch[g] == state.end[g]:
+                    state.fetch[g] = op
+                    self.held[op : state.end[g]] += state.bytes[g]
+                    self.resident[g] = self.stale[g] = True
+                    self.last[g] = self.clock
+                    self._forget_children(g)
+
+    def _changed(self, content: int) -> None:
+        """A content has come or gone: what rested on it costs something else now."""
+        for g in self.seen_by.get(content, ()):
+            self.stale[g] = True

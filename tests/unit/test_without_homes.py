@@ -1,0 +1,186 @@
+"""Plans where nothing can be offloaded: always one from the named smallest budget on, and never slower with more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from examples import MIB, network, network_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import LIMITS, costs_for, deep_graphs, graphs
+
+from outofcore.costs import Costs, OpCost
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.plan import Residency
+from outofcore.planning import QUICK, Planned, in_core_budget, plan_step, smallest_budget
+from outofcore.planning.baselines import DTR
+from outofcore.planning.problem import Problem
+from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.checkpoints import recursive_checkpoints
+from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.eviction import evicted_online
+from outofcore.validator import validate
+
+# Of seconds that are sums of the same numbers in another order.
+_ROUNDING = 1 + 1e-9
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
+    """Graphs with costs and no home."""
+    graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
+    return graph, replace(draw(costs_for(graph)), homes=())
+
+
+def choices_of(graph: StepGraph, costs: Costs, limit: int = 1 << 40) -> Choices:
+    return Choices(Problem.of(graph, costs, limit), Contents.of(graph, costs))
+
+
+def planned(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Planned | None:
+    try:
+        found = plan_step(graph, costs, budget, policy, params=QUICK)
+    except BudgetError:
+        return None
+    validate(graph, found.program, budget, costs)
+    return found
+
+
+@settings(LIMITS, max_examples=40)
+@given(steps())
+def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(step: tuple[StepGraph, Costs]) -> None:
+    graph, costs = step
+    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    assert smallest <= everything
+    budgets = [smallest + (everything - smallest) * part // 7 for part in range(8)]
+    found = [planned(graph, costs, budget) for budget in budgets]
+    seconds = [one.timeline.step_seconds for one in found if one is not None]
+    assert len(seconds) == len(budgets)
+    assert all(more <= less * _ROUNDING for less, more in pairwise(seconds))
+    for budget, auto in zip(budgets, seconds, strict=True):
+        evicted = planned(graph, costs, budget, "dtr")
+        assert evicted is None or auto <= evicted.timeline.step_seconds * _ROUNDING
+
+
+@settings(LIMITS, max_examples=25)
+@given(steps(), st.floats(0.2, 1))
+def test_the_same_step_and_budget_give_the_same_plan(step: tuple[StepGraph, Costs], part: float) -> None:
+    graph, costs = step
+    budget = max(int(in_core_budget(graph, costs) * part), smallest_budget(graph, costs))
+    assert planned(graph, costs, budget) == planned(graph, costs, budget)
+
+
+@pytest.mark.parametrize("policy", ["auto", "dtr"])
+def test_what_is_too_small_names_a_budget_that_will_do(policy: str) -> None:
+    graph = network(16)
+    costs = network_costs(graph, copy=None)
+    smallest = smallest_budget(graph, costs)
+    assert smallest < 6 * MIB
+    assert planned(graph, costs, smallest) is not None
+    with pytest.raises(BudgetError, match="smallest budget that would do is") as refused:
+        plan_step(graph, costs, smallest - 1, policy)
+    assert refused.value.smallest_budget == smallest
+    assert "policy='auto'" not in str(refused.value)
+
+
+def test_what_lasts_stays_where_there_is_no_home() -> None:
+    """The neediest op needs 2 MiB, but 8 MiB of parameters that other ops use cannot leave."""
+    storages = [Storage(i, MIB, StorageKind.PARAMETER, f"w{i}") for i in range(8)]
+    storages += [Storage(8 + i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(8)]
+    ops = [Op(i, "layer", (i,), (), (8 + i,)) for i in range(8)]
+    ops += [Op(8 + i, "back", (15 - i,), (), ()) for i in range(8)]
+    graph = StepGraph(tuple(storages), tuple(ops))
+    costs = Costs(tuple(OpCost(1.0) for _ in ops))
+    smallest = smallest_budget(graph, costs)
+    assert 9 * MIB <= smallest < 10 * MIB
+    found = planned(graph, costs, smallest)
+    assert found is not None and found.timeline.step_seconds == pytest.approx(23.0)  # all but the last run again
+    with pytest.raises(BudgetError, match="what lasts stays as well"):
+        plan_step(graph, costs, smallest - 4096)
+
+
+def test_greedy_eviction_takes_what_is_cheapest_for_its_bytes_and_its_age() -> None:
+    """Four maps of one MiB from nothing wait while a fifth is made, and room is for four."""
+    storages = tuple(Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(5))
+    ops = [Op(i, "layer", (), (), (i,)) for i in range(5)] + [Op(5 + i, "back", (4 - i,), (), ()) for i in range(5)]
+    graph = StepGraph(storages, tuple(ops))
+
+    def evicted(seconds: tuple[float, ...]) -> set[int]:
+        costs = Costs(tuple(OpCost(s) for s in (*seconds, 1.0, 1.0, 1.0, 1.0, 1.0)))
+        choices = choices_of(graph, costs)
+        snapshot = evicted_online(choices, 4 * MIB)
+        assert snapshot is not None
+        return {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
+
+    assert evicted((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equally dear: the oldest
+    assert evicted((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
+    assert evicted((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to make up for its age
+
+
+def test_the_heuristic_counts_evicted_neighbours() -> None:
+    """Once x1 is gone, x2, made from it, takes both; so x3, made from nothing, goes next though it is younger."""
+    storages = tuple(Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(6))
+    made_from = {2: (1,)}
+    ops = [Op(i, "layer", made_from.get(i, ()), (), (i,)) for i in range(6)]
+    ops += [Op(6 + i, "back", (5 - i,), (), ()) for i in range(6)]
+    graph = StepGraph(storages, tuple(ops))
+    costs = Costs(tuple(OpCost(s) for s in (50.0, 2.0, 5.0, 1.9, 1.0, 1.0, *[1.0] * 6)))
+    choices = choices_of(graph, costs)
+    snapshot = evicted_online(choices, 4 * MIB)
+    assert snapshot is not None
+    gone = {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
+    assert gone == {1, 3}
+
+
+def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
+    graph = network(8)
+    choices = choices_of(graph, network_costs(graph, copy=None))
+    assert evicted_online(choices, MIB) is None
+    assert evicted_online(choices, 64 * MIB) == ()
+
+
+def test_checkpoints_halved_often_take_less_room_and_more_runs() -> None:
+    graph = network(64)
+    costs = network_costs(graph, copy=None)
+    like = choices_of(graph, costs)
+    found: list[tuple[int, float]] = []
+    for snapshot in recursive_checkpoints(like):
+        choices = Choices(like.problem, like.contents, like=like)
+        assert choices.begin(snapshot)
+        found.append((int((choices.held + choices.need).max()), choices.seconds))
+    least = min(found)
+    quickest = min(found, key=lambda one: one[1])
+    assert least[0] <= 12 * MIB and least[1] <= 64 * 7  # logarithms of 64 layers, not their root or their square
+    assert quickest[1] <= 64
+
+
+@settings(LIMITS, max_examples=25)
+@given(steps(), st.randoms(use_true_random=False))
+def test_beginning_with_a_snapshot_is_setting_its_gaps(step: tuple[StepGraph, Costs], draw: object) -> None:
+    graph, costs = step
+    one = choices_of(graph, costs)
+    picked = [g for g in one.free if draw.random() < 0.5]  # type: ignore[attr-defined]
+    for g in picked:
+        one.set(g, AGAIN, one.end[g])
+    snapshot = one.snapshot()
+    other = Choices(one.problem, one.contents, like=one)
+    assert other.begin(snapshot)
+    assert other.snapshot() == snapshot
+    assert other.seconds == pytest.approx(one.seconds)
+    assert (other.held == one.held).all() and (other.need == one.need).all()
+    assert other.chains == one.chains
+
+
+def test_the_policy_works_with_homes_and_only_computes_again() -> None:
+    graph = network(24)
+    costs = network_costs(graph)
+    found = plan_step(graph, costs, 16 * MIB, DTR())
+    validate(graph, found.program, 16 * MIB, costs)
+    assert found.plan.policy == "dtr"
+    assert {decision.residency for decision in found.plan.decisions} == {Residency.RECOMPUTE}
+    [asked] = DTR().variants(graph, costs, 16 * MIB)
+    assert asked(16 * MIB).decisions == found.plan.decisions
+    with pytest.raises(BudgetError):
+        asked(MIB)
