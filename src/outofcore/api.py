@@ -24,7 +24,7 @@ from outofcore.capture.shards import Shards
 from outofcore.capture.step import capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
-from outofcore.costs import Costs
+from outofcore.costs import SOMEWHERE, Costs
 from outofcore.distributed.agreement import Agreement
 from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
@@ -893,7 +893,7 @@ def load(
 
 
 def _costs(profiles: Sequence[OpProfile]) -> Costs:
-    return Costs(tuple(profile.cost for profile in profiles))
+    return Costs(tuple(profile.cost for profile in profiles), (SOMEWHERE,))
 
 
 __all__ = [

@@ -35,6 +35,10 @@ class Home:
         return self.latency_s + count / self.bytes_per_s_in
 
 
+# Where no link was measured and it matters only that what leaves has somewhere to go.
+SOMEWHERE = Home("somewhere", None, 1.0, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class OpCost:
     """What running an op once takes."""

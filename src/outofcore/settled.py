@@ -15,7 +15,7 @@ from outofcore import planning
 from outofcore.capture import Captured
 from outofcore.capture.passes import leanest
 from outofcore.capture.step import gradients_from_now_on
-from outofcore.costs import Costs, OpCost
+from outofcore.costs import SOMEWHERE, Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.execution.backend import Backend
 from outofcore.planned_step import describer
@@ -64,7 +64,7 @@ def settled_step(
     found = {op.id: known[op.family] for op in ops if known and op.family in known}
     rest = [op.id for op in ops if op.id not in found]
     found |= profile_some(settled, rest, measure_time=measure_time, cache=cache, backend=backend)
-    return settled, Costs(tuple(_later_cost(found[op.id]) for op in ops))
+    return settled, Costs(tuple(_later_cost(found[op.id]) for op in ops), (SOMEWHERE,))
 
 
 def _later_cost(profile: OpProfile) -> OpCost:
