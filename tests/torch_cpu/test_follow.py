@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import io
 import os
@@ -185,59 +184,6 @@ def test_addresses_that_were_taken_stay(run: outofcore.Loop) -> None:
     y.add_(1)
     assert (x.data_ptr(), y.untyped_storage().data_ptr()) == addresses
     assert run.stats.fixed == 2
-
-
-def test_an_address_that_a_kernel_in_python_takes_holds_until_it_ends(run: outofcore.Loop) -> None:
-    table = torch.arange(40000.0) + 0
-    held: list[str] = []
-
-    def copied(target: Tensor, source: Tensor) -> None:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-
-    @torch.library.custom_op("outofcore_tests::taken", mutates_args=("total",))
-    def taken(x: Tensor, total: Tensor) -> Tensor:
-        given, looked_up, out = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-        copied(given, x)
-        copied(looked_up, table)
-        copied(out, given + looked_up)
-        everything_leaves(run)
-        held.append(where(x) + where(total) + where(out))
-        copied(total, total + out)
-        return out
-
-    x, total = torch.randn(40000), torch.zeros(40000) + 0
-    expected, sums = x + torch.arange(40000.0), torch.zeros(40000)
-    for _ in range(3):
-        everything_leaves(run)
-        overwrite_the_arena()
-        result = taken(x, total)
-        assert torch.equal(result, expected)
-        everything_leaves(run)
-        overwrite_the_arena()
-        sums += expected
-        assert torch.equal(total, sums)
-        assert torch.equal(result, expected)
-        send_away(result)
-    assert held[1:] == ["arena" * 3] * 2
-    assert run.stats.fixed == 0
-    assert where(x) == "away" or load_paging().follow_evict(x.untyped_storage()._cdata) == 1
-    assert np.asarray(x).shape == (40000,)
-    assert run.stats.fixed == 1
-
-
-def test_what_a_kernel_in_python_frees_makes_room_for_what_comes(run: outofcore.Loop) -> None:
-    @torch.library.custom_op("outofcore_tests::piled_up", mutates_args=())
-    def piled_up(x: Tensor) -> Tensor:
-        for _ in range(30):
-            out = torch.empty_like(x)
-            ctypes.memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
-            x = out
-        return x
-
-    x = torch.rand(MIB // 2)
-    for _ in range(2):
-        assert piled_up(x).equal(x)
-    assert run.stats.fixed == 0
 
 
 def test_memory_of_others_stays_where_it_is(run: outofcore.Loop) -> None:

@@ -181,30 +181,6 @@ def test_linears_of_bitsandbytes(kind: str) -> None:
     assert_exact(plain, lambda: adapted(with_linears(llama(), quantised)))
 
 
-def test_weights_of_bitsandbytes_come_and_go_by_plan() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-
-    def quantised(linear: nn.Linear) -> nn.Module:
-        made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
-        made.load_state_dict({"weight": linear.weight.detach()})
-        return made.to("cpu")
-
-    model = adapted(with_linears(llama(hidden_size=256, intermediate_size=512), quantised))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    weight: Any = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
-    with outofcore.budget("1MiB", model) as run:
-        for batch in batches(3):
-            stepped(model, optimizer, batch)
-        before = run.stats
-        for batch in batches(3):
-            stepped(model, optimizer, batch)
-        after = run.stats
-        assert after.fixed == 0
-        assert after.fetched_bytes - before.fetched_bytes > weight.nbytes
-        assert load_paging().follow_evict(storage_address(weight.untyped_storage())) in (0, 1)
-        assert load_paging().follow_where(storage_address(weight.untyped_storage())) == 2
-
-
 def quantised_by_torchao() -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
     model = llama()

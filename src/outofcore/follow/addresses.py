@@ -1,8 +1,7 @@
 """Who takes the address of a tensor, by which it is then used without PyTorch: such a storage keeps it.
 
-Python code gets at an address by a few methods only, which are wrapped while a loop is followed. What the kernel of an
-operator takes as a plain number, as those of bitsandbytes do, it keeps until that kernel ends. Compiled extensions, and
-kernels in Python, that keep pointers from one op to the next cannot be seen.
+Python code gets at an address by a few methods only, which are wrapped while a loop is followed. Compiled extensions
+that keep pointers from one op to the next cannot be seen.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__")),
     (torch.UntypedStorage, ("data_ptr",)),
 )
-# What gives a plain number, or the like; the others give something that may be kept.
-_NUMBERS = frozenset({"data_ptr", "__cuda_array_interface__"})
 
 
 # Modules that compare addresses, or are done with one before the next op: savers above all, which ask for that of every
@@ -58,10 +55,8 @@ _watch = _Watch()
 
 
 @contextlib.contextmanager
-def addresses_seen(fix: Callable[[torch.UntypedStorage, bool], object]) -> Iterator[None]:
+def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """While in this context, ``fix`` is called with a storage before its address is handed out.
-
-    It is also told whether the address may be kept by what is handed out.
 
     Contexts may overlap, as those of several steps that are followed do.
 
@@ -81,16 +76,16 @@ def addresses_seen(fix: Callable[[torch.UntypedStorage, bool], object]) -> Itera
                 _watch.undo.close()
 
 
-def _wrapped(fix: Callable[[torch.UntypedStorage, bool], object]) -> contextlib.ExitStack:
-    def wrapped(method: Callable[..., Any], lasts: bool) -> Callable[..., Any]:
+def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitStack:
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         def told(self: Any, *args: Any, **kwargs: Any) -> Any:
             asks = sys._getframe(1).f_globals.get("__name__") or ""
             if asks in _AT_ONCE or asks.startswith(_OURS):
                 pass
             elif isinstance(self, torch.UntypedStorage):
-                fix(self, lasts)
+                fix(self)
             elif self.layout is torch.strided and self.device.type in {"cpu", "cuda"}:
-                fix(self.untyped_storage(), lasts)
+                fix(self.untyped_storage())
             return method(self, *args, **kwargs)
 
         told.__name__ = method.__name__
@@ -103,8 +98,7 @@ def _wrapped(fix: Callable[[torch.UntypedStorage, bool], object]) -> contextlib.
             own = vars(kind).get(name)
             plain: Any = getattr(kind, name)
             getter: Any = getattr(plain, "fget", None)  # of a property
-            lasts = name not in _NUMBERS
-            setattr(kind, name, wrapped(plain, lasts) if getter is None else property(wrapped(getter, lasts)))
+            setattr(kind, name, wrapped(plain) if getter is None else property(wrapped(getter)))
             if own is None:  # what the class inherits, it inherits again
                 undo.callback(delattr, kind, name)
             else:

@@ -632,11 +632,11 @@ class _AfterCall:
         return _AfterCall, ()
 
 
-def _fix(storage: torch.UntypedStorage, lasts: bool) -> None:
+def _fix(storage: torch.UntypedStorage) -> None:
     flavor = _FLAVORS.get(storage.device.type)
     library = None if flavor is None else loaded_paging(flavor)
     if library is not None:
-        call(library, "follow_fix", storage_address(storage), int(lasts))
+        call(library, "follow_fix", storage_address(storage))
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

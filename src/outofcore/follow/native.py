@@ -60,7 +60,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_release": (_COUNT, (_POINTER,)),
     "follow_release_all": (_COUNT, (_POINTER,)),
     "follow_forget": (None, (_POINTER,)),
-    "follow_fix": (_COUNT, (_POINTER, _COUNT)),
+    "follow_fix": (_COUNT, (_POINTER,)),
     "follow_where": (_COUNT, (_POINTER,)),
     "follow_evict": (_COUNT, (_POINTER,)),
     "follow_evict_all": (_COUNT, (_POINTER,)),

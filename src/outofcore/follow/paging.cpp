@@ -1020,12 +1020,9 @@ void release_raw(void* pointer) {
   stock->raw_deallocate(pointer);
 }
 
-void let_go_of_address(Block& block);
-
 void release_block(void* context) {
   const Guard guard(mutex);
   auto* block = static_cast<Block*>(context);
-  if (block->pins > 0) let_go_of_address(*block);
   if (Device::kStreams && block->copying == Copying::kIn) {  // whoever gets its memory waits for the copy
     std::erase(block->space->finished, block);
     block->copying = Copying::kNothing;
@@ -1215,7 +1212,6 @@ struct Operator {
   bool sliced;              // works through lists of tensors, each place for itself
   bool lists;               // and gives a list of results
   bool communicates;        // goes on after it has returned
-  bool python;              // its kernel is written in Python, and its parts are seen
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
 };
@@ -1243,10 +1239,8 @@ Operator describe(const c10::OperatorHandle& op) {
   if (!kernel && (implicit || listed))
     found.kind = Kind::kParts;
   else if (!starts(name, "aten::") && is_python != nullptr &&
-           is_python(name.c_str(), schema.overload_name().c_str()) != 0) {
+           is_python(name.c_str(), schema.overload_name().c_str()) != 0)
     found.kind = Kind::kParts;
-    found.python = true;
-  }
   else if (!writes && aliases && !fresh)
     found.kind = Kind::kView;
   else
@@ -1345,14 +1339,6 @@ class Pinned {
       }
     ++block->pins;
     operands.push_back({block, written});
-  }
-  void remove(const Block& block) {
-    const auto found = std::find_if(operands.begin(), operands.end(),
-                                    [&](const Operand& operand) { return operand.block == &block; });
-    if (found == operands.end()) return;
-    space_.device.used(found->block->order);
-    --found->block->pins;
-    operands.erase(found);
   }
   std::vector<Operand> operands;
 
@@ -1757,12 +1743,11 @@ void spare_recipes(Space& space, const Operator& about, const torch::jit::Stack&
 
 // --------------------------------------------------------------------------------------------------------------------
 
-// Runs a kernel once the op's operands are there, and takes note of all that.
-template <class Kernel>
-void run_noted(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
-               torch::jit::Stack* stack, Pinned& pinned, Kernel&& kernel, size_t results) {
+void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+              torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
   if (space.recipes->any()) spare_recipes(space, about, *stack);
+  Pinned pinned(space);
   Lineage lineage(space, op, about);
   Timed timed(space);
   const Running inside(op);
@@ -1786,7 +1771,7 @@ void run_noted(Space& space, const c10::OperatorHandle& op, const Operator& abou
     std::vector<follow::History::Touch> noted;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
-    for (size_t i = 0; about.kind != Kind::kShape && i < count; ++i)
+    for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
       each_storage((*stack)[first + i], [&](StorageImpl& storage) {
         ++place;
         Block* block = block_of(space, storage);
@@ -1816,7 +1801,10 @@ void run_noted(Space& space, const c10::OperatorHandle& op, const Operator& abou
     timed.begin();
     start = follow::nanos_now();
   }
-  kernel();
+  {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+    op.redispatchBoxed(below, stack);
+  }
   const int64_t end = follow::nanos_now();
   {
     const Guard guard(mutex);
@@ -1825,6 +1813,7 @@ void run_noted(Space& space, const c10::OperatorHandle& op, const Operator& abou
     int32_t place = 0;
     std::vector<std::pair<int32_t, Block*>> places;
     const bool operands = !touched.empty();
+    const size_t results = op.schema().returns().size();
     for (size_t i = stack->size() - results; i < stack->size(); ++i)
       each_storage((*stack)[i], [&](StorageImpl& storage) {
         --place;
@@ -1866,80 +1855,6 @@ void run_noted(Space& space, const c10::OperatorHandle& op, const Operator& abou
     space.waited = space.counters[kTransferMicros];
     if (!space.stress) copy_ahead(space);
   }
-}
-
-void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
-              torch::jit::Stack* stack) {
-  Pinned pinned(space);
-  const auto kernel = [&] {
-    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
-    op.redispatchBoxed(below, stack);
-  };
-  run_noted(space, op, about, below, stack, pinned, kernel, op.schema().returns().size());
-}
-
-// Operators with kernels in Python that use addresses by themselves: this is seen as one runs for the first time. What
-// such a kernel is given stays until it ends, and is noted as used by it, before and after its parts.
-std::unordered_set<const void*>& takers = *new std::unordered_set<const void*>;
-
-// A kernel in Python that the thread is in.
-struct InPython {
-  InPython(const c10::OperatorHandle& op, const Pinned* given)
-      : op_(op), given_(given), outer_(std::exchange(innermost, this)) {}
-  InPython(const InPython&) = delete;
-  ~InPython() { innermost = outer_; }
-
-  // Whether a block is here until the kernel ends anyway.
-  bool has(const Block& block) const {
-    if (given_ == nullptr) return false;
-    return std::any_of(given_->operands.begin(), given_->operands.end(),
-                       [&](const Operand& operand) { return operand.block == &block; });
-  }
-  // A block that is freed need not stay any more.
-  void let_go(const Block& block) {
-    if (taken_) taken_->remove(block);
-    if (outer_ != nullptr) outer_->let_go(block);
-  }
-  // Has one that the kernel has taken the address of stay until it ends.
-  void keep(Block& block) {
-    takers.insert(&op_.schema());
-    if (!taken_) taken_.emplace(*block.space);
-    taken_->add(&block, true);
-    wait_for_copies(*block.space);
-    fetch(*block.space, block);
-  }
-  inline static thread_local InPython* innermost = nullptr;
-
- private:
-  const c10::OperatorHandle& op_;
-  const Pinned* given_;
-  InPython* outer_;
-  std::optional<Pinned> taken_;
-};
-
-void let_go_of_address(Block& block) {
-  if (InPython::innermost != nullptr) InPython::innermost->let_go(block);
-}
-
-void run_in_python(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
-                   torch::jit::Stack* stack) {
-  bool takes = false;
-  {
-    const Guard guard(mutex);
-    takes = takers.count(&op.schema()) != 0;
-  }
-  if (!takes) {
-    const InPython inside(op, nullptr);
-    return op.redispatchBoxed(below, stack);
-  }
-  torch::jit::Stack given(stack->end() - static_cast<std::ptrdiff_t>(about.writes.size()), stack->end());
-  Pinned pinned(space), again(space);
-  run_noted(space, op, about, below, &given, pinned, [] {}, 0);
-  {
-    const InPython inside(op, &pinned);
-    op.redispatchBoxed(below, stack);
-  }
-  if (current.load(std::memory_order_acquire) == &space) run_noted(space, op, about, below, &given, again, [] {}, 0);
 }
 
 // An argument of which each place of the lists has its own: a list of tensors, or of numbers. 0: it is not one.
@@ -2006,7 +1921,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   if (!results_before.empty()) offer_results();
   const Operator& about = operator_of(op);
-  if (about.python) return run_in_python(*space, op, about, below, stack);
   if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
   if (about.kind == Kind::kView) {
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
@@ -2532,26 +2446,16 @@ EXPORT void follow_forget(StorageImpl* storage) noexcept {
   const Guard guard(mutex);
   if (const Block* block = known(*storage)) forget_window(*block);
 }
-// Somebody takes the address of a storage: it keeps it from now on; or, unless the address lasts, until the kernel in
-// Python ends that takes it. 1: done; 0: it is never moved anyway.
-EXPORT int64_t follow_fix(StorageImpl* storage, int64_t lasts) noexcept {
+// Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
+EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     Space* space = current;
-    InPython* kernel = lasts != 0 || space == nullptr ? nullptr : InPython::innermost;
-    if (kernel != nullptr) {
-      const Guard guard(mutex);
-      if (const Block* block = known(*storage); block != nullptr && kernel->has(*block)) return 1;
-    }
     if (space != nullptr && space->recipes->any()) space->recipes->before_write(*storage);
     const Guard guard(mutex);
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
     space = current;
     Block* block = space != nullptr ? block_of(*space, *storage) : known(*storage);
     if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
-    if (kernel != nullptr && block->space == space) {
-      kernel->keep(*block);
-      return 1;
-    }
     space = block->space;
     wait_for_copies(*space);
     fetch(*space, *block);
