@@ -222,10 +222,11 @@ def find_tcmalloc() -> Path | None:
 
 
 def circumstances(date: str | None) -> dict[str, Any]:
-    """When, by which command and on what machine something was measured."""
+    """When, by which command and on what machine something was measured; a folder of that machine is not named."""
+    given = ["FOLDER" if Path(each).is_absolute() else each for each in sys.argv[1:]]
     return {
         "date": date or datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given]),
         "machine": asdict(this_machine()),
     }
 
