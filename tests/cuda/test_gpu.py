@@ -226,7 +226,9 @@ def test_ops_that_native_code_calls(
         assert same(world.state(), state) == []
         assert max(counts) > 10
         assert all(made)
-        assert bool(made) == (graphs and policy == "keep-all")
+        # Where all leaves, it is for the plan to say whether enough ops follow each other.
+        assert bool(made) == graphs or policy == "offload-all"
+        assert graphs or not made
 
 
 @pytest.mark.parametrize("seed", range(3))
