@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from outofcore import planning, presets
 from outofcore._torch_internals import tree_flatten
+from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.passes import leanest
@@ -52,6 +53,7 @@ from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
+from outofcore.splitting import Split, smallest_in_parts, split_of
 from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
 
@@ -59,10 +61,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # How much of what comes back from a home is compared by checksum, how convolutions are run, and who writes the kernels
-# of all that is not a product: see ``compile``.
+# of all that is not a product, and whether ops run in parts: see ``compile``.
 CheckName = Literal["sampled", "full", "off"]
 Algorithms = Literal["eager", "fastest"]
 KernelsName = Literal["eager", "inductor"]
+SplitName = Literal["exact", "off"]
 
 # Where in the cache the plans of loops are.
 _PLANS = "loops"
@@ -178,6 +181,7 @@ def compile(
     shard: ProcessGroup | bool | None = None,
     replay: Replaying = True,
     kernels: KernelsName = "eager",
+    split: SplitName = "exact",
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -231,6 +235,10 @@ def compile(
             on the same kind of machine, but they are not those of eager PyTorch to the last bit. The first call takes
             some seconds for each kernel that is not in Inductor's cache yet. Without a C++ compiler (on a GPU: Triton)
             the log says so, and PyTorch's own kernels run. See the guide to compiled kernels.
+        split: "exact", an op that needs more memory than there is runs in parts, where its parts were found to give the
+            bits of the whole on this machine; or "off", it does not, and the budget has to hold it. Plans may cut ops
+            for speed as well, where the neediest ones leave no room for what moves beside them. See the guide to ops
+            that are larger than their room.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -275,6 +283,7 @@ def compile(
         shard,
         replay=replay,
         kernels=kernels,
+        split=split,
     )
 
 
@@ -296,6 +305,7 @@ def _compiled(
     replay: Replaying = True,
     alternating: bool = False,
     kernels: KernelsName = "eager",
+    split: SplitName = "exact",
 ) -> Step[P, R]:
     """What ``compile`` returns; ``alternating`` as for ``Session``."""
     count = parse_bytes(budget)
@@ -306,7 +316,7 @@ def _compiled(
         raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
-    made = _kernels(kernels)
+    made, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
     _check_devices(models, backend.device)
     if dynamic:
@@ -348,6 +358,7 @@ def _compiled(
         ranks,
         shards,
         made,
+        splits,
     )
 
 
@@ -676,6 +687,7 @@ def smallest_budget(
     device: str | torch.device | None = None,
     cache: bool | str | os.PathLike[str] = True,
     kernels: KernelsName = "eager",
+    split: SplitName = "exact",
 ) -> int:
     """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
 
@@ -690,6 +702,7 @@ def smallest_budget(
         device: as for ``compile``.
         cache: as for ``compile``.
         kernels: as for ``compile``.
+        split: as for ``compile``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -714,14 +727,27 @@ def smallest_budget(
     kept = open_cache(cache)
     plain = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
     capture = fusing(plain, _kernels(kernels))
-    traced = capture()
-    captured = leanest(traced).aligned(backend.alignment)
+    traced, splits = capture(), split_of(split)
     backend.prepare()
+
+    def smallest_of(traced: Captured, captured: Captured, smallest: int) -> tuple[int, Captured]:
+        found = smallest_in_parts(traced, smallest, backend, kept) if splits is Split.EXACT else None
+        return (smallest, captured) if found is None else found[:2]
+
+    captured = leanest(traced).aligned(backend.alignment)
     profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
-    smallest = planning.smallest_budget(captured.graph, _costs(profiles))
-    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles))
+    whole = planning.smallest_budget(captured.graph, _costs(profiles))
+    later: list[Captured] = []
+
+    def noted(settled: Captured) -> Captured:
+        later.append(settled)
+        return leanest(settled)
+
+    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles), form=noted)
+    smallest, captured = smallest_of(traced, captured, whole)
     if settled is not None:
-        smallest = max(smallest, planning.smallest_budget(settled[0].graph, settled[1]))
+        whole = planning.smallest_budget(settled[0].graph, settled[1])
+        smallest = max(smallest, smallest_of(later[0], settled[0], whole)[0] if whole > smallest else whole)
     return smallest + beside_the_arena(captured, backend, smallest)
 
 

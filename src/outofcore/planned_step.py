@@ -52,6 +52,7 @@ class PlannedStep:
         profiles: of each op.
         causes: why it was planned again so far, or nearly was.
         others: plans of other kinds, proved as well.
+        most: bytes that an op was to need, where ops run in parts; None: they run as a whole.
     """
 
     captured: Captured
@@ -61,6 +62,7 @@ class PlannedStep:
     profiles: tuple[OpProfile, ...]
     causes: frozenset[Cause] = frozenset()
     others: tuple[Alternative, ...] = ()
+    most: int | None = None
 
     @property
     def graph(self) -> StepGraph:

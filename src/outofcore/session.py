@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -72,6 +72,7 @@ from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops, profi
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.settled import added_bytes, known_families, settled_step, shortfall
+from outofcore.splitting import Split, Splitting, levels, need_of
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
 
@@ -80,6 +81,9 @@ _log = logging.getLogger("outofcore")
 # A link that is so much slower or faster in steps than it was measured, or takes so much more or less of the time of
 # ops beside it, is measured again by the next process.
 _OTHER_LINK = 1.25
+# Ops are cut for speed where the budget is that large, the step that much slower than its ops, and in parts that much
+# quicker; an op then needs no more than this part of the budget, and the rest is for what moves beside it.
+_SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.05, 1.02, 4
 _OTHER_SLOWDOWN = 0.15
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
@@ -223,6 +227,7 @@ class Session:
         ranks: the processes that run it together; None: this one alone.
         shards: what of the models is spread over them; None: nothing is.
         kernels: with which ops that become one are compiled; None: all run by PyTorch's own, one by one.
+        split: whether ops that need more memory than there is may run in parts.
 
     Attributes:
         followed: the calls that are followed; None: there were none yet.
@@ -254,7 +259,9 @@ class Session:
         ranks: Ranks | None = None,
         shards: Shards | None = None,
         kernels: Kernels | None = None,
+        split: Split = Split.EXACT,
     ) -> None:
+        self._split = split
         self._ranks = ranks
         self._kernels = kernels
         self._shards = shards
@@ -611,15 +618,15 @@ class Session:
         def make() -> Any:
             found = self._planned(traced, capture)
             made.append(found)
-            return found.costs, found.planned, found.profiles, found.budget
+            return found.costs, found.planned, found.profiles, found.budget, found.most
 
-        costs, planned, profiles, room = ranks.from_leader(leader, make)
+        costs, planned, profiles, room, most = ranks.from_leader(leader, make)
         failure: BaseException | None = None
         if not made:
             try:
                 mine = None
                 if everyone[leader].graph == everyone[ranks.rank].graph and self._algorithms is None:
-                    mine = self._taken_over(traced, costs, planned, profiles, room)
+                    mine = self._taken_over(traced, costs, planned, profiles, room, most)
                 if mine is None and self._shards is not None:
                     raise StateError(
                         "the plan of another process does not hold here, and processes that share a model follow one "
@@ -632,15 +639,21 @@ class Session:
         return made[0]
 
     def _taken_over(
-        self, traced: Captured, costs: Costs, planned: Planned, profiles: tuple[OpProfile, ...], room: int
+        self,
+        traced: Captured,
+        costs: Costs,
+        planned: Planned,
+        profiles: tuple[OpProfile, ...],
+        room: int,
+        most: int | None,
     ) -> PlannedStep | None:
         """The step with the plan of another process; None if it does not hold here."""
         self._leave_arena()
         self.backend.prepare()
         if room_for_arena(traced, self.backend, self.budget) != room:
             return None
-        # There are two forms of a step, and a plan fits one of them alone.
-        for form in (fastest, leanest):
+        # There are some forms of a step, and a plan fits one of them alone.
+        for form in (fastest, leanest) if most is None else (partial(self._in_parts, room=room, most=most),):
             captured = form(traced).aligned(self.backend.alignment)
             if len(captured.graph.ops) != len(costs.ops):
                 continue
@@ -655,7 +668,7 @@ class Session:
             )
             if any(own[op].cost.workspace_bytes > costs.ops[op].workspace_bytes for op in own):
                 continue
-            return PlannedStep(captured, room, costs, planned, _with_own_requests(profiles, own))
+            return PlannedStep(captured, room, costs, planned, _with_own_requests(profiles, own), most=most)
         _log.warning("the plan of another process does not hold in this one, which plans by itself")
         return None
 
@@ -723,10 +736,13 @@ class Session:
         alignment, stores = self.backend.alignment, self.home.stores
         room = room_for_arena(traced, self.backend, self.budget)
 
-        def settled(known: Mapping[str, OpProfile] | None = None) -> tuple[Captured, Costs] | None:
+        def settled(
+            known: Mapping[str, OpProfile] | None = None, most: int | None = None
+        ) -> tuple[Captured, Costs] | None:
             if self._alternating:
                 return None
-            return settled_step(traced, capture, self._cache, self.backend, known)
+            form = leanest if most is None else partial(self._in_parts, room=room, most=most)
+            return settled_step(traced, capture, self._cache, self.backend, known, form=form)
 
         try:
             found = None
@@ -736,11 +752,17 @@ class Session:
             if found is None:
                 captured = leanest(traced).aligned(alignment)
                 found = plan(*self._measured(captured, room), room, self.policy, stores, others=self._is_alone)
+                found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
-            refused = shortfall(settled(), room, error) or error
-            raise in_terms_of_the_budget(refused, self.budget, room) from None
+            found, error, most = self._planned_in_parts(traced, room, error)
+            if found is None:
+                refused = shortfall(settled(most=most), room, error) or error
+                raise in_terms_of_the_budget(refused, self.budget, room) from None
         if not self._alternating and found.planned.program.arena_bytes + added_bytes(traced) > room:
-            refused = shortfall(settled(known_families(found.captured, found.profiles)), room)
+            refused = shortfall(settled(known_families(found.captured, found.profiles), found.most), room)
+            if refused is not None and found.most is None and self._splits:
+                finer = (shortfall(settled(most=most), room) for most in levels(room))
+                refused = min(finer, key=lambda one: (one and one.smallest_budget) or 0, default=refused)
             if refused is not None:
                 raise in_terms_of_the_budget(refused, self.budget, room)
         self._tell("plan", 1, 1)
@@ -754,6 +776,72 @@ class Session:
             f"{found.costs.compute_seconds:.3f} s",
         )
         return found
+
+    @property
+    def _splits(self) -> bool:
+        # Algorithms are chosen for ops as a whole, and policies of the user's plan the step that they know.
+        return self._split is Split.EXACT and self._algorithms is None
+
+    def _in_parts(self, traced: Captured, *, room: int, most: int) -> Captured:
+        return Splitting(self.backend, room, self._cache).in_parts(traced, most) or leanest(traced)
+
+    def _plan_in_parts(self, captured: Captured, room: int, most: int) -> PlannedStep:
+        """The step, whose ops are in parts that were to need so many bytes, planned."""
+        measured = self._measured(captured.aligned(self.backend.alignment), room)
+        return replace(plan(*measured, room, self.policy, self.home.stores, others=self._is_alone), most=most)
+
+    def _planned_in_parts(
+        self, traced: Captured, room: int, error: BudgetError
+    ) -> tuple[PlannedStep | None, BudgetError, int | None]:
+        """The step in parts, where it does not fit as a whole.
+
+        Returns:
+            the step, or None where it does not fit so either; the refusal that asks for the least; and for how many
+            bytes ops were cut in that.
+        """
+        least: int | None = None
+        splitting = Splitting(self.backend, room, self._cache)
+
+        def forms() -> Iterator[tuple[Captured, int]]:
+            for most in levels(room):
+                parts = splitting.in_parts(traced, most)
+                # Finer than needs can be, parts cost more than they save.
+                if parts is None or (least is not None and most < least // 2):
+                    break
+                yield parts, most
+            # Those that ``smallest_budget`` speaks of.
+            finest = splitting.finest(traced)
+            if finest is not None:
+                yield finest
+
+        for captured, most in forms() if self._splits else ():
+            try:
+                found = self._plan_in_parts(captured, room, most)
+            except BudgetError as refused:
+                if (refused.smallest_budget or 0) < (error.smallest_budget or 0):
+                    error, least = refused, most
+                continue
+            _log.info("ops that need more than %s run in parts", format_bytes(most))
+            return found, error, most
+        return None, error, least
+
+    def _quicker_in_parts(self, traced: Captured, found: PlannedStep, room: int) -> PlannedStep:
+        """The step in parts, where its neediest ops leave no room for anything beside them and it is quicker so."""
+        most = room // _BESIDE
+        waits = found.planned.timeline.step_seconds / max(found.costs.compute_seconds, 1e-9)
+        if not self._splits or room < _SPACIOUS or waits < _WAITS or need_of(found.captured) <= most:
+            return found
+        captured = Splitting(self.backend, room, self._cache).in_parts(traced, most)
+        if captured is None:
+            return found
+        try:
+            other = self._plan_in_parts(captured, room, most)
+        except BudgetError:
+            return found
+        if other.planned.timeline.step_seconds > found.planned.timeline.step_seconds / _QUICKER:
+            return found
+        _log.info("ops that need more than %s run in parts, since the step is quicker so", format_bytes(most))
+        return other
 
     def _measured(self, captured: Captured, room: int) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
         cache, backend, fixed = self._cache, self.backend, self._algorithms

@@ -23,19 +23,25 @@ from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import OpProfile, profile_some
 
 
-def settled_capture(first: Captured, capture: Callable[..., Captured], alignment: int) -> Captured | None:
+Form = Callable[[Captured], Captured]
+
+
+def settled_capture(
+    first: Captured, capture: Callable[..., Captured], alignment: int, form: Form = leanest
+) -> Captured | None:
     """The settled step in its leanest form; None where it is the first step.
 
     Args:
         first: the step as traced for its first call.
         capture: captures it anew, given ``gradients`` as for ``capture_step``.
         alignment: of blocks below 64 KiB, in bytes.
+        form: what makes the form of the step as traced.
     """
     gradients = gradients_from_now_on(first)
     if not gradients and first.lazy is None:
         return None
     with first.lazy.applied() if first.lazy is not None else contextlib.nullcontext():
-        return leanest(capture(gradients=gradients)).aligned(alignment)
+        return form(capture(gradients=gradients)).aligned(alignment)
 
 
 def settled_step(
@@ -46,6 +52,7 @@ def settled_step(
     known: Mapping[str, OpProfile] | None = None,
     *,
     measure_time: bool = False,
+    form: Form = leanest,
 ) -> tuple[Captured, Costs] | None:
     """The settled step with the workspaces of its ops; None where it is the first step.
 
@@ -56,8 +63,9 @@ def settled_step(
         backend: where the step runs.
         known: the profiles of families of ops that were measured.
         measure_time: whether to measure the seconds of the other ops as well.
+        form: as for ``settled_capture``.
     """
-    settled = settled_capture(first, capture, backend.alignment)
+    settled = settled_capture(first, capture, backend.alignment, form)
     if settled is None:
         return None
     ops = settled.graph.ops

@@ -35,6 +35,7 @@ from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html, tried_text
 from outofcore.session import Outcome, Ranks, Session, versions
+from outofcore.splitting import Split
 from outofcore.units import format_bytes, format_seconds
 
 P = ParamSpec("P")
@@ -88,6 +89,7 @@ class Step(Generic[P, R]):
         ranks: Ranks | None = None,
         shards: Shards | None = None,
         kernels: Kernels | None = None,
+        split: Split = Split.EXACT,
     ) -> None:
         self.__wrapped__ = step
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
@@ -115,6 +117,7 @@ class Step(Generic[P, R]):
             ranks,
             shards,
             kernels,
+            split,
         )
         self._shards = shards
         self._closed = False

@@ -370,12 +370,13 @@ def machine_facts() -> dict[str, object]:
     }
 
 
-def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
-    """The profiles taken under the settings of now.
+def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
+    """What was found of ops under the settings of now.
 
     Args:
         cache: where.
         device: facts about a device other than the CPU.
+        kind: "ops", their profiles; or "parts", whether they can be computed in parts.
     """
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -389,7 +390,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None) -> Shelf:
         "results": "by leaf",  # how the requests of results are numbered
         "places": "spread",  # what ops are given that look things up
     }
-    return cache.shelf("ops", {**machine_facts(), **settings, **(device or {})})
+    return cache.shelf(kind, {**machine_facts(), **settings, **(device or {})})
 
 
 def is_keepable(op: Op) -> bool:

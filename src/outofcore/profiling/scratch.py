@@ -70,8 +70,8 @@ class Contents:
         if replace(self, varied=False) != PLAIN:
             for tensor in scratch:
                 self._fill(tensor)
-        if len(scratch) == len(given) and isinstance(run.func, OpOverload) and run.func._schema.name in _FITTING:
-            _FITTING[run.func._schema.name](operators.by_name(run.func, run.args, run.kwargs))
+        if len(scratch) == len(given) and isinstance(run.func, OpOverload):
+            fit(run.func, operators.by_name(run.func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if _is_expanded(tensor):
@@ -82,6 +82,12 @@ class Contents:
             tensor.copy_(torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand_as(tensor))
         elif self.random:
             tensor.uniform_(0, 1) if tensor.is_floating_point() else tensor.fill_(0.5)
+
+
+def fit(func: OpOverload, given: Given) -> None:
+    """Make whole numbers among the arguments of an operator, given by name, such as it can run on."""
+    if func._schema.name in _FITTING:
+        _FITTING[func._schema.name](given)
 
 
 PLAIN = Contents()

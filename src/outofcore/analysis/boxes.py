@@ -1,0 +1,280 @@
+"""Parts of tensors as boxes in the memory of their storages.
+
+A storage that is to be cut is seen as an array whose axes are the dimensions of the tensors on it: ``lines_of`` finds
+the finest such array that all of them are windows onto, ``placed`` where each lies in it, and ``Axes`` joins what nobody
+cuts apart. A part of a tensor then is a box, an interval on each axis, whichever tensor it was named by; and the cells
+of a storage are the boxes between its cuts.
+
+Limits: a window that repeats elements or steps over the boundaries of others has no place; its storage stays whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+Interval = tuple[int, int]  # from the first to before the last
+Box = tuple[Interval, ...]  # an interval for each axis
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A tensor's place in its storage, in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A storage as an array with as many dimensions as the tensors on it tell apart, the outermost first.
+
+    ``strides`` are those of a dense array of ``sizes``.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
+    """The array of so many elements that all windows are boxes of; None: there is none.
+
+    >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
+    Lines(sizes=(4, 6), strides=(6, 1))
+    """
+    found = {1, elements}
+    for window in windows:
+        found.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
+    if 0 in found or elements < 1:
+        return None
+    chain = sorted(found, reverse=True)
+    if chain[0] != elements or any(outer % inner for outer, inner in pairwise(chain)):
+        return None
+    strides = tuple(chain[1:])
+    return Lines(tuple(outer // inner for outer, inner in pairwise(chain)), strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A window on the lines of its storage.
+
+    Attributes:
+        box: an interval for each line.
+        runs: for each dimension of the window the lines that it goes over, from the outermost to before the last; those
+            of a dimension of size 1 are none.
+    """
+
+    box: Box
+    runs: tuple[Interval, ...]
+
+
+def placed(lines: Lines, window: Window) -> Placed | None:
+    """Where a window lies; None: it is no box.
+
+    >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
+    Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
+    """
+    starts: list[int] = []
+    rest = window.offset
+    for stride in lines.strides:
+        starts.append(rest // stride)
+        rest %= stride
+    lengths = [1] * len(starts)
+    runs: list[Interval] = []
+    covered: set[int] = set()
+    for size, stride in zip(window.shape, window.stride, strict=True):
+        if size == 1:
+            runs.append((0, 0))
+            continue
+        if stride not in lines.strides:
+            return None
+        first = end = lines.strides.index(stride)
+        left = size
+        while left > lines.sizes[first] and first and not left % lines.sizes[first]:
+            lengths[first] = lines.sizes[first]
+            left //= lines.sizes[first]
+            first -= 1
+        lengths[first] = left
+        run = range(first, end + 1)
+        if covered.intersection(run):
+            return None
+        covered.update(run)
+        runs.append((first, end + 1))
+    box = tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
+    if any(end > size for (_, end), size in zip(box, lines.sizes, strict=True)):
+        return None
+    return Placed(box, tuple(runs))
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The lines of a storage, joined where nobody cuts between them.
+
+    Attributes:
+        lines: of the storage.
+        starts: the first line of each axis, ascending from 0.
+    """
+
+    lines: Lines
+    starts: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The length of each axis."""
+        return tuple(prod(self.lines.sizes[first:end]) for first, end in self._spans())
+
+    def _spans(self) -> list[Interval]:
+        return list(pairwise((*self.starts, len(self.lines.sizes))))
+
+    def whole(self) -> Box:
+        """The box of the whole storage."""
+        return tuple((0, size) for size in self.sizes)
+
+    def box_of(self, place: Placed) -> Box | None:
+        """The box of a window; None where its part of an axis is not one interval."""
+        return self._joined(place.box)
+
+    def _joined(self, box: Box) -> Box | None:
+        found: list[Interval] = []
+        for first, end in self._spans():
+            start, length, whole = 0, 1, False
+            for line in range(first, end):
+                size, (low, high) = self.lines.sizes[line], box[line]
+                if whole and (low, high) != (0, size):
+                    return None
+                start = start * size + low
+                length *= high - low
+                whole = whole or high - low > 1
+            found.append((start, start + length))
+        return tuple(found)
+
+    def grain(self, place: Placed, dims: Interval) -> int | None:
+        """What the ends of a part of a window, along these dimensions as one, have to be multiples of; None: no part.
+
+        Args:
+            place: of the window.
+            dims: from the first to before the last, all of which follow each other in memory.
+        """
+        run = self.run(place, dims)
+        if run is None:
+            return None
+        first, end = run
+        spans = dict(self._spans())
+        if first not in spans:
+            return None
+        return prod(self.lines.sizes[spans[first] : end])
+
+    @staticmethod
+    def run(place: Placed, dims: Interval) -> Interval | None:
+        """The lines that some dimensions of a window go over as one; None where they do not follow each other."""
+        runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
+        if not runs or any(one[1] != other[0] for one, other in pairwise(runs)):
+            return None
+        return runs[0][0], runs[-1][1]
+
+    def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
+        """The box of a part of a window, from ``low`` to before ``high`` along these dimensions as one.
+
+        It may reach beyond the storage, where it is a part of something larger (see ``clipped``).
+        """
+        run, box = self.run(place, dims), self.box_of(place)
+        if run is None or box is None:
+            return None
+        first, end = run
+        spans = self._spans()
+        axis = next((number for number, span in enumerate(spans) if span[0] == first), None)
+        if axis is None:
+            return None
+        ends_at = spans[axis][1]
+        inner = prod(self.lines.sizes[end:ends_at])  # of other dimensions, on the same axis
+        outer = prod(self.lines.sizes[ends_at:end])  # of these, on later axes
+        if low % outer or high % outer:
+            return None
+        begin = box[axis][0] + low // outer * inner
+        return (*box[:axis], (begin, begin + (high - low) // outer * inner), *box[axis + 1 :])
+
+    def strides(
+        self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
+    ) -> tuple[int, ...] | None:
+        """The strides of a part of a window in memory that holds a box of its storage and no more.
+
+        Args:
+            place: of the window.
+            sizes: the shape of the part, with one dimension in place of ``dims``.
+            box: what the memory holds: the part.
+            dims: of the window, that are one in the part; None: each is one by itself.
+
+        Returns:
+            None where a dimension of the part is not evenly spaced there.
+        """
+        widths = [high - low for low, high in box]
+        steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
+        runs = list(place.runs)
+        if dims is not None:
+            runs[dims[0] : dims[1]] = [self.run(place, dims) or (0, 0)]
+        found: list[int] = []
+        for run, size in zip(runs, sizes, strict=True):
+            if size == 1 or run == (0, 0):
+                found.append(-1)
+                continue
+            for axis, (first, end) in enumerate(self._spans()):
+                if first < run[1] <= end:
+                    # Axes that the run goes over as well must be there as a whole but for the outermost.
+                    outer = [other for other, span in enumerate(self._spans()) if run[0] <= span[0] < first]
+                    if outer and widths[axis] != self.sizes[axis]:
+                        return None
+                    if any(widths[other] != self.sizes[other] for other in outer[1:]):
+                        return None
+                    found.append(prod(self.lines.sizes[run[1] : end]) * steps[axis])
+                    break
+            else:
+                return None
+        # What has one element has any stride: that of a dense tensor.
+        for number in reversed(range(len(found))):
+            if found[number] < 0:
+                found[number] = found[number + 1] * sizes[number + 1] if number + 1 < len(found) else 1
+        return tuple(found)
+
+
+def elements(box: Box) -> int:
+    """How many there are in a box."""
+    return prod(high - low for low, high in box)
+
+
+def clipped(box: Box, other: Box) -> Box | None:
+    """What two boxes share; None: nothing.
+
+    >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
+    ((3, 4), (2, 5))
+    """
+    shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, other, strict=True))
+    return None if any(high <= low for low, high in shared) else shared
+
+
+def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
+    """The boxes between cuts that share something with a box, in the order of memory.
+
+    Args:
+        cuts: of each axis, ascending, from 0 to its length.
+        box: any.
+
+    >>> list(cells([(0, 4, 8), (0, 3)], ((3, 5), (0, 1))))
+    [((0, 4), (0, 3)), ((4, 8), (0, 3))]
+    """
+    found: list[list[Interval]] = []
+    for ends, (low, high) in zip(cuts, box, strict=True):
+        first = max(bisect_left(ends, low + 1) - 1, 0)
+        found.append([(a, b) for a, b in pairwise(ends[first:]) if a < high and b > low])
+    yield from product(*found)
+
+
+def window_within(outer: Box, inner: Box) -> Window:
+    """A box as a window onto dense memory that holds an outer one."""
+    widths = [high - low for low, high in outer]
+    steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
+    offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))
+    return Window(tuple(high - low for low, high in inner), steps, offset)

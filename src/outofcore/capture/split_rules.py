@@ -1,0 +1,668 @@
+"""Along which axes an operator can be computed part by part: a table.
+
+A part is the same operator on parts of its arguments, and makes a part of its results: rows of a product, channels of
+a norm, planes of a convolution with those beside them. No sum is taken apart, so a part does what the whole does
+for each of its elements. Whether a library's kernels round the same way in both is another matter: it is looked at on
+the machine at hand (``profiling.equality``) before a step relies on it.
+
+Limits: operators that are not in the table stay whole, as do those that draw random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import OpOverload
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.operators import by_name, is_random, traits, written_arguments
+
+# Kernels work on a few elements at a time, and round those that are left over at the end otherwise: more than any takes.
+_LANES = 256
+# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them.
+_ROWS = 64
+
+Name = tuple[str, int]  # an argument, and its place in it where it is a list; else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that belongs to a part of an op, from ``low`` to before ``high`` along its axis.
+
+    Along ``dims``, from the first to before the last and taken as one, it goes from ``low * scale - before`` to
+    ``high * scale + after``; what lies outside of the tensor is zero.
+    """
+
+    dims: tuple[int, int]
+    scale: int = 1
+    before: int = 0
+    after: int = 0
+
+    def ends(self, low: int, high: int) -> tuple[int, int]:
+        """The part of the tensor for a part of the op."""
+        return low * self.scale - self.before, high * self.scale + self.after
+
+    @property
+    def plain(self) -> bool:
+        """Whether parts lie side by side."""
+        return (self.scale, self.before, self.after) == (1, 0, 0)
+
+
+# Changes the constants among the arguments, by name, for the part from ``low`` to before ``high``.
+Settle = Callable[[dict[str, Any], int, int], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """An axis along which an op can be cut.
+
+    Attributes:
+        name: of the axis.
+        extent: its length.
+        given: the tensors among the arguments that are cut; the others are given whole.
+        made: the results that are cut, by their place; the others are made whole, by the first part alone.
+        settle: what else changes from part to part.
+        unread: arguments of which nothing but shape and dtype matters.
+        grain: what parts had better begin at multiples of.
+    """
+
+    name: str
+    extent: int
+    given: Mapping[Name, Cut]
+    made: Mapping[int, Cut]
+    settle: Settle | None = None
+    unread: frozenset[str] = frozenset()
+    grain: int = 1
+
+    def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
+        """Where the parts begin and the last one ends, if there are to be so many, at multiples of ``unit``.
+
+        Those of half as many parts are among them.
+        """
+        count = self.extent // unit
+        if self.extent % unit or count < 2:
+            return (0, self.extent)
+        grain = self.grain // gcd(self.grain, unit)
+        while grain > 1 and count // grain < parts:
+            grain //= 2
+        blocks = -(-count // grain)
+        found = {min(blocks * part // parts * grain, count) * unit for part in range(parts + 1)}
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call as rules look at it: arguments by name, tensors as values."""
+
+    func: OpOverload
+    call: Call
+    values: Sequence[Value]
+    named: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def value(self, name: str, place: int = -1) -> Value | None:
+        """An argument that is a tensor; None: it is none."""
+        item = self.named.get(name)
+        if place >= 0:
+            item = item[place]
+        return self.values[item.value] if isinstance(item, Ref) else None
+
+    def tensors(self) -> dict[Name, Value]:
+        """All tensors among the arguments."""
+        found: dict[Name, Value] = {}
+        for name, item in self.named.items():
+            if isinstance(item, Ref):
+                found[name, -1] = self.values[item.value]
+            elif isinstance(item, list | tuple):
+                parts = enumerate(item)
+                found |= {(name, place): self.values[r.value] for place, r in parts if isinstance(r, Ref)}
+        return found
+
+    def result(self, place: int = 0) -> Value | None:
+        """A result that the op creates; None: it does not."""
+        index = self.call.results[place] if place < len(self.call.results) else None
+        return None if index is None else self.values[index]
+
+    def results(self) -> dict[int, Value]:
+        """All results that the op creates, by their place."""
+        return {place: self.values[v] for place, v in enumerate(self.call.results) if v is not None}
+
+
+Rule = Callable[[Given], list[Way]]
+
+
+def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
+    """The axes along which an op can be cut, the one that is best for its kernels first."""
+    func = call.func
+    if not isinstance(func, OpOverload):
+        return []
+    named = by_name(func, call.args, call.kwargs)
+    given = Given(func, call, values, named)
+    everything = [*given.tensors().values(), *given.results().values()]
+    if is_random(func, named) or any(v.foreign or v.conjugate or v.negated for v in everything):
+        return []
+    rule = _RULES.get(func._schema.name)
+    if rule is None and torch.Tag.pointwise in func.tags and not traits(func).reshapes:
+        rule = _pointwise
+    found = [] if rule is None else rule(given)
+    return [way for way in found if way.extent > 1]
+
+
+def _one(dim: int) -> Cut:
+    return Cut((dim, dim + 1))
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def _pointwise(given: Given) -> list[Way]:
+    """Any dimension of the result, and the first ones as one."""
+    written = written_arguments(given.func, given.named)
+    results = given.results()
+    tensors = given.tensors()
+    models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
+    if not models or any(v.shape != models[0].shape for v in models):
+        return []
+    shape = models[0].shape
+    full = [name for name, value in tensors.items() if value.shape == shape]
+    found: list[Way] = []
+    for first, end in [*((0, end) for end in range(len(shape), 1, -1)), *((d, d + 1) for d in range(len(shape)))]:
+        cuts: dict[Name, Cut] = {}
+        fits = True
+        for name, value in tensors.items():
+            lead = len(shape) - len(value.shape)
+            dims = [d - lead for d in range(first, end)]
+            sizes = [value.shape[d] if d >= 0 else 1 for d in dims]
+            if name in full or (len(dims) == 1 and dims[0] >= 0 and sizes[0] == shape[first] > 1):
+                cuts[name] = Cut((dims[0], dims[0] + len(dims)))
+            elif any(size != 1 for size in sizes) or (len(dims) > 1 and dims[-1] >= 0):
+                fits = False
+        extent = prod(shape[first:end])
+        if fits and extent > 1:
+            inner = prod(shape) // extent
+            grain = _LANES // gcd(_LANES, inner)
+            name = f"dimensions {first} to {end - 1}" if end - first > 1 else f"dimension {first}"
+            made = {place: Cut((first, end)) for place in results}
+            found.append(Way(name, extent, cuts, made, grain=grain))
+    return found
+
+
+# --- operators whose arguments and results share dimensions that do not mix ------------------------------------------
+
+
+def _apart(
+    dims: Callable[[Given], Sequence[tuple[int, int]]],
+    arguments: Sequence[str],
+    whole: Sequence[str] = (),
+    settle: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
+) -> Rule:
+    """A rule for operators of which some dimensions do not mix.
+
+    Args:
+        dims: those dimensions, of all ``arguments`` and results.
+        arguments: the tensors that have them.
+        whole: other tensors, which are given whole.
+        settle: what makes the changes of constants, given the dimensions that are cut as one.
+    """
+
+    def rule(given: Given) -> list[Way]:
+        tensors = given.tensors()
+        if any(name not in arguments and name not in whole for name, _ in tensors):
+            return []
+        found: list[Way] = []
+        results = given.results()
+        for first, end in dims(given):
+            cut = Cut((first, end))
+            shapes = {name: value.shape for name, value in tensors.items() if name[0] in arguments}
+            extents = {prod(s[first:end]) for s in (*shapes.values(), *(v.shape for v in results.values()))}
+            if len(extents) == 1 and results:
+                made = dict.fromkeys(results, cut)
+                name = f"dimension {first}" if end - first == 1 else f"dimensions {first} to {end - 1}"
+                found.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), made, settle((first, end))))
+        return found
+
+    return rule
+
+
+def _but(argument: str, dim: str = "dim") -> Callable[[Given], list[tuple[int, int]]]:
+    """All dimensions of an argument but one, those before it first and as one."""
+
+    def dims(given: Given) -> list[tuple[int, int]]:
+        value = given.value(argument)
+        if value is None or not value.shape:
+            return []
+        count = len(value.shape)
+        mixed = given.named[dim]
+        mixed = {d % count for d in (mixed if isinstance(mixed, list | tuple) else [mixed])}
+        lead = min(mixed, default=count)
+        return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in mixed)]
+
+    return dims
+
+
+def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, int]]]:
+    """The dimensions before the spatial ones."""
+
+    def dims(given: Given) -> list[tuple[int, int]]:
+        value = given.value(argument)
+        return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
+
+    return dims
+
+
+def _sized(name: str, dim: str = "") -> Callable[[tuple[int, int]], Settle]:
+    """Sizes among the arguments follow the part; so does the number of a dimension, where others before it are one."""
+
+    def settle(run: tuple[int, int]) -> Settle:
+        def change(named: dict[str, Any], low: int, high: int) -> None:
+            sizes = list(named[name])
+            if dim:
+                named[dim] = named[dim] % len(sizes)
+                _renumber(named, dim, run)
+            sizes[run[0] : run[1]] = [high - low]
+            named[name] = sizes
+
+        return change
+
+    return settle
+
+
+def _renumber(named: dict[str, Any], dim: str, run: tuple[int, int]) -> None:
+    if named[dim] >= run[1]:
+        named[dim] -= run[1] - run[0] - 1
+
+
+def _renumbered(run: tuple[int, int]) -> Settle | None:
+    """A dimension that is not negative has another number where others before it are one."""
+    return None if run[1] - run[0] == 1 else lambda named, low, high: _renumber(named, "dim", run)
+
+
+def _reduced(given: Given) -> list[Way]:
+    """Sums, means and the like: the dimensions that are left."""
+    value, result = given.value("self"), given.result()
+    if value is None or result is None or len(given.results()) != 1 or len(given.tensors()) != 1:
+        return []
+    count = len(value.shape)
+    dims = given.named.get("dim")
+    mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
+    if not mixed:
+        return []
+    found: list[Way] = []
+    keep = bool(given.named.get("keepdim", False))
+    for dim in range(count):
+        if dim not in mixed:
+            there = dim if keep else dim - sum(d < dim for d in mixed)
+            found.append(Way(f"dimension {dim}", value.shape[dim], {("self", -1): _one(dim)}, {0: _one(there)}))
+    return found
+
+
+def _normalized(argument: str, others: Sequence[str], whole: Sequence[str]) -> Rule:
+    """Layer norms: what comes before the dimensions that are normalized, as one or one by one."""
+
+    def rule(given: Given) -> list[Way]:
+        value = given.value(argument)
+        mask = given.named.get("output_mask", [True])
+        if value is None or not mask[0] or any(mask[1:]):
+            return []
+        lead = len(value.shape) - len(given.named["normalized_shape"])
+        runs = [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(lead))]
+        return _apart(lambda _: runs, [argument, *others], whole)(given)
+
+    return rule
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def _product(left: str, right: str, added: str = "") -> Rule:
+    """Rows and columns of a product, and the products of a batch."""
+
+    def rule(given: Given) -> list[Way]:
+        one, other, result, more = (given.value(left), given.value(right), given.result(), given.value(added))
+        if one is None or other is None or result is None:
+            return []
+        lead = len(result.shape) - 2
+
+        def way(name: str, dim: int, cuts: dict[Name, Cut], grain: int) -> Way | None:
+            if more is not None:
+                there = dim - (len(result.shape) - len(more.shape))
+                if there >= 0 and more.shape[there] == result.shape[dim] > 1:
+                    cuts[added, -1] = _one(there)
+            return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain)
+
+        found = [
+            way("rows", lead, {(left, -1): _one(lead)}, _ROWS),
+            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, _ROWS),
+        ]
+        if lead:
+            found.insert(0, way("batch", 0, {(left, -1): _one(0), (right, -1): _one(0)}, 1))
+        return [each for each in found if each is not None]
+
+    return rule
+
+
+def _linear(given: Given) -> list[Way]:
+    one, weight, result = given.value("input"), given.value("weight"), given.result()
+    if one is None or weight is None or result is None or len(weight.shape) != 2 or len(one.shape) < 2:
+        return []
+    last = len(one.shape) - 1
+    cut = Cut((0, last))
+    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=_ROWS)]
+    cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
+    if given.value("bias") is not None:
+        cuts["bias", -1] = _one(0)
+    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=_ROWS)]
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """A convolution along its first spatial dimension."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        return (self.kernel - 1) * self.dilation
+
+    @property
+    def is_tiling(self) -> bool:
+        """Whether it takes its input in blocks that do not overlap."""
+        return self.kernel == self.stride and not self.padding and self.dilation == 1
+
+
+def _plane(given: Given, weight: Value) -> _Plane:
+    named = given.named
+    first = [named[name][0] for name in ("stride", "padding", "dilation")]
+    return _Plane(weight.shape[2], first[0], first[1], first[2])
+
+
+def _padded(padding: int) -> Settle:
+    def settle(named: dict[str, Any], low: int, high: int) -> None:
+        named["padding"] = [padding, *named["padding"][1:]]
+
+    return settle
+
+
+def _is_known_convolution(given: Given, argument: str) -> bool:
+    value, weight = given.value(argument), given.value("weight")
+    lists = (given.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
+    spatial = 0 if weight is None else len(weight.shape) - 2
+    return (
+        value is not None
+        and spatial > 0
+        and len(value.shape) == spatial + 2
+        and all(isinstance(sizes, list | tuple) and len(sizes) == spatial for sizes in lists)
+    )
+
+
+def _convolution(given: Given) -> list[Way]:
+    one, weight, result = given.value("input"), given.value("weight"), given.result()
+    if one is None or weight is None or result is None or not _is_known_convolution(given, "input"):
+        return []
+    named, plane, transposed = given.named, _plane(given, weight), given.named["transposed"]
+    found = [Way("batch", one.shape[0], {("input", -1): _one(0)}, {0: _one(0)})]
+    if not transposed:
+        after = plane.reach + 1 - plane.stride - plane.padding
+        cut = Cut((2, 3), plane.stride, plane.padding, after)
+        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, _padded(0)))
+    elif plane.is_tiling and not named["output_padding"][0]:
+        made = {0: Cut((2, 3), plane.stride)}
+        found.append(Way("planes", one.shape[2], {("input", -1): _one(2)}, made))
+    if named["groups"] == 1:
+        cuts: dict[Name, Cut] = {("weight", -1): _one(1 if transposed else 0)}
+        if given.value("bias") is not None:
+            cuts["bias", -1] = _one(0)
+        found.append(Way("channels", result.shape[1], cuts, {0: _one(1)}))
+    return found
+
+
+def _convolution_backward(given: Given) -> list[Way]:
+    if given.value("grad_output") is None or not _is_known_convolution(given, "input"):
+        return []
+    wanted = [bool(flag) for flag in given.named["output_mask"]]
+    if wanted[0] and not any(wanted[1:]):
+        return _input_gradient(given)
+    return _weight_gradient(given) if wanted[1] and not wanted[0] else []
+
+
+def _input_gradient(given: Given) -> list[Way]:
+    one, weight, gradient = given.value("input"), given.value("weight"), given.value("grad_output")
+    if one is None or weight is None or gradient is None:
+        return []
+    named, plane, transposed = given.named, _plane(given, weight), given.named["transposed"]
+    unread = frozenset({"input"})
+
+    def way(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Settle | None = None) -> Way:
+        cuts = {("grad_output", -1): gradients, ("input", -1): inputs}
+        return Way(name, extent, cuts, {0: inputs}, settle, unread)
+
+    found = [way("batch", one.shape[0], _one(0), _one(0))]
+    if plane.is_tiling and not named["output_padding"][0]:
+        if transposed:
+            found.append(way("planes", one.shape[2], Cut((2, 3), plane.stride), _one(2)))
+        elif one.shape[2] == gradient.shape[2] * plane.stride:
+            found.append(way("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
+    elif not transposed and plane.stride == 1:
+        cut = Cut((2, 3), 1, plane.reach - plane.padding, plane.padding)
+        found.append(way("planes", one.shape[2], cut, _one(2), _padded(plane.reach)))
+    if named["groups"] == 1:
+        cuts: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): _one(0 if transposed else 1)}
+        found.append(Way("channels", one.shape[1], cuts, {0: _one(1)}, None, unread))
+    return found
+
+
+def _weight_gradient(given: Given) -> list[Way]:
+    one, weight, gradient = given.value("input"), given.value("weight"), given.value("grad_output")
+    if one is None or weight is None or gradient is None or given.named["groups"] != 1:
+        return []
+    transposed = given.named["transposed"]
+    outputs, inputs = (_one(1), _one(0)) if transposed else (_one(0), _one(1))
+    sizes = given.named.get("bias_sizes")
+
+    def fewer(named: dict[str, Any], low: int, high: int) -> None:
+        if sizes is not None:
+            named["bias_sizes"] = [high - low]
+
+    def first_alone(named: dict[str, Any], low: int, high: int) -> None:
+        if low:
+            named["output_mask"] = [False, True, False]
+
+    unread = frozenset({"weight"})
+    made = {1: outputs} | ({2: _one(0)} if given.result(2) is not None else {})
+    by_output: dict[Name, Cut] = {("grad_output", -1): _one(1), ("weight", -1): outputs}
+    by_input: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): inputs}
+    return [
+        Way("output channels", gradient.shape[1], by_output, made, fewer, unread),
+        Way("input channels", one.shape[1], by_input, {1: inputs}, first_alone, unread),
+    ]
+
+
+# --- norms over a batch, losses, attention, tables -------------------------------------------------------------------
+
+
+def _batch_norm(given: Given) -> list[Way]:
+    """Channels: each has statistics of its own."""
+    one = given.value("input")
+    if one is None or len(one.shape) < 2:
+        return []
+    channels = one.shape[1]
+
+    def cut(value: Value) -> Cut | None:
+        if value.shape == one.shape:
+            return _one(1)
+        return _one(0) if value.shape == (channels,) else None
+
+    cuts = {name: cut(value) for name, value in given.tensors().items()}
+    made = {place: cut(value) for place, value in given.results().items()}
+    found = {name: each for name, each in cuts.items() if each is not None}
+    results = {place: each for place, each in made.items() if each is not None}
+    empty = [place for place, each in made.items() if each is None]
+    if len(found) < len(cuts) or any(prod(given.results()[place].shape) for place in empty):
+        return []
+    return [Way("channels", channels, found, results)]
+
+
+def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
+    def rule(given: Given) -> list[Way]:
+        mask = given.named.get("output_mask", [True])
+        if not mask[0] or any(mask[1:]):
+            return []
+
+        def settle(named: dict[str, Any], low: int, high: int) -> None:
+            named["N"] = high - low
+
+        return _apart(lambda _: [(0, 1)], arguments, whole, lambda _: settle)(given)
+
+    return rule
+
+
+def _nll_backward(given: Given) -> list[Way]:
+    one = given.value("self")
+    if one is None or len(one.shape) < 2:
+        return []
+    cuts: dict[Name, Cut] = {("self", -1): _one(0), ("target", -1): _one(0)}
+    if given.named.get("reduction", 1) == 0:
+        cuts["grad_output", -1] = _one(0)
+    return [Way("rows", one.shape[0], cuts, {0: _one(0)}, None, frozenset({"self"}))]
+
+
+def _attention(given: Given) -> list[Way]:
+    """Samples, and heads where queries have as many as keys."""
+    query, key = given.value("query"), given.value("key")
+    mask = given.value("attn_mask")
+    if query is None or key is None or len(query.shape) != 4 or given.named.get("dropout_p", 0.0):
+        return []
+    found: list[Way] = []
+    for dim, name in ((0, "batch"), (1, "heads")):
+        cuts: dict[Name, Cut] = {}
+        made: dict[int, Cut] = {}
+        rows = (query.shape[0], query.shape[2], query.shape[1])  # of the sums, which have heads last
+
+        def cut(value: Value, dim: int = dim, rows: tuple[int, ...] = rows) -> Cut | None:
+            if len(value.shape) == 4 and value.shape[:2] == query.shape[:2]:
+                return _one(dim)
+            if value.shape == rows and rows[1] != rows[2]:
+                return _one(0 if dim == 0 else 2)
+            return None
+
+        for item, value in given.tensors().items():
+            if item[0] == "attn_mask":
+                there = dim - (4 - len(value.shape))
+                if there >= 0 and value.shape[there] > 1:
+                    cuts[item] = _one(there)
+                continue
+            part = cut(value)
+            if part is not None:
+                cuts[item] = part
+        made = {place: part for place, value in given.results().items() if (part := cut(value)) is not None}
+        others = [item for item in given.tensors() if item not in cuts and item[0] != "attn_mask"]
+        if not others and len(made) == len(given.results()) and (mask is None or len(mask.shape) <= 4):
+            found.append(Way(name, query.shape[dim], cuts, made))
+    return found
+
+
+def _embedding(given: Given) -> list[Way]:
+    places = given.value("indices")
+    if places is None or not places.shape:
+        return []
+    cut = Cut((0, len(places.shape)))
+    return [Way("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})]
+
+
+def _embedding_backward(given: Given) -> list[Way]:
+    gradient = given.value("grad_output")
+    if gradient is None:
+        return []
+    last = len(gradient.shape) - 1
+    return [Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=_ROWS)]
+
+
+def _joined(given: Given) -> list[Way]:
+    """Tensors joined along a dimension: the others."""
+    tensors, result = given.tensors(), given.result()
+    if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
+        return []
+    joined = given.named.get("dim", 0) % len(result.shape)
+    return [
+        Way(f"dimension {dim}", size, dict.fromkeys(tensors, _one(dim)), {0: _one(dim)})
+        for dim, size in enumerate(result.shape)
+        if dim != joined
+    ]
+
+
+
+_RULES: dict[str, Rule] = {
+    "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
+    "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
+    "aten::_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
+    "aten::_log_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
+    "aten::gather": _apart(_but("self"), ["self", "index"], (), _renumbered),
+    "aten::sum": _reduced,
+    "aten::mean": _reduced,
+    "aten::amax": _reduced,
+    "aten::amin": _reduced,
+    "aten::logsumexp": _reduced,
+    "aten::linalg_vector_norm": _reduced,
+    "aten::slice_backward": _apart(_but("grad_output"), ["grad_output"], (), _sized("input_sizes", "dim")),
+    "aten::clone": _pointwise,
+    "aten::_to_copy": _pointwise,
+    "aten::native_layer_norm": _normalized("input", [], ["weight", "bias"]),
+    "aten::native_layer_norm_backward": _normalized("input", ["grad_out", "mean", "rstd"], ["weight", "bias"]),
+    "aten::_fused_rms_norm": _normalized("input", [], ["weight"]),
+    "aten::native_group_norm": _group_norm(["input"], ["weight", "bias"]),
+    "aten::native_group_norm_backward": _group_norm(["grad_out", "input", "mean", "rstd"], ["weight"]),
+    "aten::native_batch_norm": _batch_norm,
+    "aten::native_batch_norm_backward": _batch_norm,
+    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::mm": _product("self", "mat2"),
+    "aten::bmm": _product("self", "mat2"),
+    "aten::addmm": _product("mat1", "mat2", "self"),
+    "aten::baddbmm": _product("batch1", "batch2", "self"),
+    "aten::linear": _linear,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::nll_loss_backward": _nll_backward,
+    "aten::nll_loss2d_backward": _nll_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
+    "aten::embedding": _embedding,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::cat": _joined,
+    **{
+        f"aten::{name}{spatial}d{ending}": _apart(_planes("self", spatial), arguments)
+        for spatial in (2, 3)
+        for name, ending, arguments in (
+            ("max_pool", "_with_indices", ["self"]),
+            ("avg_pool", "", ["self"]),
+            ("_adaptive_avg_pool", "", ["self"]),
+        )
+    },
+    **{
+        f"aten::{name}{spatial}d{ending}": _apart(_planes("self", spatial), arguments)
+        for spatial in (2, 3)
+        for name, ending, arguments in (
+            ("max_pool", "_with_indices_backward", ["grad_output", "self", "indices"]),
+            ("avg_pool", "_backward", ["grad_output", "self"]),
+            ("_adaptive_avg_pool", "_backward", ["grad_output", "self"]),
+        )
+    },
+    **{
+        f"aten::upsample_{mode}": _apart(_planes("self", spatial), ["self"])
+        for mode, spatial in (("nearest2d", 2), ("nearest3d", 3), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2))
+    },
+    **{
+        f"aten::upsample_{mode}_backward": _apart(
+            _planes("grad_output", spatial), ["grad_output"], (), _sized("input_size")
+        )
+        for mode, spatial in (("nearest2d", 2), ("nearest3d", 3), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2))
+    },
+}

@@ -1,0 +1,1100 @@
+"""Ops that need more memory than there is, computed part by part: their tensors become tiles, with storages of their own.
+
+The pass takes a captured step and gives the same step with other ops and storages, which planner and executor see as
+any others. An op that needs too much is cut along an axis on which its parts do not mix (``split_rules``), and with it
+its neighbours on the same axis. What passes between them and is large is cut into cells: boxes of the storage
+(``analysis.boxes``), one for each part where all cut it alike. A part finds its argument in one cell; or it gathers it
+from several, as planes of a convolution that reach into those beside them, or channels of what was made by rows. What
+enters or leaves as a whole, such as parameters, inputs and results, stays whole: parts look at it through windows.
+
+Parts run depth first: the next op's part as soon as what it needs is there. So of a chain of ops that are cut alike
+no tensor ever exists as a whole.
+
+The same tensors and the same budget of bytes for an op give the same step. The idea to cut ops along dimensions that
+do not mix is that of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken:
+MLSys 2019), there for several devices; here the parts follow one another on one.
+
+Limits: ``split_rules`` says which operators can be cut. Parameters, gradients that are left to the user and what an
+optimizer updates are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import lcm, prod
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
+from outofcore.analysis import LARGE_BYTES
+from outofcore.analysis.boxes import (
+    Axes,
+    Box,
+    Interval,
+    Lines,
+    Placed,
+    Window,
+    cells,
+    clipped,
+    elements,
+    lines_of,
+    placed,
+    window_within,
+)
+from outofcore.analysis.chunks import is_dense
+from outofcore.capture.assembly import compacted
+from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
+from outofcore.capture.passes import PASSING, split
+from outofcore.capture.split_rules import Cut, Name, Way, ways_of
+from outofcore.capture.tables import covers, leaves_in, map_leaves
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+
+_aten = torch.ops.aten
+# How many parts an op is cut into at most.
+MOST_PARTS = 64
+# A storage is worth cutting if it takes at least this part of what an op may need.
+_WORTH = 8
+# A result that was made whole, and is gathered again so few ops later, is used as it is.
+_SOON = 6
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That the parts of an op do, to the bit, what the op does as a whole.
+
+    Attributes:
+        key: names the op's family, the axis and where parts begin: the same key, the same claim.
+        call: of the whole op.
+        way: along which it is cut.
+        ends: where the parts begin, and the last one ends.
+    """
+
+    key: str
+    call: Call
+    way: Way
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A step in parts.
+
+    Attributes:
+        captured: the step.
+        claims: what its bits rely on, each once.
+        values: what the refs of the claims' calls name.
+    """
+
+    captured: Captured
+    claims: tuple[Claim, ...]
+    values: tuple[Value, ...]
+
+
+def tiled(
+    traced: Captured,
+    most: int,
+    *,
+    refused: Iterable[str] = (),
+    parts: int | None = None,
+    least: int = LARGE_BYTES,
+    limit: int | None = None,
+) -> Tiled:
+    """The same step in which ops that need more bytes than ``most`` run in parts.
+
+    Args:
+        traced: the step.
+        most: bytes that an op shall need; where that cannot be, it gets as few as can be.
+        refused: keys of claims that do not hold.
+        parts: cut all ops that can be into so many parts, whatever they need.
+        least: storages of fewer bytes stay whole.
+        limit: with more ops than this the step stays as it is.
+    """
+    captured = _small_losses(split(traced), most if parts is None else 0)
+    search = _Search(captured, most, frozenset(refused), parts, least)
+    chosen = search.chosen()
+    if not chosen:
+        return Tiled(captured, (), captured.values)
+    found = _Builder(captured, search, chosen, limit).built()
+    if found is None:
+        return Tiled(captured, (), captured.values)
+    claims = {c.key: c for c in (search.claim(op, chosen[op]) for op in sorted(chosen))}
+    return Tiled(found, tuple(claims.values()), captured.values)
+
+
+# --- what to cut, and how --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Choice:
+    way: Way
+    parts: int
+    ends: tuple[int, ...] = ()
+
+
+class _Search:
+    """Which ops are cut, along which axes, into how many parts; and which storages into which cells."""
+
+    def __init__(
+        self, captured: Captured, most: int, refused: frozenset[str], parts: int | None, least: int
+    ) -> None:
+        self.captured, self.graph, self.values = captured, captured.graph, captured.values
+        self.most, self.refused, self.parts, self.least = most, refused, parts, least
+        self._ways: dict[int, list[Way]] = {}
+        self.lines = self._cuttable()
+        self.places = {
+            index: place
+            for index, value in enumerate(self.values)
+            if value.storage in self.lines and (place := placed(self.lines[value.storage], window_of(value)))
+        }
+        self.axes: dict[int, Axes] = {}
+        self.cuts: dict[int, list[list[int]]] = {}
+
+    def _cuttable(self) -> dict[int, Lines]:
+        """The lines of the storages that may be cut."""
+        graph, outputs = self.graph, set(self.graph.outputs)
+        used: dict[int, list[Value]] = {}
+        for index in {ref.value for call in self.captured.calls for ref in _refs(call)} | {
+            value for call in self.captured.calls for value in call.results if value is not None
+        }:
+            value = self.values[index]
+            used.setdefault(value.storage, []).append(value)
+        found: dict[int, Lines] = {}
+        for storage in graph.storages:
+            values = used.get(storage.id, [])
+            if (
+                storage.kind not in PASSING
+                or storage.id not in graph.creator
+                or storage.id in outputs
+                or storage.bytes < self.least
+                or len({v.dtype for v in values}) != 1
+                or any(v.foreign or v.conjugate or v.negated for v in values)
+            ):
+                continue
+            size = values[0].dtype.itemsize
+            if storage.bytes % size:
+                continue
+            lines = lines_of(storage.bytes // size, map(window_of, values))
+            if lines is not None and all(placed(lines, window_of(v)) for v in values):
+                found[storage.id] = lines
+        return found
+
+    def ways(self, op: int) -> list[Way]:
+        """The ways in which an op can be cut that are not refused."""
+        if op not in self._ways:
+            graph_op, call = self.graph.ops[op], self.captured.calls[op]
+            found = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
+            self._ways[op] = [way for way in found if self._fits(op, way)]
+        return self._ways[op]
+
+    def claim(self, op: int, choice: _Choice) -> Claim:
+        """What a choice relies on."""
+        name = f"{self.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}"
+        return Claim(name, self.captured.calls[op], choice.way, choice.ends)
+
+    def _fits(self, op: int, way: Way) -> bool:
+        """Whether all that a way cuts can be looked at in parts."""
+        call = self.captured.calls[op]
+        for name, cut in way.given.items():
+            index = _ref(call, name).value
+            if not self._can_narrow(index, cut):
+                return False
+        for result, cut in way.made.items():
+            index = call.results[result]
+            value = self.values[index] if index is not None else None
+            if index is None or value is None or not self._can_narrow(index, cut):
+                return False
+            if value.storage not in self.lines and not covers(value, self.graph.storages[value.storage].bytes):
+                return False
+        return True
+
+    def _can_narrow(self, index: int, cut: Cut) -> bool:
+        value = self.values[index]
+        if value.storage in self.lines:
+            if index not in self.places or Axes.run(self.places[index], cut.dims) is None:
+                return False
+        return _merged(value, cut.dims) is not None
+
+    def _size(self, index: int) -> int:
+        value = self.values[index]
+        return prod(value.shape) * value.dtype.itemsize
+
+    def need(self, op: int) -> int:
+        """Bytes that an op needs as a whole."""
+        storages = self.graph.storages
+        return sum(
+            storages[s].bytes for s in self.graph.ops[op].touched if storages[s].kind is not StorageKind.CONSTANT
+        )
+
+    def _need_in_parts(self, op: int, way: Way, parts: int) -> int:
+        """Bytes that a part of an op needs."""
+        call, storages = self.captured.calls[op], self.graph.storages
+        ends = way.ends(parts)
+        width = max(high - low for low, high in zip(ends, ends[1:], strict=False))
+        seen: dict[int, float] = {}
+        counted = 0.0
+
+        def count(index: int, cut: Cut | None) -> None:
+            nonlocal counted
+            value = self.values[index]
+            storage = value.storage
+            kind = storages[storage].kind
+            if kind is StorageKind.CONSTANT:
+                return
+            if storage not in self.lines or cut is None:
+                seen[storage] = max(seen.get(storage, 0), storages[storage].bytes if storage not in self.lines else 0)
+                if storage in self.lines:
+                    seen[storage] = max(seen[storage], self._size(index))
+                return
+            extent = prod(value.shape[cut.dims[0] : cut.dims[1]])
+            counted += self._size(index) * min(1.0, (width * cut.scale + cut.before + cut.after) / extent)
+
+        for name, index in _named_refs(call):
+            if name[0] not in way.unread:
+                count(index, way.given.get(name))
+        for place, index in enumerate(call.results):
+            if index is not None:
+                count(index, way.made.get(place))
+        return int(counted + sum(seen.values()))
+
+    def _cut_values(self, op: int, way: Way) -> Iterator[tuple[int, Cut]]:
+        """The values on storages that may be cut, that a way cuts."""
+        call = self.captured.calls[op]
+        for name, cut in way.given.items():
+            if name[0] in way.unread:
+                continue
+            index = _ref(call, name).value
+            if self.values[index].storage in self.lines:
+                yield index, cut
+        for place, cut in way.made.items():
+            index = call.results[place]
+            if index is not None and self.values[index].storage in self.lines:
+                yield index, cut
+
+    def _axis(self, index: int, cut: Cut) -> int:
+        """The line of its storage at which the axis begins along which a value is cut."""
+        run = Axes.run(self.places[index], cut.dims)
+        return -1 if run is None else run[0]
+
+    def chosen(self) -> dict[int, _Choice]:
+        """The ops that are cut, with ways, parts and ends; ``axes`` and ``cuts`` are set."""
+        dropped: set[int] = set()
+        whole: set[int] = set()
+        while True:
+            ops, storages = self._region(dropped, whole)
+            ways = self._agreed(ops, storages)
+            parts = self._parts(ways, storages)
+            ways = {op: way for op, way in ways.items() if parts[op] > 1}
+            unfit = self._settled(ways, parts, storages, whole)
+            if unfit is None:
+                return {op: _Choice(way, parts[op], self._ends[op]) for op, way in ways.items()}
+            dropped |= unfit
+
+    def _wants(self, op: int) -> bool:
+        return self.parts is not None or self.need(op) > self.most
+
+    def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
+        """The ops to be cut, if they can be, and the storages that may then have cells."""
+        graph = self.graph
+        ops = {op.id for op in graph.ops if op.id not in dropped and self._wants(op.id) and self.ways(op.id)}
+        storages: set[int] = set()
+        todo = sorted(ops)
+        while todo:
+            op = todo.pop()
+            for way in self.ways(op):
+                for index, _ in self._cut_values(op, way):
+                    storage = self.values[index].storage
+                    if storage in storages or storage in whole or not self._is_worth(storage):
+                        continue
+                    storages.add(storage)
+                    new = [o for o in graph.uses[storage] if o not in ops and o not in dropped and self.ways(o)]
+                    ops.update(new)
+                    todo += new
+        # What an op that stays whole writes in place stays whole as well; so does what it reads, if there is room for it.
+        written = {s for op in graph.ops if op.id not in ops for s in op.mutates}
+        needed = {s for op in graph.ops if op.id not in ops for s in op.reads if 2 * graph.storages[s].bytes <= self.most}
+        return sorted(ops), storages - written - needed
+
+    def _is_worth(self, storage: int) -> bool:
+        return self.parts is not None or self.graph.storages[storage].bytes * _WORTH > self.most
+
+    def _agreed(self, ops: Sequence[int], storages: set[int]) -> dict[int, Way]:
+        """A way for each op: one by which it needs little, and by which its neighbours are cut."""
+        votes: dict[int, dict[int, int]] = {}
+        found: dict[int, Way] = {}
+
+        def vote(op: int, sign: int) -> None:
+            if op in found:
+                for index, cut in self._cut_values(op, found[op]):
+                    mine = votes.setdefault(self.values[index].storage, {})
+                    axis = self._axis(index, cut)
+                    mine[axis] = mine.get(axis, 0) + sign * self._size(index)
+
+        def worth(op: int, place: int, way: Way) -> tuple[bool, int, int, int]:
+            least = self._need_in_parts(op, way, min(MOST_PARTS, way.extent))
+            agreed = sum(
+                votes.get(self.values[index].storage, {}).get(self._axis(index, cut), 0)
+                for index, cut in self._cut_values(op, way)
+            )
+            step = max(self.most // 8, 1)
+            return least <= self.most, -(least // step), agreed, -place
+
+        flexible = [op for op in ops if _is_pointwise(self.captured.calls[op])]
+        fixed = [op for op in ops if op not in set(flexible)]
+        for group in (fixed, flexible, fixed, flexible):
+            for op in group:
+                vote(op, -1)
+                ways = self.ways(op)
+                best = max(range(len(ways)), key=lambda place: worth(op, place, ways[place]))  # noqa: B023 - at once
+                found[op] = ways[best]
+                vote(op, 1)
+        return found
+
+    def _parts(self, ways: Mapping[int, Way], storages: set[int]) -> dict[int, int]:
+        """Into how many parts each op is cut: as few as will do, and as many as its neighbours on the same axis."""
+        found: dict[int, int] = {}
+        for op, way in ways.items():
+            parts = 1 if self.parts is None else min(self.parts, way.extent)
+            if self.parts is None and self.need(op) > self.most:
+                while parts * 2 <= min(way.extent, MOST_PARTS) and self._need_in_parts(op, way, parts) > self.most:
+                    parts *= 2
+            found[op] = parts
+        changed = True
+        while changed:
+            changed = False
+            most: dict[tuple[int, int], int] = {}
+            for op, way in ways.items():
+                for index, cut in self._cut_values(op, way):
+                    if self.values[index].storage in storages:
+                        key = self.values[index].storage, self._axis(index, cut)
+                        most[key] = max(most.get(key, 1), found[op])
+            for op, way in ways.items():
+                wanted = [
+                    most.get((self.values[index].storage, self._axis(index, cut)), 1)
+                    for index, cut in self._cut_values(op, way)
+                ]
+                more = min(max(wanted, default=1), way.extent)
+                if more > found[op]:
+                    found[op], changed = more, True
+        return found
+
+    def _settled(
+        self, ways: Mapping[int, Way], parts: Mapping[int, int], storages: set[int], whole: set[int]
+    ) -> set[int] | None:
+        """Set axes, ends and cuts; or return the ops that cannot be cut so, and take up what has to stay whole."""
+        starts: dict[int, set[int]] = {}
+        for op, way in ways.items():
+            for index, cut in self._cut_values(op, way):
+                storage = self.values[index].storage
+                if storage in storages:
+                    starts.setdefault(storage, {0}).add(self._axis(index, cut))
+        self.axes = {s: Axes(self.lines[s], tuple(sorted(starts[s]))) for s in starts}
+        self._ends: dict[int, tuple[int, ...]] = {}
+        unfit: set[int] = set()
+        for op, way in ways.items():
+            unit = 1
+            for index, cut in self._cut_values(op, way):
+                axes = self.axes.get(self.values[index].storage)
+                if axes is not None:
+                    grain = axes.grain(self.places[index], cut.dims)
+                    if grain is None or (grain > 1 and not cut.plain):
+                        unfit.add(op)
+                    unit = lcm(unit, grain or 1)
+            ends = way.ends(parts[op], unit)
+            refused = self.claim(op, _Choice(way, parts[op], ends)).key in self.refused
+            if len(ends) < 3 or refused or not self._is_placeable(op, way, ends):
+                unfit.add(op)
+            self._ends[op] = ends
+        # What cannot be looked at through a box by all its users has no cells.
+        unboxed = {
+            self.values[index].storage
+            for index, place in self.places.items()
+            if self.values[index].storage in self.axes
+            and not _has_box(self.axes[self.values[index].storage], place, self.values[index])
+        }
+        if unfit or unboxed:
+            whole |= unboxed
+            return unfit
+        self._set_cuts(ways)
+        crowded = {s for s, cuts in self.cuts.items() if prod(len(ends) - 1 for ends in cuts) > MOST_PARTS**2}
+        if crowded:
+            whole |= crowded
+            return set()
+        return None
+
+    def _is_placeable(self, op: int, way: Way, ends: Sequence[int]) -> bool:
+        """Whether each part of an op finds its parts of what has cells evenly spaced in memory."""
+        for index, cut in self._cut_values(op, way):
+            value = self.values[index]
+            axes, place = self.axes.get(value.storage), self.places[index]
+            if axes is None:
+                continue
+            for low, high in zip(ends, ends[1:], strict=False):
+                first, last = cut.ends(low, high)
+                box = axes.part(place, cut.dims, first, last)
+                shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
+                if box is None or axes.strides(place, shape, box, cut.dims) is None:
+                    return False
+        return True
+
+    def _set_cuts(self, ways: Mapping[int, Way]) -> None:
+        found: dict[int, list[set[int]]] = {
+            s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
+        }
+
+        def add(storage: int, box: Box) -> None:
+            for ends, (low, high), size in zip(found[storage], box, self.axes[storage].sizes, strict=True):
+                ends.update(end for end in (low, high) if 0 < end < size)
+
+        for op, way in ways.items():
+            for index, cut in self._cut_values(op, way):
+                storage = self.values[index].storage
+                if storage in self.axes:
+                    ends = self._ends[op]
+                    for low, high in zip(ends, ends[1:], strict=False):
+                        box = self.axes[storage].part(self.places[index], cut.dims, *cut.ends(low, high))
+                        if box is not None:
+                            add(storage, box)
+        for op, call in enumerate(self.captured.calls):
+            if op not in ways:
+                for index in [*(v for _, v in _named_refs(call)), *(v for v in call.results if v is not None)]:
+                    storage = self.values[index].storage
+                    box = self.axes[storage].box_of(self.places[index]) if storage in self.axes else None
+                    if box is not None:
+                        add(storage, box)
+        self.cuts = {s: [sorted(ends) for ends in axes] for s, axes in found.items()}
+        self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
+
+
+# --- the step in parts -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Piece:
+    """Ops that run one after the other: a part of an op, with what brings its arguments together."""
+
+    op: int  # of the step before
+    ops: list[tuple[Op, Call]] = field(default_factory=list[tuple[Op, Call]])
+
+
+class _Builder:
+    """Writes the ops of the step anew."""
+
+    def __init__(
+        self, captured: Captured, search: _Search, chosen: Mapping[int, _Choice], limit: int | None = None
+    ) -> None:
+        self.old = captured
+        self.limit = limit
+        self.search, self.chosen = search, chosen
+        self.storages: list[Storage] = list(captured.graph.storages)
+        self.values: list[Value] = list(captured.values)
+        self._index: dict[Value, int] = {}
+        for index, value in enumerate(self.values):
+            self._index.setdefault(value, index)
+        self.cell: dict[tuple[int, Box], int] = {}
+        self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}  # what was made as a whole, and by which op
+        self.begun: set[int] = set()  # whole results of which a part exists
+        self.mode = FakeTensorMode()
+        self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
+        self._piece = _Piece(-1)
+
+    def built(self) -> Captured | None:
+        """The step in parts; None if these are too many."""
+        rows: list[list[_Piece]] = []
+        for op in self.old.graph.ops:
+            if self.limit is not None and sum(len(piece.ops) for row in rows for piece in row) > self.limit:
+                return None
+            choice = self.chosen.get(op.id)
+            pieces = [self._whole(op)] if choice is None else [
+                self._part(op, choice, number) for number in range(len(choice.ends) - 1)
+            ]
+            if choice is not None and rows and rows[-1][-1].op in self.chosen:
+                rows[-1] += pieces
+            else:
+                rows.append(pieces)
+        ordered = [piece for row in rows for piece in _depth_first(row)]
+        pairs = [pair for piece in ordered for pair in piece.ops]
+        ops = tuple(replace(op, id=number) for number, (op, _) in enumerate(pairs))
+        graph = StepGraph(tuple(self.storages), ops, self.old.graph.outputs)
+        return compacted(
+            replace(self.old, graph=graph, calls=tuple(call for _, call in pairs), values=tuple(self.values))
+        )
+
+    # Values and storages.
+
+    def _value(self, value: Value) -> int:
+        if value not in self._index:
+            self._index[value] = len(self.values)
+            self.values.append(value)
+        return self._index[value]
+
+    def _new(self, count: int, name: str) -> int:
+        self.storages.append(Storage(len(self.storages), count, StorageKind.ACTIVATION, name))
+        return len(self.storages) - 1
+
+    def _cell(self, storage: int, box: Box) -> int:
+        if (storage, box) not in self.cell:
+            old = self.storages[storage]
+            size = old.bytes // prod(self.search.axes[storage].sizes)
+            made = self._new(elements(box) * size, old.name)
+            self.storages[made] = replace(self.storages[made], kind=old.kind)
+            self.cell[storage, box] = made
+        return self.cell[storage, box]
+
+    # Ops.
+
+    def _emit(
+        self,
+        like: Op,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[int | None, ...],
+        reads: Iterable[int] = (),
+        mutates: Iterable[int] = (),
+        discards: Iterable[int] = (),
+        name: str = "",
+    ) -> None:
+        creates = dict.fromkeys(self.values[v].storage for v in results if v is not None)
+        name = name or str(func)
+        op = Op(
+            -1,
+            name,
+            tuple(dict.fromkeys(reads)),
+            tuple(dict.fromkeys(mutates)),
+            tuple(creates),
+            like.rerunnable,
+            family=family_text(name, args, kwargs, self.values),
+            module=like.module,
+            source=like.source,
+            discards=tuple(dict.fromkeys(discards)),
+        )
+        self._piece.ops.append((op, Call(func, args, kwargs, results)))
+
+    def _make_empty(self, like: Op, value: Value) -> int:
+        """Bring a storage into being, with a value that is all of it."""
+        index = self._value(value)
+        kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
+        self._emit(like, _aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,))
+        return index
+
+    def _copy(self, like: Op, target: Value, source: Value) -> None:
+        """Copy a value of the same shape; what of the target's storage is not written stays."""
+        whole = covers(target, self.storages[target.storage].bytes)
+        reads = [source.storage] if whole else [source.storage, target.storage]
+        args = (Ref(self._value(target)), Ref(self._value(source)))
+        self._emit(like, _aten.copy_.default, args, {}, (None,), reads, [target.storage])
+
+    # Arguments.
+
+    def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box) -> int:
+        """A storage that holds a box of a storage that has cells: a cell, or a copy; zero beyond the edges."""
+        axes = self.search.axes[storage]
+        inside = clipped(box, axes.whole())
+        found = list(cells(self.search.cuts[storage], inside)) if inside else []
+        if len(found) == 1 and found[0] == box:
+            return self._cell(storage, box)
+        known = self.fresh.get((storage, box))
+        if known is not None and like.id - known[1] <= _SOON:
+            return known[0]
+        made = self._new(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        index = self._make_empty(like, Value(made, dtype, *_flat(box)))
+        if inside != box:
+            self._emit(like, _aten.zero_.default, (Ref(index),), {}, (None,), (), [made])
+        for cell in found:
+            part = clipped(cell, box)
+            if part is not None:
+                target, source = window_within(box, part), window_within(cell, part)
+                self._copy(like, _windowed(made, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
+        return made
+
+    def _scattered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
+        """Copy a storage that holds a box into the cells."""
+        written: set[int] = set()
+        for cell in cells(self.search.cuts[storage], box):
+            part = clipped(cell, box)
+            if part is None:
+                continue
+            target = self._cell(storage, cell)
+            if target == source:
+                continue
+            if target not in written and not self._exists(target):
+                self._make_empty(like, Value(target, dtype, *_flat(cell)))
+            written.add(target)
+            self._copy(
+                like,
+                _windowed(target, dtype, window_within(cell, part)),
+                _windowed(source, dtype, window_within(box, part)),
+            )
+
+    def _exists(self, storage: int) -> bool:
+        if storage in self.begun:
+            return True
+        self.begun.add(storage)
+        return False
+
+    def _forget(self, storage: int) -> None:
+        self.fresh = {key: made for key, made in self.fresh.items() if key[0] != storage}
+
+    def _argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
+        """A value, or the part of it for a part of an op, gathered where need be."""
+        value, search = self.old.values[index], self.search
+        storage = value.storage
+        if storage in search.cuts:
+            axes, place = search.axes[storage], search.places[index]
+            if cut is None:
+                box, dims, shape = axes.box_of(place), None, value.shape
+            else:
+                first, last = cut.ends(low, high)
+                box, dims = axes.part(place, cut.dims, first, last), cut.dims
+                shape = (*value.shape[: dims[0]], last - first, *value.shape[dims[1] :])
+            assert box is not None
+            stride = axes.strides(place, shape, box, dims)
+            assert stride is not None
+            return Value(self._gathered(op, storage, value.dtype, box), value.dtype, shape, stride)
+        if cut is None:
+            return value
+        first, last = cut.ends(low, high)
+        merged = _merged(value, cut.dims)
+        assert merged is not None
+        dim = cut.dims[0]
+        inside = max(first, 0), min(last, merged.shape[dim])
+        part = _narrowed(merged, dim, *inside)
+        dense = is_dense(part.shape, part.stride) or not is_dense(merged.shape, merged.stride)
+        if inside == (first, last) and dense:
+            return part
+        shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
+        made = self._new(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        copy = Value(made, value.dtype, shape, dense_like(shape, merged.stride))
+        whole = self._make_empty(op, copy)
+        if inside != (first, last):
+            self._emit(op, _aten.zero_.default, (Ref(whole),), {}, (None,), (), [made])
+        if inside[1] > inside[0]:
+            self._copy(op, _narrowed(copy, dim, inside[0] - first, inside[1] - first), part)
+        return copy
+
+    # Pieces.
+
+    def _whole(self, op: Op) -> _Piece:
+        """An op that stays whole."""
+        self._piece = piece = _Piece(op.id)
+        call, cuts = self.old.calls[op.id], self.search.cuts
+        if not any(s in cuts for s in op.touched):
+            for storage in op.mutates:
+                self._forget(storage)
+            piece.ops.append((op, call))
+            return piece
+        instead: dict[int, int] = {}  # values
+        moved: dict[int, int] = {}  # storages
+        made: list[tuple[int, int]] = []
+        for index in dict.fromkeys(ref.value for ref in _refs(call)):
+            value = self.old.values[index]
+            if value.storage in cuts and value.storage not in op.creates:
+                part = self._argument(op, index, None, 0, 0)
+                instead[index] = self._value(part)
+                moved.setdefault(value.storage, part.storage)
+                if value.storage in op.reads:
+                    made.append((value.storage, part.storage))
+        reads = [s for s in op.reads if s not in cuts] + [new for _, new in made]
+        for index in (v for v in call.results if v is not None):
+            value = self.old.values[index]
+            if value.storage in cuts:
+                if value.storage not in moved:
+                    moved[value.storage] = self._new(self.storages[value.storage].bytes, self.storages[value.storage].name)
+                instead[index] = self._value(replace(value, storage=moved[value.storage]))
+        for index in (ref.value for ref in _refs(call)):  # of what is created here: stands in for its shape alone
+            value = self.old.values[index]
+            if index not in instead and value.storage in moved:
+                instead[index] = self._value(replace(value, storage=moved[value.storage]))
+        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: Ref(instead.get(ref.value, ref.value)), Ref)
+        results = tuple(None if v is None else instead.get(v, v) for v in call.results)
+        new = replace(
+            op,
+            reads=tuple(dict.fromkeys(reads)),
+            creates=tuple(moved.get(s, s) for s in op.creates),
+            family=family_text(op.name, args, kwargs, self.values),
+        )
+        piece.ops.append((new, replace(call, args=args, kwargs=kwargs, results=results)))
+        for storage in op.creates:
+            if storage in cuts:
+                dtype = next(v.dtype for v in self.old.values if v.storage == storage)
+                box = self.search.axes[storage].whole()
+                self._scattered(op, storage, dtype, box, moved[storage])
+                self.fresh[storage, box] = moved[storage], op.id
+        return piece
+
+    def _part(self, op: Op, choice: _Choice, number: int) -> _Piece:
+        """A part of an op."""
+        self._piece = piece = _Piece(op.id)
+        way, call = choice.way, self.old.calls[op.id]
+        low, high = choice.ends[number : number + 2]
+        func: OpOverload = call.func  # ways are those of PyTorch's operators
+        named = dict(by_name(func, call.args, call.kwargs))
+        written = written_arguments(func, named)
+        parts: dict[Name, Value] = {}
+        reads: list[int] = []
+        mutates: list[int] = []
+        discards: list[int] = []
+        back: list[tuple[int, Cut | None, Value]] = []
+        standing: list[Name] = []
+        for name, index in _named_refs(call):
+            old = self.old.values[index]
+            cut = way.given.get(name)
+            if name[0] in way.unread or old.storage in op.creates:
+                standing.append(name)
+                parts[name] = self._shape_of(old, cut, low, high)
+                continue
+            part = parts[name] = self._argument(op, index, cut, low, high)
+            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
+                reads.append(part.storage)
+            if name[0] in written:
+                mutates.append(part.storage)
+                if old.storage in op.discards:
+                    discards.append(part.storage)
+                back.append((index, cut, part))
+        for name, item in named.items():
+            if (name, -1) in parts:
+                named[name] = parts[name, -1]
+            elif isinstance(item, list | tuple) and any(isinstance(i, Ref) for i in item):
+                named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
+        if way.settle is not None:
+            way.settle(named, low, high)
+        shapes = self._results(func, call, named)
+        results: list[int | None] = []
+        done: list[tuple[int, Cut | None, Value]] = []
+        for place, index in enumerate(call.results):
+            shape = shapes[place] if place < len(shapes) else None
+            if index is None or shape is None or (place not in way.made and number):
+                results.append(None)
+                continue
+            results.append(self._result(index, way.made.get(place), shape, low, high, done))
+        # Where only a shape matters, the result stands in that has it; else memory that nobody fills.
+        for name in standing:
+            want = parts[name]
+            same = (v for v in results if v is not None and _alike(self.values[v], want))
+            index = next(same, None)
+            if index is None:
+                made = self._new(prod(want.shape) * want.dtype.itemsize, "shape")
+                index = self._make_empty(op, replace(want, storage=made))
+                reads.append(made)
+            parts[name] = self.values[index]
+            if name[1] < 0:
+                named[name[0]] = parts[name]
+            else:
+                named[name[0]] = [parts[name] if p == name[1] else i for p, i in enumerate(named[name[0]])]
+        args, kwargs = self._placed_call(func, call, named)
+        self._emit(op, func, args, kwargs, tuple(results), reads, mutates, discards, op.name)
+        for index, cut, part in back:
+            self._put_back(op, index, cut, part, low, high)
+        for index, cut, made in done:
+            self._put(op, index, cut, made, low, high, number)
+        return piece
+
+    def _is_all(self, value: Value) -> bool:
+        return covers(value, self.storages[value.storage].bytes)
+
+    def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
+        """A value of which nothing but the shape matters, or the part of it for a part of an op; on no storage."""
+        if cut is None:
+            shape = value.shape
+        else:
+            first, last = cut.ends(low, high)
+            shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
+        merged = value if cut is None else _merged(value, cut.dims)
+        stride = dense_like(shape, merged.stride if merged is not None else value.stride)
+        return Value(-1, value.dtype, shape, stride)
+
+    def _results(self, func: OpOverload, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
+        """What a part returns, as its kernel would: values on no storage, and the bytes of their storages."""
+        args, kwargs = self._placed_call(func, call, named, refs=False)
+        key = family_text(str(func), *_texts((args, kwargs)), [])
+        if key not in self._shapes:
+
+            def fake(value: Value) -> torch.Tensor:
+                return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.old.device)
+
+            with self.mode, torch.no_grad():
+                given, more = map_leaves((args, kwargs), fake, Value)
+                there = by_name(func, given, more)
+                result = made_up(func, there)
+                if result is None:
+                    result = repaired(func, there, func(*given, **more))
+                leaves = result_leaves(result)
+            self._shapes[key] = [
+                (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
+                if isinstance(t, torch.Tensor)
+                else None
+                for t in leaves
+            ]
+        return self._shapes[key]
+
+    def _placed_call(
+        self, func: OpOverload, call: Call, named: dict[str, Any], *, refs: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments where the call had them; with refs in place of values."""
+
+        def ref(value: Value) -> Any:
+            return Ref(self._value(value)) if refs else value
+
+        names = traits(func).names[: len(call.args)]
+        args = tuple(map_leaves(named[name], ref, Value) for name in names)
+        return args, {name: map_leaves(named[name], ref, Value) for name in call.kwargs}
+
+    def _result(
+        self,
+        index: int,
+        cut: Cut | None,
+        shape: tuple[Value, int],
+        low: int,
+        high: int,
+        done: list[tuple[int, Cut | None, Value]],
+    ) -> int:
+        """Where a part puts a result: in its cell, where it is one, or in memory of its own."""
+        old, (value, count) = self.old.values[index], shape
+        search = self.search
+        if cut is None and old.storage not in search.cuts:
+            return index
+        if old.storage in search.cuts:
+            axes, place = search.axes[old.storage], search.places[index]
+            if cut is None:
+                box, stride = axes.box_of(place), axes.strides(place, value.shape, axes.whole())
+            else:
+                box = axes.part(place, cut.dims, *cut.ends(low, high))
+                stride = axes.strides(place, value.shape, box, cut.dims) if box else None
+            assert box is not None
+            one = list(cells(search.cuts[old.storage], box)) == [box]
+            full = elements(box) * old.dtype.itemsize == count
+            if one and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
+                return self._value(replace(value, storage=self._cell(old.storage, box)))
+        made = self._new(count, self.storages[old.storage].name)
+        found = replace(value, storage=made)
+        done.append((index, cut, found))
+        return self._value(found)
+
+    def _put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int, number: int) -> None:
+        """Copy what a part has made to where others look for it."""
+        old, search = self.old.values[index], self.search
+        storage = old.storage
+        if storage not in search.cuts:
+            assert cut is not None
+            if not self._exists(storage):
+                self._make_empty(op, old)
+            merged = _merged(old, cut.dims)
+            assert merged is not None
+            self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), made)
+            return
+        axes, place = search.axes[storage], search.places[index]
+        dims = None if cut is None else cut.dims
+        box = axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
+        assert box is not None
+        stride = axes.strides(place, made.shape, box, dims)
+        assert stride is not None
+        source = made
+        if made.stride != stride or not covers(made, self.storages[made.storage].bytes):
+            laid = self._new(elements(box) * made.dtype.itemsize, self.storages[storage].name)
+            source = Value(laid, made.dtype, made.shape, stride)
+            self._make_empty(op, source)
+            self._copy(op, source, made)
+        self._scattered(op, storage, made.dtype, box, source.storage)
+        self.fresh[storage, box] = source.storage, op.id
+
+    def _put_back(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
+        """Copy what was written in place to where it was gathered from."""
+        old, search = self.old.values[index], self.search
+        self._forget(old.storage)
+        if part.storage == old.storage:
+            return
+        if old.storage in search.cuts:
+            axes, place = search.axes[old.storage], search.places[index]
+            box = axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
+            assert box is not None
+            self._scattered(op, old.storage, part.dtype, box, part.storage)
+            return
+        assert cut is not None
+        merged = _merged(old, cut.dims)
+        assert merged is not None
+        self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), part)
+
+
+def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Pieces in an order in which each finds what it found before: of those that can run, one of the last op's."""
+    last_write: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    after: list[list[int]] = [[] for _ in pieces]
+    waits = [0] * len(pieces)
+    for number, piece in enumerate(pieces):
+        touched = {s for op, _ in piece.ops for s in op.touched}
+        writes = {s for op, _ in piece.ops for s in op.mutates + op.creates}
+        before = {last_write[s] for s in touched if s in last_write}
+        before |= {reader for s in writes for reader in readers.get(s, ())}
+        for other in before:
+            after[other].append(number)
+        waits[number] = len(before)
+        for storage in touched:
+            if storage in writes:
+                last_write[storage] = number
+                readers[storage] = []
+            else:
+                readers.setdefault(storage, []).append(number)
+    ready: list[tuple[int, int]] = []
+    for number, piece in enumerate(pieces):
+        if not waits[number]:
+            heappush(ready, (-piece.op, number))
+    found: list[_Piece] = []
+    while ready:
+        _, number = heappop(ready)
+        found.append(pieces[number])
+        for other in after[number]:
+            waits[other] -= 1
+            if not waits[other]:
+                heappush(ready, (-pieces[other].op, other))
+    return found
+
+
+def _small_losses(captured: Captured, most: int) -> Captured:
+    """The same step, to the bit, in which losses of large log-probabilities look at those of the targets alone.
+
+    ``nll_loss`` adds up one number of each row. On a matrix of one column, that holds these numbers, it does the same.
+    """
+    graph, values = captured.graph, list(captured.values)
+    storages = list(graph.storages)
+    pairs: list[tuple[Op, Call]] = []
+    for op, call in zip(graph.ops, captured.calls, strict=True):
+        need = sum(storages[s].bytes for s in op.touched)
+        if call.func is not _aten.nll_loss_forward.default or need <= most or call.kwargs:
+            pairs.append((op, call))
+            continue
+        logs, target, weight, reduction, ignored = call.args
+        given, wanted = values[logs.value], values[target.value]
+        if weight is not None or len(given.shape) != 2 or given.storage == wanted.storage:
+            pairs.append((op, call))
+            continue
+
+        def made(
+            func: OpOverload, args: tuple[Any, ...], reads: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...],
+            op: Op = op,
+        ) -> int:
+            storage = len(storages)
+            count = prod(shape) * dtype.itemsize
+            storages.append(Storage(storage, count, StorageKind.ACTIVATION, f"{op.module} loss".strip()))
+            values.append(Value(storage, dtype, shape, dense_like(shape, tuple(range(len(shape), 0, -1)))))
+            family = family_text(str(func), args, {}, values)
+            pairs.append(
+                (
+                    Op(-1, str(func), tuple(reads), (), (storage,), family=family, module=op.module, source=op.source),
+                    Call(func, args, {}, (len(values) - 1,)),
+                )
+            )
+            return len(values) - 1
+
+        rows = given.shape[0]
+        places = wanted.storage
+        counts = made(_aten.ne.Scalar, (target, ignored), [places], torch.bool, (rows,))
+        kept = made(
+            _aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, (rows,)
+        )
+        column = Value(values[kept].storage, torch.int64, (rows, 1), (1, 1))
+        values.append(column)
+        reads = [given.storage, column.storage]
+        own = made(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), reads, given.dtype, (rows, 1))
+        out = made(_aten.eq.Scalar, (target, ignored), [places], torch.bool, (rows,))
+        first = made(_aten.mul.Scalar, (Ref(out), _NOWHERE), [values[out].storage], torch.int64, (rows,))
+        args = (Ref(own), Ref(first), None, reduction, _NOWHERE)
+        reads = [values[own].storage, values[first].storage]
+        family = family_text(op.name, args, {}, values)
+        pairs.append((replace(op, reads=tuple(reads), family=family), replace(call, args=args)))
+    if len(pairs) == len(graph.ops):
+        return captured
+    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(pairs))
+    return replace(
+        captured,
+        graph=StepGraph(tuple(storages), ops, graph.outputs),
+        calls=tuple(call for _, call in pairs),
+        values=tuple(values),
+    )
+
+
+_NOWHERE = -100  # a target that is left out
+
+
+def _has_box(axes: Axes, place: Placed, value: Value) -> bool:
+    box = axes.box_of(place)
+    return box is not None and axes.strides(place, value.shape, box) is not None
+
+
+def window_of(value: Value) -> Window:
+    """A value's place in its storage."""
+    return Window(value.shape, value.stride, value.offset)
+
+
+def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
+    return Value(storage, dtype, window.shape, window.stride, window.offset)
+
+
+def _flat(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of memory that holds a box."""
+    window = window_within(box, box)
+    return window.shape, window.stride
+
+
+def _refs(call: Call) -> list[Ref]:
+    return leaves_in((call.args, call.kwargs), Ref)
+
+
+def _named_refs(call: Call) -> list[tuple[Name, int]]:
+    """The values that a call is given, by argument."""
+    func = call.func
+    if not isinstance(func, OpOverload):
+        return [(("", place), ref.value) for place, ref in enumerate(_refs(call))]
+    found: list[tuple[Name, int]] = []
+    for name, item in by_name(func, call.args, call.kwargs).items():
+        if isinstance(item, Ref):
+            found.append(((name, -1), item.value))
+        elif isinstance(item, list | tuple):
+            found += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
+    return found
+
+
+def _ref(call: Call, name: Name) -> Ref:
+    item = by_name(call.func, call.args, call.kwargs)[name[0]]
+    return item if name[1] < 0 else item[name[1]]
+
+
+def _merged(value: Value, dims: Interval) -> Value | None:
+    """A value with some dimensions as one; None where they do not follow each other in memory."""
+    first, end = dims
+    kept = [d for d in range(first, end) if value.shape[d] != 1] or [end - 1]
+    if any(value.stride[a] != value.stride[b] * value.shape[b] for a, b in zip(kept, kept[1:], strict=False)):
+        return None
+    shape = (*value.shape[:first], prod(value.shape[first:end]), *value.shape[end:])
+    return replace(value, shape=shape, stride=(*value.stride[:first], value.stride[kept[-1]], *value.stride[end:]))
+
+
+def _narrowed(value: Value, dim: int, low: int, high: int) -> Value:
+    shape = (*value.shape[:dim], high - low, *value.shape[dim + 1 :])
+    return replace(value, shape=shape, offset=value.offset + low * value.stride[dim])
+
+
+def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, in the order of others."""
+    found = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
+
+
+def _alike(one: Value, other: Value) -> bool:
+    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
+
+
+def _is_pointwise(call: Call) -> bool:
+    return isinstance(call.func, OpOverload) and torch.Tag.pointwise in call.func.tags
+
+
+def _texts(tree: Any) -> Any:
+    return map_leaves(tree, lambda value: f"{value.dtype}{value.shape}{value.stride}", Value)

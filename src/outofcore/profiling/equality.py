@@ -1,0 +1,318 @@
+"""Whether an op computed part by part gives the bits of the op as a whole, tried out on the machine at hand.
+
+That rows of a product do not mix says nothing of how a library adds up: it may take another kernel for fewer rows. So
+each way in which a step is to be cut is tried on random numbers, whole against parts, once for a family of ops; what
+was found is kept where measurements are kept. Where the whole op does not fit in the budget, as many parts as do are
+compared with each of them; where not even two do, a part with its halves.
+
+Elementwise operators take a few elements at a time and compute what is left over at the end of a stretch one by one,
+where functions such as ``exp`` may round otherwise. Few elements are concerned, and random numbers find them by chance
+alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over.
+
+Limits: random numbers, drawn once. A kernel that rounds otherwise for other numbers would not be noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.operators import by_name, traits, written_arguments
+from outofcore.capture.patching import TURN
+from outofcore.capture.split_rules import Cut, Name
+from outofcore.capture.tiles import Claim, dense_like
+from outofcore.execution.backend import Backend
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.ops import op_shelf
+from outofcore.profiling.scratch import fit
+
+_log = logging.getLogger("outofcore.profiling")
+
+_SEED = 20_406
+# A stretch of an elementwise operator that a thread takes is at least so long (GRAIN_SIZE of ATen/TensorIterator.h).
+_THREAD_ELEMENTS = 32_768
+# More elements than a kernel takes at a time.
+_LANES = 64
+# Of one scrap, which no kernel takes at a time; and of all.
+_SCRAP, _SCRAPS = 7, 7 * 4096
+
+
+def refuted(
+    claims: Sequence[Claim], values: Sequence[Value], backend: Backend, most: int, cache: Cache | None = None
+) -> frozenset[str]:
+    """The keys of those claims that do not hold here.
+
+    Args:
+        claims: what to try.
+        values: what the refs of their calls name.
+        backend: where the step runs.
+        most: bytes that trying one may take.
+        cache: where verdicts are kept.
+    """
+    shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
+    known = {} if shelf is None else shelf.read()
+    new: dict[str, object] = {}
+    found: set[str] = set()
+    for claim in claims:
+        # A claim that was tried on less memory says less.
+        key = hashlib.sha256(f"{claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
+        holds = known.get(key)
+        if not isinstance(holds, bool):
+            holds = new[key] = _holds(claim, values, backend, most)
+        if not holds:
+            found.add(claim.key)
+            _log.info("parts are not the whole, to the bit: %s", claim.key)
+    if shelf is not None:
+        shelf.write(new)
+    return frozenset(found)
+
+
+def _range(claim: Claim, values: Sequence[Value], most: int) -> tuple[int, ...]:
+    """Where the parts that are compared with what they are together begin, and the last one ends."""
+    ends = claim.ends
+    whole = _bytes(claim, values, ends[0], ends[-1])
+    if 2 * whole <= most:
+        return ends
+    count = len(ends) - 1
+    # The last ones: what is left over lies at the end.
+    while count > 2 and 2 * _bytes(claim, values, ends[-1 - count], ends[-1]) > most:
+        count -= 1
+    found = ends[-1 - count :]
+    if 2 * _bytes(claim, values, found[0], found[-1]) > most and found[-1] - found[-2] > 1:
+        grain = claim.way.grain
+        half = (found[-2] + found[-1]) // 2
+        return found[-2], half // grain * grain if half // grain * grain > found[-2] else half, found[-1]
+    return found
+
+
+def _bytes(claim: Claim, values: Sequence[Value], low: int, high: int) -> int:
+    """Bytes of what a part is given and makes."""
+    total = 0.0
+    way = claim.way
+    tensors = _tensors(claim.call, values)
+    results = {place: values[v] for place, v in enumerate(claim.call.results) if v is not None}
+    pairs = [(v, way.given.get(name)) for name, v in tensors.items()]
+    pairs += [(v, way.made.get(place)) for place, v in results.items()]
+    for value, cut in pairs:
+        share = (high - low) / way.extent if cut is not None else 1.0
+        total += prod(value.shape) * value.dtype.itemsize * share
+    return int(total)
+
+
+def _tensors(call: Call, values: Sequence[Value]) -> dict[Name, Value]:
+    found: dict[Name, Value] = {}
+    for name, item in by_name(_operator(call), call.args, call.kwargs).items():
+        if isinstance(item, Ref):
+            found[name, -1] = values[item.value]
+        elif isinstance(item, list | tuple):
+            found |= {(name, place): values[r.value] for place, r in enumerate(item) if isinstance(r, Ref)}
+    return found
+
+
+def _operator(call: Call) -> Any:
+    return call.func
+
+
+def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -> bool:
+    ends = _range(claim, values, most)
+    with TURN, internals.below_autograd():
+        try:
+            if torch.Tag.pointwise in _operator(claim.call).tags and not _leaves_nothing(claim, values, backend.device):
+                return False
+            trial = _Trial(claim, values, backend.device, ends[0], ends[-1])
+            return trial.holds(ends)
+        except (RuntimeError, ValueError, IndexError) as error:
+            # What does not run in parts is not cut.
+            _log.info("parts could not be tried: %s: %s", claim.key, error)
+            return False
+
+
+def _leaves_nothing(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
+    """Whether an elementwise operator computes all elements alike, or parts begin and end where nothing is left over."""
+    tensors = _tensors(claim.call, values)
+    sizes = {prod(value.shape) for value in tensors.values()}
+    elements = max(sizes, default=0)
+    threads = torch.get_num_threads()
+
+    def is_even(count: int) -> bool:
+        stretches = min(threads, -(-count // _THREAD_ELEMENTS))
+        return stretches < 2 or not -(-count // stretches) % _LANES
+
+    inner = elements // claim.way.extent
+    alike = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
+    counts = [(high - low) * inner for low, high in zip(claim.ends, claim.ends[1:], strict=False)]
+    even = alike and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
+    return even or not _is_uneven(claim, tensors, device)
+
+
+def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device) -> bool:
+    """Whether an elementwise operator rounds scraps otherwise than long stretches."""
+    call, func = claim.call, _operator(claim.call)
+    generator = torch.Generator(device).manual_seed(_SEED)
+    long: dict[Name, torch.Tensor] = {}
+    for name, value in tensors.items():
+        tensor = torch.empty(_SCRAPS if prod(value.shape) > 1 else 1, dtype=value.dtype, device=device)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            tensor.normal_(generator=generator)
+        else:
+            tensor.random_(0, 2, generator=generator)
+        long[name] = tensor
+
+    def run(given: Mapping[Name, torch.Tensor]) -> torch.Tensor:
+        named = dict(by_name(func, call.args, call.kwargs))
+        for name, item in named.items():
+            if (name, -1) in given:
+                named[name] = given[name, -1]
+            elif isinstance(item, list | tuple):
+                named[name] = [given.get((name, place), each) for place, each in enumerate(item)]
+        names = traits(func).names[: len(call.args)]
+        out = func(*[named[name] for name in names], **{name: named[name] for name in call.kwargs})
+        return internals.result_leaves(out)[0]
+
+    whole = run({name: tensor.clone() for name, tensor in long.items()})
+    for start in range(0, _SCRAPS, _SCRAP):
+        scrap = {n: t.narrow(0, start, _SCRAP).clone() if t.numel() > 1 else t.clone() for n, t in long.items()}
+        if not _same(whole.narrow(0, start, _SCRAP), run(scrap)):
+            return True
+    return False
+
+
+class _Trial:
+    """A stretch of an op on random numbers, and parts of it on the same."""
+
+    def __init__(self, claim: Claim, values: Sequence[Value], device: torch.device, low: int, high: int) -> None:
+        self.claim, self.way, self.func = claim, claim.way, _operator(claim.call)
+        self.low, self.high, self.device = low, high, device
+        self.whole = (low, high) == (claim.ends[0], claim.ends[-1]) and (low, high) == (0, self.way.extent)
+        self.generator = torch.Generator(device).manual_seed(_SEED)
+        self.given = {name: self._made(name, value) for name, value in _tensors(claim.call, values).items()}
+        fit(self.func, self._named(self.given, low, high))
+
+    def _made(self, name: Name, value: Value) -> torch.Tensor:
+        """An argument of the stretch."""
+        cut = self.way.given.get(name)
+        shape, stride = value.shape, value.stride
+        if cut is not None:
+            shape = _part_shape(value.shape, cut, self.low, self.high) if not self.whole else _merged_shape(shape, cut)
+            stride = dense_like(shape, _merged_shape(stride, cut, stride=True))
+        tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=self.device)
+        flat = torch.as_strided(tensor, (_extent(shape, stride),), (1,))
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            flat.normal_(generator=self.generator)
+        elif value.dtype is torch.bool:
+            flat.random_(0, 2, generator=self.generator)
+        else:
+            flat.zero_()
+        return tensor
+
+    def _named(self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, *, settle: bool = True) -> dict[str, Any]:
+        named = dict(by_name(self.func, self.claim.call.args, self.claim.call.kwargs))
+        for name, item in named.items():
+            if (name, -1) in tensors:
+                named[name] = tensors[name, -1]
+            elif isinstance(item, list | tuple):
+                named[name] = [tensors.get((name, place), each) for place, each in enumerate(item)]
+        if settle and self.way.settle is not None and not (self.whole and (low, high) == (self.low, self.high)):
+            self.way.settle(named, low, high)
+        return named
+
+    def _run(self, tensors: Mapping[Name, torch.Tensor], low: int, high: int) -> tuple[list[Any], dict[Name, torch.Tensor]]:
+        """What a part returns, and what it has written in place."""
+        named = self._named(tensors, low, high)
+        names = traits(self.func).names[: len(self.claim.call.args)]
+        written = written_arguments(self.func, named)
+        args = [named[name] for name in names]
+        out = self.func(*args, **{name: named[name] for name in self.claim.call.kwargs})
+        return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
+
+    def _part(self, name: Name, low: int, high: int) -> torch.Tensor:
+        tensor, cut = self.given[name], self.way.given.get(name)
+        if cut is None:
+            return tensor.clone() if name[0] in written_arguments(self.func, self._named(self.given, low, high)) else tensor
+        dim = cut.dims[0]
+        base = cut.ends(self.low, self.high)[0] if not self.whole else 0
+        first, last = (end - base for end in cut.ends(low, high))
+        inside = max(first, 0), min(last, tensor.shape[dim])
+        part = tensor.narrow(dim, inside[0], max(inside[1] - inside[0], 0))
+        shape = [*tensor.shape]
+        shape[dim] = last - first
+        made = torch.empty_strided(shape, dense_like(shape, tensor.stride()), dtype=tensor.dtype, device=self.device)
+        if inside != (first, last):
+            made.zero_()
+        made.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
+        return made
+
+    def holds(self, ends: Sequence[int]) -> bool:
+        """Whether the parts between these ends are, to the bit, the stretch."""
+        together, changed = self._run({name: tensor.clone() for name, tensor in self.given.items()}, self.low, self.high)
+        for low, high in zip(ends, ends[1:], strict=False):
+            given = {name: self._part(name, low, high) for name in self.given}
+            apart, written = self._run(given, low, high)
+            for place, index in enumerate(self.claim.call.results):
+                if index is None or not isinstance(together[place], torch.Tensor):
+                    continue
+                cut = self.way.made.get(place)
+                if cut is None and low:
+                    continue
+                if not _same(self._slice(together[place], cut, low, high), apart[place]):
+                    return False
+            for name, tensor in written.items():
+                if not _same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
+                    return False
+        return True
+
+    def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
+        if cut is None:
+            return tensor
+        first, end = cut.dims
+        if end - first > 1 and tensor.ndim > 0 and self.whole and not self._is_merged(tensor, cut):
+            tensor = tensor.flatten(first, end - 1)
+        base = cut.ends(self.low, self.high)[0] if not self.whole else 0
+        start, last = (each - base for each in cut.ends(low, high))
+        return tensor.narrow(first, start, last - start)
+
+    def _is_merged(self, tensor: torch.Tensor, cut: Cut) -> bool:
+        return tensor.ndim <= cut.dims[0] or tensor.shape[cut.dims[0]] >= cut.ends(0, self.way.extent)[1]
+
+
+def _merged_shape(shape: tuple[int, ...], cut: Cut, *, stride: bool = False) -> tuple[int, ...]:
+    first, end = cut.dims
+    inner = shape[end - 1] if stride else prod(shape[first:end])
+    return (*shape[:first], inner, *shape[end:])
+
+
+def _part_shape(shape: tuple[int, ...], cut: Cut, low: int, high: int) -> tuple[int, ...]:
+    first, last = cut.ends(low, high)
+    return (*shape[: cut.dims[0]], last - first, *shape[cut.dims[1] :])
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors have the same bits; all NaN are alike."""
+    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.numel() != other.numel():
+        return False
+    one, other = one.reshape(-1), other.reshape(-1)
+    if one.is_complex():
+        one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
+    if torch.equal(one, other):
+        return bool(torch.equal(one.signbit(), other.signbit())) if one.is_floating_point() else True
+    if not one.is_floating_point():
+        return False
+    nan = one.isnan()
+    if not torch.equal(nan, other.isnan()):
+        return False
+    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+
