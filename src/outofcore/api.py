@@ -53,7 +53,7 @@ from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
 from outofcore.settled import known_families, settled_step
-from outofcore.splitting import Split, smallest_in_parts, split_of
+from outofcore.splitting import Split, Splitting, split_of, workspaces_of
 from outofcore.step import P, R, Step
 from outofcore.units import parse_bytes
 
@@ -730,13 +730,16 @@ def smallest_budget(
     traced, splits = capture(), split_of(split)
     backend.prepare()
 
-    def smallest_of(traced: Captured, captured: Captured, smallest: int) -> tuple[int, Captured]:
-        found = smallest_in_parts(traced, smallest, backend, kept) if splits is Split.EXACT else None
-        return (smallest, captured) if found is None else found[:2]
-
     captured = leanest(traced).aligned(backend.alignment)
     profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
-    whole = planning.smallest_budget(captured.graph, _costs(profiles))
+    workspaces = workspaces_of(captured, profiles)
+
+    def smallest_of(traced: Captured, captured: Captured, whole: int) -> tuple[int, Captured]:
+        found = None
+        if splits is Split.EXACT:
+            found = Splitting(traced, backend, kept, workspaces).finest(whole)
+        return (whole, captured) if found is None else (found[1], found[0].captured)
+
     later: list[Captured] = []
 
     def noted(settled: Captured) -> Captured:
@@ -744,10 +747,10 @@ def smallest_budget(
         return leanest(settled)
 
     settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles), form=noted)
-    smallest, captured = smallest_of(traced, captured, whole)
+    smallest, captured = smallest_of(traced, captured, planning.smallest_budget(captured.graph, _costs(profiles)))
     if settled is not None:
         whole = planning.smallest_budget(settled[0].graph, settled[1])
-        smallest = max(smallest, smallest_of(later[0], settled[0], whole)[0] if whole > smallest else whole)
+        smallest = max(smallest, whole if whole <= smallest else smallest_of(later[0], settled[0], whole)[0])
     return smallest + beside_the_arena(captured, backend, smallest)
 
 

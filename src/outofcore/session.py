@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from outofcore import planning
 from outofcore._torch_internals import tree_flatten
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
@@ -72,7 +73,7 @@ from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops, profi
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.settled import added_bytes, known_families, settled_step, shortfall
-from outofcore.splitting import Split, Splitting, levels, need_of
+from outofcore.splitting import Parts, Split, Splitting, levels, workspaces_of
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
 
@@ -653,7 +654,8 @@ class Session:
         if room_for_arena(traced, self.backend, self.budget) != room:
             return None
         # There are some forms of a step, and a plan fits one of them alone.
-        for form in (fastest, leanest) if most is None else (partial(self._in_parts, room=room, most=most),):
+        in_parts = partial(self._in_parts, room=room, most=most or 0, workspaces={})
+        for form in (fastest, leanest) if most is None else (in_parts,):
             captured = form(traced).aligned(self.backend.alignment)
             if len(captured.graph.ops) != len(costs.ops):
                 continue
@@ -741,20 +743,22 @@ class Session:
         ) -> tuple[Captured, Costs] | None:
             if self._alternating:
                 return None
-            form = leanest if most is None else partial(self._in_parts, room=room, most=most)
+            form = leanest if most is None else partial(self._in_parts, room=room, most=most, workspaces=workspaces)
             return settled_step(traced, capture, self._cache, self.backend, known, form=form)
 
+        workspaces: dict[str, int] = {}
         try:
             found = None
             captured = fastest(traced).aligned(alignment)
             if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
                 found = plan_in_core(*self._measured(captured, room), room, stores)
             if found is None:
-                captured = leanest(traced).aligned(alignment)
-                found = plan(*self._measured(captured, room), room, self.policy, stores, others=self._is_alone)
+                measured = self._measured(leanest(traced).aligned(alignment), room)
+                workspaces = workspaces_of(measured[0], measured[2])
+                found = plan(*measured, room, self.policy, stores, others=self._is_alone)
                 found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
-            found, error, most = self._planned_in_parts(traced, room, error)
+            found, error, most = self._planned_in_parts(self._splitting(traced, workspaces), room, error)
             if found is None:
                 refused = shortfall(settled(most=most), room, error) or error
                 raise in_terms_of_the_budget(refused, self.budget, room) from None
@@ -782,16 +786,20 @@ class Session:
         # Algorithms are chosen for ops as a whole, and policies of the user's plan the step that they know.
         return self._split is Split.EXACT and self._algorithms is None
 
-    def _in_parts(self, traced: Captured, *, room: int, most: int) -> Captured:
-        return Splitting(self.backend, room, self._cache).in_parts(traced, most) or leanest(traced)
+    def _splitting(self, traced: Captured, workspaces: Mapping[str, int] | None = None) -> Splitting:
+        return Splitting(traced, self.backend, self._cache, workspaces or {})
 
-    def _plan_in_parts(self, captured: Captured, room: int, most: int) -> PlannedStep:
-        """The step, whose ops are in parts that were to need so many bytes, planned."""
-        measured = self._measured(captured.aligned(self.backend.alignment), room)
-        return replace(plan(*measured, room, self.policy, self.home.stores, others=self._is_alone), most=most)
+    def _in_parts(self, traced: Captured, *, room: int, most: int, workspaces: Mapping[str, int]) -> Captured:
+        parts = self._splitting(traced, workspaces).in_parts(most, room)
+        return leanest(traced) if parts is None else parts.captured
+
+    def _plan_in_parts(self, parts: Parts, room: int) -> PlannedStep:
+        """A step in parts, planned."""
+        measured = self._measured(parts.captured, room)
+        return replace(plan(*measured, room, self.policy, self.home.stores, others=self._is_alone), most=parts.most)
 
     def _planned_in_parts(
-        self, traced: Captured, room: int, error: BudgetError
+        self, splitting: Splitting, room: int, error: BudgetError
     ) -> tuple[PlannedStep | None, BudgetError, int | None]:
         """The step in parts, where it does not fit as a whole.
 
@@ -800,42 +808,44 @@ class Session:
             bytes ops were cut in that.
         """
         least: int | None = None
-        splitting = Splitting(self.backend, room, self._cache)
+        whole = error.smallest_budget or room
 
-        def forms() -> Iterator[tuple[Captured, int]]:
+        def forms() -> Iterator[Parts]:
             for most in levels(room):
-                parts = splitting.in_parts(traced, most)
+                parts = splitting.in_parts(most, room)
                 # Finer than needs can be, parts cost more than they save.
                 if parts is None or (least is not None and most < least // 2):
                     break
-                yield parts, most
+                yield parts
             # Those that ``smallest_budget`` speaks of.
-            finest = splitting.finest(traced)
+            finest = splitting.finest(whole)
             if finest is not None:
-                yield finest
+                yield finest[0]
 
-        for captured, most in forms() if self._splits else ():
+        for parts in forms() if self._splits else ():
             try:
-                found = self._plan_in_parts(captured, room, most)
+                found = self._plan_in_parts(parts, room)
             except BudgetError as refused:
                 if (refused.smallest_budget or 0) < (error.smallest_budget or 0):
-                    error, least = refused, most
+                    error, least = refused, parts.most
                 continue
-            _log.info("ops that need more than %s run in parts", format_bytes(most))
-            return found, error, most
+            _log.info("ops that need more than %s run in parts", format_bytes(parts.most))
+            return found, error, parts.most
         return None, error, least
 
     def _quicker_in_parts(self, traced: Captured, found: PlannedStep, room: int) -> PlannedStep:
         """The step in parts, where its neediest ops leave no room for anything beside them and it is quicker so."""
         most = room // _BESIDE
         waits = found.planned.timeline.step_seconds / max(found.costs.compute_seconds, 1e-9)
-        if not self._splits or room < _SPACIOUS or waits < _WAITS or need_of(found.captured) <= most:
+        if not self._splits or room < _SPACIOUS or waits < _WAITS:
             return found
-        captured = Splitting(self.backend, room, self._cache).in_parts(traced, most)
-        if captured is None:
+        if planning.smallest_budget(found.graph, found.costs) <= 2 * most:
+            return found
+        parts = self._splitting(traced, workspaces_of(found.captured, found.profiles)).in_parts(most, room)
+        if parts is None:
             return found
         try:
-            other = self._plan_in_parts(captured, room, most)
+            other = self._plan_in_parts(parts, room)
         except BudgetError:
             return found
         if other.planned.timeline.step_seconds > found.planned.timeline.step_seconds / _QUICKER:

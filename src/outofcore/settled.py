@@ -22,7 +22,6 @@ from outofcore.planned_step import describer
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import OpProfile, profile_some
 
-
 Form = Callable[[Captured], Captured]
 
 

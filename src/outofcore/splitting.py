@@ -6,11 +6,12 @@ any more. Which parts are the whole, to the bit, the machine says (``profiling.e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from outofcore import planning
+from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.capture import Captured
 from outofcore.capture.passes import leanest
 from outofcore.capture.tiles import Tiled, tiled
@@ -20,11 +21,14 @@ from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
 from outofcore.profiling.ops import OpProfile, profile_ops
+from outofcore.units import MIB
 
 # A step of more ops takes longer to plan than it is worth.
 MOST_OPS = 20_000
 # Ops that need no more than this are not cut: their fixed price is what they cost.
 LEAST_BYTES = 1 << 20
+# Trials may take so much memory on the CPU, however small the budget is: it is taken once, and PyTorch takes as much.
+_TRIAL_BYTES = 256 * MIB
 # What a finer cut has to save of the smallest budget.
 _WORTH = 0.95
 _LEVELS = 8
@@ -50,59 +54,91 @@ def split_of(name: str) -> Split:
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """How steps are cut on a machine.
+class Parts:
+    """A step in parts.
 
     Attributes:
-        backend: where parts are tried; None: not at all, for a device that is not here. Then all are taken to be exact.
-        room: bytes that a trial may take.
-        cache: where verdicts are kept.
+        captured: the step.
+        most: bytes that an op was to need.
+        profiles: the memory that its ops ask for; None: nobody asked.
     """
 
-    backend: Backend | None
-    room: int
-    cache: Cache | None = None
+    captured: Captured
+    most: int
+    profiles: tuple[OpProfile, ...] | None = None
 
-    def in_parts(self, traced: Captured, most: int, room: int | None = None) -> Captured | None:
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a step is cut on a machine.
+
+    Attributes:
+        traced: the step.
+        backend: where it runs, and parts are tried. None: it is not here; then all parts are taken to be exact.
+        cache: where measurements are kept.
+        workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
+    """
+
+    traced: Captured
+    backend: Backend | None
+    cache: Cache | None = None
+    workspaces: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def in_parts(self, most: int, room: int) -> Parts | None:
         """The step with its ops in parts, in the form that needs the least memory; None if nothing can be cut.
 
         Args:
-            traced: the step.
             most: bytes that an op shall need.
-            room: bytes that a trial may take, if others than else.
+            room: bytes that a trial may take.
         """
         refused: frozenset[str] = frozenset()
         while True:
-            found = tiled(traced, most, refused=refused, limit=MOST_OPS)
+            found = tiled(self.traced, most, refused=refused, limit=MOST_OPS, workspaces=self.workspaces)
             if not found.claims:
                 return None
-            wrong = self._wrong(found, room or self.room)
+            wrong = self._wrong(found, room)
             if not wrong:
-                return leanest(found.captured)
+                alignment = SMALL_ALIGNMENT if self.backend is None else self.backend.alignment
+                return Parts(leanest(found.captured).aligned(alignment), most)
             refused |= wrong
 
     def _wrong(self, found: Tiled, room: int) -> frozenset[str]:
         if self.backend is None:
             return frozenset()
+        if self.backend.driver is None:
+            room = max(room, _TRIAL_BYTES)
         return refuted(found.claims, found.values, self.backend, room, self.cache)
 
-    def finest(self, traced: Captured) -> tuple[Captured, int] | None:
-        """The step in parts that need the least, and how many bytes an op was to need; None if no cut saves anything.
+    def finest(self, whole: int) -> tuple[Parts, int] | None:
+        """The step in parts that need the least, and its smallest budget; None if no cut saves anything.
 
-        What workspaces the parts have is not known yet. The same step gives the same parts, whatever ``room`` is.
+        The same step gives the same parts, whatever its budget is.
+
+        Args:
+            whole: the smallest budget of the step as a whole.
         """
-        whole = need_of(leanest(traced))
-        best, level = whole, 0
+        best: tuple[Parts, int] | None = None
+        smallest = whole
         for most in levels(whole):
-            found = tiled(traced, most, limit=MOST_OPS)
-            if not found.claims:
+            parts = self.in_parts(most, most)
+            if parts is None:
                 break
-            need = need_of(leanest(found.captured))
-            if need > best * _WORTH:
+            parts = self._profiled(parts)
+            ops = [OpCost(0.0)] * len(parts.captured.graph.ops)
+            costs = Costs(tuple([p.cost for p in parts.profiles] if parts.profiles else ops), (SOMEWHERE,))
+            need = planning.smallest_budget(parts.captured.graph, costs)
+            if need < smallest:
+                best = parts, need
+            if need > smallest * _WORTH:
                 break
-            best, level = need, most
-        parts = self.in_parts(traced, level, best) if level else None
-        return None if parts is None else (parts, level)
+            smallest = need
+        return best
+
+    def _profiled(self, parts: Parts) -> Parts:
+        if self.backend is None:
+            return parts
+        profiles = profile_ops(parts.captured, measure_time=False, cache=self.cache, backend=self.backend)
+        return replace(parts, profiles=profiles)
 
 
 def levels(need: int) -> Iterator[int]:
@@ -114,28 +150,6 @@ def levels(need: int) -> Iterator[int]:
         yield most
 
 
-def need_of(captured: Captured) -> int:
-    """The smallest budget of a step, without workspaces."""
-    ops = tuple(OpCost(0.0) for _ in captured.graph.ops)
-    return planning.smallest_budget(captured.graph, Costs(ops, (SOMEWHERE,)))
-
-
-def smallest_in_parts(
-    traced: Captured, whole: int, backend: Backend, cache: Cache | None
-) -> tuple[int, Captured, tuple[OpProfile, ...]] | None:
-    """The smallest budget of a step in parts, with the parts and their memory; None where it is no smaller.
-
-    Args:
-        traced: the step.
-        whole: its smallest budget with ops as a whole.
-        backend: where it runs.
-        cache: where measurements are kept.
-    """
-    found = Splitting(backend, whole, cache).finest(traced)
-    if found is None:
-        return None
-    captured = found[0].aligned(backend.alignment)
-    profiles = profile_ops(captured, measure_time=False, cache=cache, backend=backend)
-    costs = Costs(tuple(profile.cost for profile in profiles), (SOMEWHERE,))
-    smallest = planning.smallest_budget(captured.graph, costs)
-    return (smallest, captured, profiles) if smallest < whole else None
+def workspaces_of(captured: Captured, profiles: Sequence[OpProfile]) -> dict[str, int]:
+    """The scratch memory of ops, by family."""
+    return {op.family: p.cost.workspace_bytes for op, p in zip(captured.graph.ops, profiles, strict=True)}

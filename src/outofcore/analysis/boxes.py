@@ -1,8 +1,8 @@
 """Parts of tensors as boxes in the memory of their storages.
 
 A storage that is to be cut is seen as an array whose axes are the dimensions of the tensors on it: ``lines_of`` finds
-the finest such array that all of them are windows onto, ``placed`` where each lies in it, and ``Axes`` joins what nobody
-cuts apart. A part of a tensor then is a box, an interval on each axis, whichever tensor it was named by; and the cells
+the finest array that all of them are windows onto, ``placed`` where each lies in it, and ``Axes`` joins what is not
+cut apart. A part of a tensor then is a box, an interval on each axis, whichever tensor it was named by; and the cells
 of a storage are the boxes between its cuts.
 
 Limits: a window that repeats elements or steps over the boundaries of others has no place; its storage stays whole.

@@ -21,7 +21,7 @@ from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, is_random, traits, written_arguments
 
-# Kernels work on a few elements at a time, and round those that are left over at the end otherwise: more than any takes.
+# Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
 _LANES = 256
 # Rows that a product is given at a time, if it may be so many: libraries work on blocks of them.
 _ROWS = 64
@@ -105,7 +105,7 @@ class Given:
 
     def value(self, name: str, place: int = -1) -> Value | None:
         """An argument that is a tensor; None: it is none."""
-        item = self.named.get(name)
+        item: Any = self.named.get(name)
         if place >= 0:
             item = item[place]
         return self.values[item.value] if isinstance(item, Ref) else None
@@ -169,7 +169,10 @@ def _pointwise(given: Given) -> list[Way]:
     shape = models[0].shape
     full = [name for name, value in tensors.items() if value.shape == shape]
     found: list[Way] = []
-    for first, end in [*((0, end) for end in range(len(shape), 1, -1)), *((d, d + 1) for d in range(len(shape)))]:
+    # A memory format is one of tensors with as many dimensions.
+    formed = given.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
+    runs = [] if formed else [(0, end) for end in range(len(shape), 1, -1)]
+    for first, end in [*runs, *((d, d + 1) for d in range(len(shape)))]:
         cuts: dict[Name, Cut] = {}
         fits = True
         for name, value in tensors.items():
@@ -295,7 +298,8 @@ def _reduced(given: Given) -> list[Way]:
     for dim in range(count):
         if dim not in mixed:
             there = dim if keep else dim - sum(d < dim for d in mixed)
-            found.append(Way(f"dimension {dim}", value.shape[dim], {("self", -1): _one(dim)}, {0: _one(there)}))
+            cuts = {("self", -1): _one(dim)}
+            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=_LANES))
     return found
 
 
@@ -599,7 +603,6 @@ def _joined(given: Given) -> list[Way]:
     ]
 
 
-
 _RULES: dict[str, Rule] = {
     "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
     "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
@@ -657,12 +660,24 @@ _RULES: dict[str, Rule] = {
     },
     **{
         f"aten::upsample_{mode}": _apart(_planes("self", spatial), ["self"])
-        for mode, spatial in (("nearest2d", 2), ("nearest3d", 3), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2))
+        for mode, spatial in (
+            ("nearest2d", 2),
+            ("nearest3d", 3),
+            ("bilinear2d", 2),
+            ("trilinear3d", 3),
+            ("bicubic2d", 2),
+        )
     },
     **{
         f"aten::upsample_{mode}_backward": _apart(
             _planes("grad_output", spatial), ["grad_output"], (), _sized("input_size")
         )
-        for mode, spatial in (("nearest2d", 2), ("nearest3d", 3), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2))
+        for mode, spatial in (
+            ("nearest2d", 2),
+            ("nearest3d", 3),
+            ("bilinear2d", 2),
+            ("trilinear3d", 3),
+            ("bicubic2d", 2),
+        )
     },
 }

@@ -1,4 +1,4 @@
-"""Ops that need more memory than there is, computed part by part: their tensors become tiles, with storages of their own.
+"""Ops that need more memory than there is, computed part by part; what passes between parts has storages of its own.
 
 The pass takes a captured step and gives the same step with other ops and storages, which planner and executor see as
 any others. An op that needs too much is cut along an axis on which its parts do not mix (``split_rules``), and with it
@@ -20,6 +20,7 @@ optimizer updates are not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -102,6 +103,7 @@ def tiled(
     parts: int | None = None,
     least: int = LARGE_BYTES,
     limit: int | None = None,
+    workspaces: Mapping[str, int] | None = None,
 ) -> Tiled:
     """The same step in which ops that need more bytes than ``most`` run in parts.
 
@@ -112,13 +114,19 @@ def tiled(
         parts: cut all ops that can be into so many parts, whatever they need.
         least: storages of fewer bytes stay whole.
         limit: with more ops than this the step stays as it is.
+        workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
     """
     captured = _small_losses(split(traced), most if parts is None else 0)
-    search = _Search(captured, most, frozenset(refused), parts, least)
-    chosen = search.chosen()
-    if not chosen:
-        return Tiled(captured, (), captured.values)
-    found = _Builder(captured, search, chosen, limit).built()
+    unfit = set(refused)
+    while True:
+        search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {})
+        chosen = search.chosen()
+        try:
+            found = _Builder(captured, search, chosen, limit).built() if chosen else None
+        except _UnfitError as error:
+            unfit.add(search.claim(error.op, chosen[error.op]).key)
+            continue
+        break
     if found is None:
         return Tiled(captured, (), captured.values)
     claims = {c.key: c for c in (search.claim(op, chosen[op]) for op in sorted(chosen))}
@@ -139,10 +147,17 @@ class _Search:
     """Which ops are cut, along which axes, into how many parts; and which storages into which cells."""
 
     def __init__(
-        self, captured: Captured, most: int, refused: frozenset[str], parts: int | None, least: int
+        self,
+        captured: Captured,
+        most: int,
+        refused: frozenset[str],
+        parts: int | None,
+        least: int,
+        workspaces: Mapping[str, int],
     ) -> None:
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
-        self.most, self.refused, self.parts, self.least = most, refused, parts, least
+        self.most, self.parts, self.least, self.workspaces = most, parts, least, workspaces
+        self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
         self.lines = self._cuttable()
         self.places = {
@@ -187,7 +202,11 @@ class _Search:
         if op not in self._ways:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             found = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
-            self._ways[op] = [way for way in found if self._fits(op, way)]
+            self._ways[op] = [
+                way
+                for way in found
+                if f"{graph_op.family} by {way.name}" not in self._refused_ways and self._fits(op, way)
+            ]
         return self._ways[op]
 
     def claim(self, op: int, choice: _Choice) -> Claim:
@@ -213,10 +232,8 @@ class _Search:
 
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
-        if value.storage in self.lines:
-            if index not in self.places or Axes.run(self.places[index], cut.dims) is None:
-                return False
-        return _merged(value, cut.dims) is not None
+        placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
+        return (placed_well or value.storage not in self.lines) and _merged(value, cut.dims) is not None
 
     def _size(self, index: int) -> int:
         value = self.values[index]
@@ -225,17 +242,20 @@ class _Search:
     def need(self, op: int) -> int:
         """Bytes that an op needs as a whole."""
         storages = self.graph.storages
-        return sum(
-            storages[s].bytes for s in self.graph.ops[op].touched if storages[s].kind is not StorageKind.CONSTANT
-        )
+        touched = (storages[s] for s in self.graph.ops[op].touched)
+        return self._workspace(op) + sum(s.bytes for s in touched if s.kind is not StorageKind.CONSTANT)
+
+    def _workspace(self, op: int) -> int:
+        return self.workspaces.get(self.graph.ops[op].family, 0)
 
     def _need_in_parts(self, op: int, way: Way, parts: int) -> int:
         """Bytes that a part of an op needs."""
         call, storages = self.captured.calls[op], self.graph.storages
         ends = way.ends(parts)
-        width = max(high - low for low, high in zip(ends, ends[1:], strict=False))
+        width = max(high - low for low, high in itertools.pairwise(ends))
         seen: dict[int, float] = {}
-        counted = 0.0
+        # What a kernel needs beside its tensors is mostly as large as these.
+        counted = self._workspace(op) * width / way.extent
 
         def count(index: int, cut: Cut | None) -> None:
             nonlocal counted
@@ -313,9 +333,11 @@ class _Search:
                     new = [o for o in graph.uses[storage] if o not in ops and o not in dropped and self.ways(o)]
                     ops.update(new)
                     todo += new
-        # What an op that stays whole writes in place stays whole as well; so does what it reads, if there is room for it.
+        # What an op that stays whole writes in place stays whole as well; so does what it reads, if there is room.
         written = {s for op in graph.ops if op.id not in ops for s in op.mutates}
-        needed = {s for op in graph.ops if op.id not in ops for s in op.reads if 2 * graph.storages[s].bytes <= self.most}
+        needed = {
+            s for op in graph.ops if op.id not in ops for s in op.reads if 2 * graph.storages[s].bytes <= self.most
+        }
         return sorted(ops), storages - written - needed
 
     def _is_worth(self, storage: int) -> bool:
@@ -333,14 +355,14 @@ class _Search:
                     axis = self._axis(index, cut)
                     mine[axis] = mine.get(axis, 0) + sign * self._size(index)
 
-        def worth(op: int, place: int, way: Way) -> tuple[bool, int, int, int]:
+        def worth(op: int, place: int, way: Way) -> tuple[int, int, int]:
             least = self._need_in_parts(op, way, min(MOST_PARTS, way.extent))
             agreed = sum(
                 votes.get(self.values[index].storage, {}).get(self._axis(index, cut), 0)
                 for index, cut in self._cut_values(op, way)
             )
-            step = max(self.most // 8, 1)
-            return least <= self.most, -(least // step), agreed, -place
+            beyond = max(least - self.most, 0) // max(self.most // 8, 1)
+            return -beyond, agreed, -place
 
         flexible = [op for op in ops if _is_pointwise(self.captured.calls[op])]
         fixed = [op for op in ops if op not in set(flexible)]
@@ -348,7 +370,7 @@ class _Search:
             for op in group:
                 vote(op, -1)
                 ways = self.ways(op)
-                best = max(range(len(ways)), key=lambda place: worth(op, place, ways[place]))  # noqa: B023 - at once
+                best = max(range(len(ways)), key=lambda place: worth(op, place, ways[place]))
                 found[op] = ways[best]
                 vote(op, 1)
         return found
@@ -404,8 +426,7 @@ class _Search:
                         unfit.add(op)
                     unit = lcm(unit, grain or 1)
             ends = way.ends(parts[op], unit)
-            refused = self.claim(op, _Choice(way, parts[op], ends)).key in self.refused
-            if len(ends) < 3 or refused or not self._is_placeable(op, way, ends):
+            if len(ends) < 3 or not self._is_placeable(op, way, ends):
                 unfit.add(op)
             self._ends[op] = ends
         # What cannot be looked at through a box by all its users has no cells.
@@ -419,9 +440,11 @@ class _Search:
             whole |= unboxed
             return unfit
         self._set_cuts(ways)
+        # So has what is written in place by an op that stays whole after all.
+        written = {s for op in self.graph.ops if op.id not in ways for s in op.mutates}
         crowded = {s for s, cuts in self.cuts.items() if prod(len(ends) - 1 for ends in cuts) > MOST_PARTS**2}
-        if crowded:
-            whole |= crowded
+        if crowded or not written.isdisjoint(self.cuts):
+            whole |= crowded | written
             return set()
         return None
 
@@ -432,7 +455,7 @@ class _Search:
             axes, place = self.axes.get(value.storage), self.places[index]
             if axes is None:
                 continue
-            for low, high in zip(ends, ends[1:], strict=False):
+            for low, high in itertools.pairwise(ends):
                 first, last = cut.ends(low, high)
                 box = axes.part(place, cut.dims, first, last)
                 shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
@@ -441,9 +464,7 @@ class _Search:
         return True
 
     def _set_cuts(self, ways: Mapping[int, Way]) -> None:
-        found: dict[int, list[set[int]]] = {
-            s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
-        }
+        found: dict[int, list[set[int]]] = {s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()}
 
         def add(storage: int, box: Box) -> None:
             for ends, (low, high), size in zip(found[storage], box, self.axes[storage].sizes, strict=True):
@@ -454,7 +475,7 @@ class _Search:
                 storage = self.values[index].storage
                 if storage in self.axes:
                     ends = self._ends[op]
-                    for low, high in zip(ends, ends[1:], strict=False):
+                    for low, high in itertools.pairwise(ends):
                         box = self.axes[storage].part(self.places[index], cut.dims, *cut.ends(low, high))
                         if box is not None:
                             add(storage, box)
@@ -467,6 +488,14 @@ class _Search:
                         add(storage, box)
         self.cuts = {s: [sorted(ends) for ends in axes] for s, axes in found.items()}
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
+
+
+class _UnfitError(Exception):
+    """An operator refuses a part of its arguments; never reaches the user."""
+
+    def __init__(self, op: int) -> None:
+        super().__init__(op)
+        self.op = op
 
 
 # --- the step in parts -----------------------------------------------------------------------------------------------
@@ -508,9 +537,11 @@ class _Builder:
             if self.limit is not None and sum(len(piece.ops) for row in rows for piece in row) > self.limit:
                 return None
             choice = self.chosen.get(op.id)
-            pieces = [self._whole(op)] if choice is None else [
-                self._part(op, choice, number) for number in range(len(choice.ends) - 1)
-            ]
+            pieces = (
+                [self._whole(op)]
+                if choice is None
+                else [self._part(op, choice, number) for number in range(len(choice.ends) - 1)]
+            )
             if choice is not None and rows and rows[-1][-1].op in self.chosen:
                 rows[-1] += pieces
             else:
@@ -558,16 +589,16 @@ class _Builder:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
+        """Add an op: the part of one, with its name; or, without, one that copies."""
         creates = dict.fromkeys(self.values[v].storage for v in results if v is not None)
-        name = name or str(func)
         op = Op(
             -1,
-            name,
+            name or str(func),
             tuple(dict.fromkeys(reads)),
             tuple(dict.fromkeys(mutates)),
             tuple(creates),
-            like.rerunnable,
-            family=family_text(name, args, kwargs, self.values),
+            like.rerunnable or not name,
+            family=family_text(name or str(func), args, kwargs, self.values),
             module=like.module,
             source=like.source,
             discards=tuple(dict.fromkeys(discards)),
@@ -703,13 +734,20 @@ class _Builder:
             value = self.old.values[index]
             if value.storage in cuts:
                 if value.storage not in moved:
-                    moved[value.storage] = self._new(self.storages[value.storage].bytes, self.storages[value.storage].name)
+                    moved[value.storage] = self._new(
+                        self.storages[value.storage].bytes, self.storages[value.storage].name
+                    )
                 instead[index] = self._value(replace(value, storage=moved[value.storage]))
-        for index in (ref.value for ref in _refs(call)):  # of what is created here: stands in for its shape alone
+        for ref in _refs(call):  # of what is created here: stands in for its shape alone
+            index = ref.value
             value = self.old.values[index]
             if index not in instead and value.storage in moved:
                 instead[index] = self._value(replace(value, storage=moved[value.storage]))
-        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: Ref(instead.get(ref.value, ref.value)), Ref)
+
+        def moved_ref(ref: Ref) -> Ref:
+            return Ref(instead.get(ref.value, ref.value))
+
+        args, kwargs = map_leaves((call.args, call.kwargs), moved_ref, Ref)
         results = tuple(None if v is None else instead.get(v, v) for v in call.results)
         new = replace(
             op,
@@ -731,7 +769,7 @@ class _Builder:
         self._piece = piece = _Piece(op.id)
         way, call = choice.way, self.old.calls[op.id]
         low, high = choice.ends[number : number + 2]
-        func: OpOverload = call.func  # ways are those of PyTorch's operators
+        func: Any = call.func  # ways are those of PyTorch's operators
         named = dict(by_name(func, call.args, call.kwargs))
         written = written_arguments(func, named)
         parts: dict[Name, Value] = {}
@@ -762,7 +800,10 @@ class _Builder:
                 named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
         if way.settle is not None:
             way.settle(named, low, high)
-        shapes = self._results(func, call, named)
+        try:
+            shapes = self._results(func, call, named)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise _UnfitError(op.id) from error
         results: list[int | None] = []
         done: list[tuple[int, Cut | None, Value]] = []
         for place, index in enumerate(call.results):
@@ -807,10 +848,11 @@ class _Builder:
         stride = dense_like(shape, merged.stride if merged is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
-    def _results(self, func: OpOverload, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
+    def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
         """What a part returns, as its kernel would: values on no storage, and the bytes of their storages."""
         args, kwargs = self._placed_call(func, call, named, refs=False)
-        key = family_text(str(func), *_texts((args, kwargs)), [])
+        texts: tuple[Any, dict[str, Any]] = _texts((args, kwargs))
+        key = family_text(str(func), texts[0], texts[1], [])
         if key not in self._shapes:
 
             def fake(value: Value) -> torch.Tensor:
@@ -832,7 +874,7 @@ class _Builder:
         return self._shapes[key]
 
     def _placed_call(
-        self, func: OpOverload, call: Call, named: dict[str, Any], *, refs: bool = True
+        self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments where the call had them; with refs in place of values."""
 
@@ -974,7 +1016,11 @@ def _small_losses(captured: Captured, most: int) -> Captured:
             continue
 
         def made(
-            func: OpOverload, args: tuple[Any, ...], reads: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...],
+            func: OpOverload,
+            args: tuple[Any, ...],
+            reads: Sequence[int],
+            dtype: torch.dtype,
+            shape: tuple[int, ...],
             op: Op = op,
         ) -> int:
             storage = len(storages)
@@ -993,9 +1039,7 @@ def _small_losses(captured: Captured, most: int) -> Captured:
         rows = given.shape[0]
         places = wanted.storage
         counts = made(_aten.ne.Scalar, (target, ignored), [places], torch.bool, (rows,))
-        kept = made(
-            _aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, (rows,)
-        )
+        kept = made(_aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, (rows,))
         column = Value(values[kept].storage, torch.int64, (rows, 1), (1, 1))
         values.append(column)
         reads = [given.storage, column.storage]
@@ -1059,7 +1103,8 @@ def _named_refs(call: Call) -> list[tuple[Name, int]]:
 
 
 def _ref(call: Call, name: Name) -> Ref:
-    item = by_name(call.func, call.args, call.kwargs)[name[0]]
+    func: Any = call.func
+    item = by_name(func, call.args, call.kwargs)[name[0]]
     return item if name[1] < 0 else item[name[1]]
 
 
@@ -1067,7 +1112,7 @@ def _merged(value: Value, dims: Interval) -> Value | None:
     """A value with some dimensions as one; None where they do not follow each other in memory."""
     first, end = dims
     kept = [d for d in range(first, end) if value.shape[d] != 1] or [end - 1]
-    if any(value.stride[a] != value.stride[b] * value.shape[b] for a, b in zip(kept, kept[1:], strict=False)):
+    if any(value.stride[a] != value.stride[b] * value.shape[b] for a, b in itertools.pairwise(kept)):
         return None
     shape = (*value.shape[:first], prod(value.shape[first:end]), *value.shape[end:])
     return replace(value, shape=shape, stride=(*value.stride[:first], value.stride[kept[-1]], *value.stride[end:]))

@@ -15,8 +15,9 @@ Limits: random numbers, drawn once. A kernel that rounds otherwise for other num
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -41,7 +42,9 @@ _THREAD_ELEMENTS = 32_768
 # More elements than a kernel takes at a time.
 _LANES = 64
 # Of one scrap, which no kernel takes at a time; and of all.
-_SCRAP, _SCRAPS = 7, 7 * 4096
+_SCRAP, _SCRAPS = 7, 7 * 1024
+# Whole numbers of as many bytes as others.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuted(
@@ -126,7 +129,7 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
         try:
             if torch.Tag.pointwise in _operator(claim.call).tags and not _leaves_nothing(claim, values, backend.device):
                 return False
-            trial = _Trial(claim, values, backend.device, ends[0], ends[-1])
+            trial = Trial(claim, values, backend.device, ends[0], ends[-1])
             return trial.holds(ends)
         except (RuntimeError, ValueError, IndexError) as error:
             # What does not run in parts is not cut.
@@ -135,7 +138,7 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
 
 
 def _leaves_nothing(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
-    """Whether an elementwise operator computes all elements alike, or parts begin and end where nothing is left over."""
+    """Whether an elementwise operator computes all elements alike, or parts end where nothing is left over."""
     tensors = _tensors(claim.call, values)
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
@@ -155,6 +158,19 @@ def _leaves_nothing(claim: Claim, values: Sequence[Value], device: torch.device)
 def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device) -> bool:
     """Whether an elementwise operator rounds scraps otherwise than long stretches."""
     call, func = claim.call, _operator(claim.call)
+    kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
+    constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
+    key = f"{func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
+    if key not in _uneven:
+        _uneven[key] = _rounds_scraps(call, tensors, device)
+    return _uneven[key]
+
+
+_uneven: dict[str, bool] = {}
+
+
+def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
+    func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     long: dict[Name, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -184,7 +200,10 @@ def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device
     return False
 
 
-class _Trial:
+Same = Callable[[torch.Tensor, Any], bool]
+
+
+class Trial:
     """A stretch of an op on random numbers, and parts of it on the same."""
 
     def __init__(self, claim: Claim, values: Sequence[Value], device: torch.device, low: int, high: int) -> None:
@@ -199,9 +218,11 @@ class _Trial:
         """An argument of the stretch."""
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
-        if cut is not None:
-            shape = _part_shape(value.shape, cut, self.low, self.high) if not self.whole else _merged_shape(shape, cut)
-            stride = dense_like(shape, _merged_shape(stride, cut, stride=True))
+        if cut is not None and not self.whole:
+            shape = _part_shape(value.shape, cut, self.low, self.high)
+            stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
+        elif cut is not None:
+            stride = dense_like(shape, stride)
         tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=self.device)
         flat = torch.as_strided(tensor, (_extent(shape, stride),), (1,))
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -212,7 +233,9 @@ class _Trial:
             flat.zero_()
         return tensor
 
-    def _named(self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, *, settle: bool = True) -> dict[str, Any]:
+    def _named(
+        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, *, settle: bool = True
+    ) -> dict[str, Any]:
         named = dict(by_name(self.func, self.claim.call.args, self.claim.call.kwargs))
         for name, item in named.items():
             if (name, -1) in tensors:
@@ -223,7 +246,9 @@ class _Trial:
             self.way.settle(named, low, high)
         return named
 
-    def _run(self, tensors: Mapping[Name, torch.Tensor], low: int, high: int) -> tuple[list[Any], dict[Name, torch.Tensor]]:
+    def _run(
+        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int
+    ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
         """What a part returns, and what it has written in place."""
         named = self._named(tensors, low, high)
         names = traits(self.func).names[: len(self.claim.call.args)]
@@ -235,8 +260,13 @@ class _Trial:
     def _part(self, name: Name, low: int, high: int) -> torch.Tensor:
         tensor, cut = self.given[name], self.way.given.get(name)
         if cut is None:
-            return tensor.clone() if name[0] in written_arguments(self.func, self._named(self.given, low, high)) else tensor
+            return (
+                tensor.clone()
+                if name[0] in written_arguments(self.func, self._named(self.given, low, high))
+                else tensor
+            )
         dim = cut.dims[0]
+        tensor = self._merged(tensor, cut)
         base = cut.ends(self.low, self.high)[0] if not self.whole else 0
         first, last = (end - base for end in cut.ends(low, high))
         inside = max(first, 0), min(last, tensor.shape[dim])
@@ -249,10 +279,18 @@ class _Trial:
         made.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
         return made
 
-    def holds(self, ends: Sequence[int]) -> bool:
-        """Whether the parts between these ends are, to the bit, the stretch."""
-        together, changed = self._run({name: tensor.clone() for name, tensor in self.given.items()}, self.low, self.high)
-        for low, high in zip(ends, ends[1:], strict=False):
+    def holds(self, ends: Sequence[int], same: Same | None = None) -> bool:
+        """Whether the parts between these ends are the stretch.
+
+        Args:
+            ends: where they begin, and the last one ends.
+            same: what two tensors are the same by; None: to the bit.
+        """
+        same = same or _same
+        together, changed = self._run(
+            {name: tensor.clone() for name, tensor in self.given.items()}, self.low, self.high
+        )
+        for low, high in _one_of_each(ends):
             given = {name: self._part(name, low, high) for name in self.given}
             apart, written = self._run(given, low, high)
             for place, index in enumerate(self.claim.call.results):
@@ -261,31 +299,30 @@ class _Trial:
                 cut = self.way.made.get(place)
                 if cut is None and low:
                     continue
-                if not _same(self._slice(together[place], cut, low, high), apart[place]):
+                if not same(self._slice(together[place], cut, low, high), apart[place]):
                     return False
             for name, tensor in written.items():
-                if not _same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
+                if not same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
                     return False
         return True
+
+    def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """What is whole, with the dimensions that are cut as one."""
+        return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
         if cut is None:
             return tensor
-        first, end = cut.dims
-        if end - first > 1 and tensor.ndim > 0 and self.whole and not self._is_merged(tensor, cut):
-            tensor = tensor.flatten(first, end - 1)
         base = cut.ends(self.low, self.high)[0] if not self.whole else 0
         start, last = (each - base for each in cut.ends(low, high))
-        return tensor.narrow(first, start, last - start)
-
-    def _is_merged(self, tensor: torch.Tensor, cut: Cut) -> bool:
-        return tensor.ndim <= cut.dims[0] or tensor.shape[cut.dims[0]] >= cut.ends(0, self.way.extent)[1]
+        return self._merged(tensor, cut).narrow(cut.dims[0], start, last - start)
 
 
-def _merged_shape(shape: tuple[int, ...], cut: Cut, *, stride: bool = False) -> tuple[int, ...]:
-    first, end = cut.dims
-    inner = shape[end - 1] if stride else prod(shape[first:end])
-    return (*shape[:first], inner, *shape[end:])
+def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last part, and one of each length: kernels are chosen by sizes."""
+    parts = list(itertools.pairwise(ends))
+    lengths = {high - low: (low, high) for low, high in parts[1:-1]}
+    return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
 
 
 def _part_shape(shape: tuple[int, ...], cut: Cut, low: int, high: int) -> tuple[int, ...]:
@@ -307,12 +344,14 @@ def _same(one: torch.Tensor, other: Any) -> bool:
     one, other = one.reshape(-1), other.reshape(-1)
     if one.is_complex():
         one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
-    if torch.equal(one, other):
-        return bool(torch.equal(one.signbit(), other.signbit())) if one.is_floating_point() else True
-    if not one.is_floating_point():
-        return False
+    whole = _WHOLE.get(one.dtype.itemsize)
+    if not one.is_floating_point() or whole is None:
+        return torch.equal(one, other)
+    if torch.equal(one.contiguous().view(whole), other.contiguous().view(whole)):
+        return True
     nan = one.isnan()
     if not torch.equal(nan, other.isnan()):
         return False
-    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(
+        one.signbit() & ~nan, other.signbit() & ~nan
+    )

@@ -1,0 +1,389 @@
+"""Ops that run in parts: the bits of the whole, in a fraction of its memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_cases import Case
+from test_capture_exact import CASES, check_exact
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import outofcore
+from outofcore._torch_internals import OpOverload, result_leaves
+from outofcore.capture import Captured, capture_step
+from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.operators import by_name, family_text
+from outofcore.capture.passes import hoisting, reordered, reuse
+from outofcore.capture.split_rules import Way, ways_of
+from outofcore.capture.tables import map_leaves
+from outofcore.capture.tiles import Claim, tiled
+from outofcore.errors import BudgetError, InputError
+from outofcore.execution.backend import CpuBackend
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.equality import Trial, refuted
+
+ROOM = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return Cache(tmp_path_factory.mktemp("verdicts"))
+
+
+def in_parts(captured: Captured, parts: int, verdicts: Cache) -> Captured:
+    """The step with all ops that can be in so many parts, storages of any size, where that is exact here."""
+    refused: frozenset[str] = frozenset()
+    while True:
+        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
+        if not wrong:
+            break
+        refused |= wrong
+    assert len(found.captured.graph.ops) > len(captured.graph.ops)
+    done = reuse(found.captured, least=1)
+    return reordered(done, hoisting(done))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        *((name, 3) for name in ("lstm", "gru", "autocast", "accumulation_across", "mutated_input", "functional")),
+        *((name, 3) for name in ("gan", "hooked_weights", "observed", "llama", "bert")),
+        *((name, parts) for name in ("mlp", "conv_net", "gpt") for parts in (2, 3, 5)),
+    ],
+)
+def test_steps_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+    check_exact(CASES[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
+
+
+class Unet(nn.Module):
+    """Convolutions of all kinds in three dimensions, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv3d(2, 8, 3, padding=1)
+        self.norm = nn.BatchNorm3d(8)
+        self.down = nn.Conv3d(8, 8, 2, stride=2)
+        self.wide = nn.Conv3d(8, 8, 3, padding=2, dilation=2, groups=2)
+        self.up = nn.ConvTranspose3d(8, 8, 2, stride=2)
+        self.out = nn.Conv3d(16, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = F.relu(self.norm(self.into(x)))
+        low = F.gelu(self.wide(F.group_norm(self.down(F.max_pool3d(high, 1)), 2)))
+        return self.out(torch.cat([high, self.up(low)], 1))
+
+
+class Rows(nn.Module):
+    """What works on rows, samples and heads, with results that are looked at in several ways."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.ignored = ignored
+        self.table = nn.Embedding(24, 16)
+        self.mix = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 24, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in (q, k, v)]
+        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        logits = self.head(x).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=self.ignored)
+
+
+def volumes() -> Case:
+    model = Unet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Case(step, [model], [optimizer], lambda: (torch.randn(2, 2, 8, 12, 8), torch.randint(3, (2, 8, 12, 8))))
+
+
+def rows(ignored: int) -> Case:
+    model = Rows(ignored)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Case(step, [model], [optimizer], lambda: (torch.randint(24, (4, 8)), torch.randint(24, (4, 8))))
+
+
+MORE: dict[str, Callable[[], Case]] = {
+    "volumes": volumes,
+    "rows": functools.partial(rows, -100),
+    "first_ignored": functools.partial(rows, 0),
+    "one_ignored": functools.partial(rows, 5),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_layers_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+    check_exact(MORE[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
+
+
+# Whether the rules tell the truth: with other parts, close to the whole; and most of them the same to the bit.
+
+
+class Recorded(TorchDispatchMode):
+    """The calls of operators that can be cut, as captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Call, list[Value]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values: list[Value] = []
+
+        def ref(tensor: torch.Tensor) -> Ref:
+            values.append(Value(len(values), tensor.dtype, tuple(tensor.shape), tensor.stride(), 0))
+            return Ref(len(values) - 1)
+
+        given = map_leaves((args, kwargs or {}), ref)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):
+            results: list[int | None] = []
+            inputs = {id(t.untyped_storage()) for t in result_leaves(args) if isinstance(t, torch.Tensor)}
+            for leaf in result_leaves(out):
+                fresh = isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in inputs
+                results.append(ref(leaf).value if fresh else None)
+            self.calls.append((Call(func, *given, tuple(results)), values))
+        return out
+
+
+def is_close(one: torch.Tensor, other: Any) -> bool:
+    if one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one.reshape(-1), other.reshape(-1))
+    if not one.numel():
+        return not other.numel()
+    rough = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(one.dtype, 1e-4)
+    flat, wide = other.reshape(-1).double(), one.reshape(-1).double()
+    return bool(
+        torch.allclose(flat, wide, rtol=rough, atol=rough * (1 + wide.nan_to_num().abs().max()), equal_nan=True)
+    )
+
+
+def layers() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    image, volume, words = draw(6, 8, 12, 10), draw(3, 4, 8, 6, 6), draw(4, 6, 32)
+    yield "linear", lambda: F.linear(words, draw(40, 32), draw(40))
+    yield "half", lambda: F.linear(draw(64, 32, dtype=torch.bfloat16), draw(48, 32, dtype=torch.bfloat16))
+    yield "products", lambda: torch.baddbmm(draw(4, 6, 16), words, draw(4, 32, 16))
+    for stride, padding, dilation, groups in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 0, 1, 8), (3, 0, 1, 1)):
+        yield (
+            f"convolution {stride} {padding} {dilation} {groups}",
+            functools.partial(
+                F.conv2d, image, draw(16, 8 // groups, 3, 3), draw(16), stride, padding, dilation, groups
+            ),
+        )
+    yield "one", lambda: F.conv1d(draw(4, 6, 32), draw(8, 6, 5), draw(8), padding=2)
+    yield "volume", lambda: F.conv3d(volume, draw(6, 4, 3, 3, 3), None, 1, 1)
+    yield "transposed", lambda: F.conv_transpose3d(volume, draw(4, 6, 2, 2, 2), draw(6), stride=2)
+    yield "overlapping", lambda: F.conv_transpose2d(image, draw(8, 6, 3, 3), draw(6), stride=2, padding=1)
+    yield "batch norm", lambda: F.batch_norm(image, torch.zeros(8), torch.ones(8), draw(8), draw(8), training=True)
+    yield "evaluated", lambda: F.batch_norm(image, torch.zeros(8), torch.ones(8), draw(8), draw(8))
+    yield "instance norm", lambda: F.instance_norm(image, weight=draw(8), bias=draw(8))
+    yield "group norm", lambda: F.group_norm(image, 4, draw(8), draw(8))
+    yield "layer norm", lambda: F.layer_norm(words, [32], draw(32), draw(32))
+    yield "rms norm", lambda: F.rms_norm(words, [32], draw(32))
+    for dim in (0, 1, 2):
+        yield f"softmax {dim}", functools.partial(torch.softmax, words, dim)
+        yield f"log softmax {dim}", functools.partial(torch.log_softmax, words, dim)
+        yield f"sum {dim}", functools.partial(torch.sum, words, dim)
+        yield f"mean {dim}", functools.partial(torch.mean, words, dim, keepdim=True)
+        yield f"gather {dim}", functools.partial(torch.gather, words, dim, torch.zeros(4, 6, 32, dtype=torch.long))
+        yield f"slice {dim}", functools.partial(lambda d: words.narrow(d, 1, 2) * 2, dim)
+        yield f"cat {dim}", functools.partial(lambda d: torch.cat([words, words * 2], d), dim)
+    yield "pools", lambda: F.max_pool2d(image, 3, 2, 1)
+    yield "average", lambda: F.avg_pool2d(image, 2)
+    yield "adaptive", lambda: F.adaptive_avg_pool2d(image, (3, 5))
+    yield "larger", lambda: F.interpolate(image, scale_factor=2, mode="bilinear")
+    yield "nearest", lambda: F.interpolate(volume, scale_factor=2)
+    yield "attention", lambda: F.scaled_dot_product_attention(*(draw(4, 4, 16, 8) for _ in range(3)), is_causal=True)
+    yield "table", lambda: F.embedding(torch.arange(24).view(4, 6), draw(32, 16))
+    yield "nll", lambda: F.nll_loss(draw(24, 7), torch.arange(24) % 7)
+    yield "broadcast", lambda: image * draw(8, 1, 1) + draw(10) - draw(6, 1, 12, 1)
+    yield "where", lambda: torch.where(words > 0, words.tanh(), draw(6, 1))
+    yield "gelu", lambda: F.gelu(draw(8, 512))
+    yield "channels last", lambda: F.gelu(F.conv2d(image.to(memory_format=torch.channels_last), draw(8, 8, 3, 3)))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in layers()])
+def test_rules_tell_the_truth(name: str) -> None:
+    run = dict(layers())[name]
+    with Recorded() as recorded:
+        loss = run()
+        (loss.double() * torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)).double()).sum().backward()
+    ways = 0
+    for call, values in recorded.calls:
+        for whole in halves(call):
+            for way in ways_of(whole, values):
+                for parts in (2, 3, 5):
+                    ends = way.ends(min(parts, way.extent))
+                    claim = Claim(text(whole, values, way, ends), whole, way, ends)
+                    with torch.no_grad():
+                        trial = Trial(claim, values, torch.device("cpu"), ends[0], ends[-1])
+                        assert trial.holds(ends, is_close), claim.key
+                    ways += 1
+    assert ways, "nothing could be cut"
+
+
+def halves(call: Call) -> list[Call]:
+    """The backward pass of a convolution by itself for what it is asked for, as the passes cut it."""
+    func: Any = call.func
+    if func is not torch.ops.aten.convolution_backward.default:
+        return [call]
+    mask = call.args[10]
+    found = []
+    for wanted in ([mask[0], False, False], [False, mask[1], mask[2]]):
+        if any(wanted):
+            results = tuple(v if w else None for v, w in zip(call.results, wanted, strict=True))
+            found.append(Call(func, (*call.args[:10], wanted), call.kwargs, results))
+    return found
+
+
+def text(call: Call, values: list[Value], way: Way, ends: tuple[int, ...]) -> str:
+    return f"{family_text(str(call.func), call.args, call.kwargs, values)} by {way.name} at {list(ends)}"
+
+
+def test_what_rounds_otherwise_in_scraps_is_found() -> None:
+    """A kernel takes some elements at a time, and the exponentials of those left over are another function's."""
+    x = Value(0, torch.float32, (2, 144), (144, 1))
+    y = Value(1, torch.float32, (2, 144), (144, 1))
+    silu = Call(torch.ops.aten.silu.default, (Ref(0),), {}, (1,))
+    relu = Call(torch.ops.aten.relu.default, (Ref(0),), {}, (1,))
+    claims = [
+        Claim(f"{call.func} {way.name}", call, way, (0, way.extent // 2 + 1, way.extent))
+        for call in (silu, relu)
+        for way in ways_of(call, [x, y])
+        if way.extent == 144
+    ]
+    assert len(claims) == 2
+    data = torch.randn(7 * 1024)
+    uneven = not torch.equal(F.silu(data), torch.cat([F.silu(scrap.clone()) for scrap in data.split(7)]))
+    assert refuted(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
+
+
+def test_verdicts_are_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (Value(n, torch.float32, (64, 64), (64, 1)) for n in (0, 1))
+    call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
+    claims = [Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, 32, 64))]
+    cache = Cache(tmp_path)
+    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()
+    monkeypatch.setattr(Trial, "holds", lambda *_: False)
+    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()  # not tried again
+    assert refuted(claims, [x, y], CpuBackend(), ROOM) == {claims[0].key}
+
+
+# Whole steps.
+
+
+def language(vocabulary: int = 30_000, width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(512, width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, vocabulary))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step, lambda k: (torch.arange(256) * (k + 1) % 512, torch.arange(256) * 97 % vocabulary)
+
+
+def volume() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return (
+        model,
+        optimizer,
+        step,
+        lambda k: (torch.randn(8, 1, 16, 24, 48, generator=torch.Generator().manual_seed(k)),),
+    )
+
+
+@pytest.mark.parametrize(("make", "share"), [(language, 0.5), (volume, 0.7)])
+def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
+    model, optimizer, step, batch = make()
+    whole = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0), split="off")
+    parts = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
+    assert parts <= whole * share
+    with pytest.raises(BudgetError) as refused:
+        outofcore.compile(step, model, optimizer, budget=parts, split="off")(*batch(0))
+    assert refused.value.smallest_budget == whole
+    plain, _, eager, _ = make()
+    losses = [eager(*batch(k)).item() for k in range(3)]
+    for budget in (parts, (parts + whole) // 2):
+        ours, optimizer, step, _ = make()
+        with outofcore.compile(step, ours, optimizer, budget=budget) as compiled:
+            assert [compiled(*batch(k)).item() for k in range(3)] == losses
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
+    model, optimizer, step, batch = language()
+    before = copy.deepcopy(model.state_dict())
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
+    with pytest.raises(BudgetError) as refused:
+        outofcore.compile(step, model, optimizer, budget=smallest // 2)(*batch(0))
+    assert refused.value.smallest_budget == smallest
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_other_splits_are_refused() -> None:
+    model, optimizer, step, _ = language(100, 8)
+    with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact' or 'off'"):
+        outofcore.compile(step, model, optimizer, budget="1MiB", split="halves")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_same_step_gives_the_same_parts() -> None:
+    def parts() -> Captured:
+        model, optimizer, step, batch = language()
+        captured = capture_step(step, [model], [optimizer], batch(0), {})
+        return tiled(captured, 8 << 20).captured
+
+    one, other = parts(), parts()
+    assert one.graph == other.graph
+    assert one.values == other.values
+
+
+def test_named_arguments_are_found() -> None:
+    call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
+    assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}

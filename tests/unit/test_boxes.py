@@ -1,0 +1,114 @@
+"""Parts of tensors as boxes: what numpy finds there is what the boxes name."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outofcore.analysis.boxes import Axes, Window, cells, clipped, elements, lines_of, placed, window_within
+
+
+def window_of(view: Any, base: Any) -> Window:
+    step = base.itemsize
+    offset = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // step
+    return Window(view.shape, tuple(stride // step for stride in view.strides), offset)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[Any, Any]:
+    """A dense array, and a part of it in another order of dimensions, some of them merged."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    base = np.arange(prod(sizes))
+    view = base.reshape(sizes)
+    if draw(st.booleans()):
+        dim = draw(st.integers(0, len(sizes) - 1))
+        low = draw(st.integers(0, sizes[dim] - 1))
+        high = draw(st.integers(low + 1, sizes[dim]))
+        view = view[(slice(None),) * dim + (slice(low, high),)]
+    elif len(sizes) > 1:
+        dim = draw(st.integers(0, len(sizes) - 2))
+        view = view.reshape([*sizes[:dim], sizes[dim] * sizes[dim + 1], *sizes[dim + 2 :]])
+    return base, view.transpose(draw(st.permutations(range(view.ndim))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(views(), st.data())
+def test_a_part_is_where_numpy_finds_it(pair: tuple[Any, Any], data: st.DataObject) -> None:
+    base, view = pair
+    window = window_of(view, base)
+    lines = lines_of(base.size, [window])
+    assert lines is not None
+    place = placed(lines, window)
+    assert place is not None
+    box = tuple(slice(low, high) for low, high in place.box)
+    assert sorted(base.reshape(lines.sizes)[box].ravel()) == sorted(view.ravel())
+    dims = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
+    if not dims:
+        return
+    dim = data.draw(st.sampled_from(dims))
+    run = Axes.run(place, (dim, dim + 1))
+    assert run is not None
+    axes = Axes(lines, tuple(sorted({0, run[0]})))
+    grain = axes.grain(place, (dim, dim + 1))
+    assert grain is not None
+    low = data.draw(st.integers(0, view.shape[dim] // grain - 1)) * grain
+    high = data.draw(st.integers(low // grain + 1, view.shape[dim] // grain)) * grain
+    part = axes.part(place, (dim, dim + 1), low, high)
+    wanted = view[(slice(None),) * dim + (slice(low, high),)]
+    if part is None:  # what is left of another dimension is no interval of its axis
+        assert axes.box_of(place) is None
+        return
+    memory = np.ascontiguousarray(base.reshape(axes.sizes)[tuple(slice(*ends) for ends in part)]).ravel()
+    assert memory.size == elements(part)
+    stride = axes.strides(place, wanted.shape, part, (dim, dim + 1))
+    if stride is not None:
+        found = np.lib.stride_tricks.as_strided(memory, wanted.shape, [s * memory.itemsize for s in stride])
+        assert (found == wanted).all()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
+def test_cells_are_all_of_a_box(sizes: list[int], data: st.DataObject) -> None:
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in sizes]
+    box = []
+    for size in sizes:
+        low = data.draw(st.integers(0, size - 1))
+        box.append((low, data.draw(st.integers(low + 1, size))))
+    array, filled = np.arange(prod(sizes)).reshape(sizes), np.full([high - low for low, high in box], -1)
+    for cell in cells(cuts, tuple(box)):
+        part = clipped(cell, tuple(box))
+        assert part is not None
+        source = np.ascontiguousarray(array[tuple(slice(*ends) for ends in cell)])
+        target = tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(part, box, strict=True))
+        within = window_within(cell, part)
+        shown = np.lib.stride_tricks.as_strided(
+            source.ravel()[within.offset :], within.shape, [s * source.itemsize for s in within.stride]
+        )
+        assert (filled[target] == -1).all()
+        filled[target] = shown
+    assert (filled == array[tuple(slice(*ends) for ends in box)]).all()
+
+
+def test_what_repeats_or_overlaps_has_no_place() -> None:
+    assert lines_of(12, [Window((4, 3), (0, 1))]) is None
+    assert lines_of(12, [Window((3, 4), (2, 1))]) is not None  # lines there are,
+    lines = lines_of(12, [Window((3, 4), (2, 1))])
+    assert lines is not None
+    assert placed(lines, Window((3, 4), (2, 1))) is None  # but windows that overlap are no boxes
+    assert lines_of(12, [Window((4,), (5,))]) is None
+
+
+@pytest.mark.parametrize("grain", [1, 4])
+def test_a_merged_dimension_is_cut_where_the_inner_one_ends(grain: int) -> None:
+    lines = lines_of(24, [Window((6, 4), (4, 1)), Window((24,), (1,))])
+    assert lines is not None
+    place = placed(lines, Window((24,), (1,)))
+    assert place is not None
+    axes = Axes(lines, (0,) if grain == 1 else (0, 1))
+    assert axes.grain(place, (0, 1)) == grain
+    assert axes.part(place, (0, 1), 8, 12) == (((8, 12),) if grain == 1 else ((2, 3), (0, 4)))
+    assert (axes.part(place, (0, 1), 3, 5) is None) == (grain == 4)
