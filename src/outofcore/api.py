@@ -768,6 +768,7 @@ def estimate(
     policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
     kernels: KernelsName = "eager",
+    split: SplitName = "exact",
 ) -> Estimate:
     """Whether a step fits, and how long it would take over budgets, without training it.
 
@@ -788,6 +789,7 @@ def estimate(
         policy: as for ``compile``.
         cache: as for ``compile``.
         kernels: as for ``compile``. For a device that is simulated nothing is compiled.
+        split: as for ``compile``. For a device that is simulated all parts are taken to give the bits of the whole.
 
     Returns:
         Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
@@ -822,7 +824,7 @@ def estimate(
     stores = [] if preset else homes_of(backend, home, host_budget)
     try:
         with following() as tell:
-            graph, costs = costed(
+            found = costed(
                 step,
                 models,
                 optimizers,
@@ -833,9 +835,19 @@ def estimate(
                 tell=tell,
                 backend=backend,
                 kernels=_kernels(kernels, compiles=preset is None),
+                split=split_of(split) is Split.EXACT,
             )
             machine = preset.describe() if preset else ""
-            return estimated(graph, costs, budgets=wanted, policy=chosen, machine=machine, tell=tell)
+            parts = None if found.parts is None or found.parts_costs is None else (found.parts, found.parts_costs)
+            return estimated(
+                found.graph,
+                found.costs,
+                budgets=wanted,
+                policy=chosen,
+                machine=machine,
+                parts=parts,
+                tell=tell,
+            )
     finally:
         for store in stores:
             store.close()

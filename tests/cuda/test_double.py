@@ -189,7 +189,7 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
 def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
-    graph, costs = costed(
+    graph, costs, *_ = costed(
         world.step,
         [world.model],
         [world.optimizer],

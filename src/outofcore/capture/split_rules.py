@@ -145,10 +145,26 @@ def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
     if is_random(func, named) or any(v.foreign or v.conjugate or v.negated for v in everything):
         return []
     rule = _RULES.get(func._schema.name)
-    if rule is None and torch.Tag.pointwise in func.tags and not traits(func).reshapes:
+    if rule is None and is_elementwise(func):
         rule = _pointwise
     found = [] if rule is None else rule(given)
     return [way for way in found if way.extent > 1]
+
+
+# Elementwise operators that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardswish_backward", "softplus_backward"),
+        *("hardsigmoid_backward", "mish_backward", "rsub", "copy_", "fill_", "_prelu_kernel"),
+    )
+)
+
+
+def is_elementwise(func: OpOverload) -> bool:
+    """Whether each element of what an operator makes depends on those in the same place alone."""
+    tagged = torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE
+    return tagged and not traits(func).reshapes
 
 
 def _one(dim: int) -> Cut:
@@ -606,6 +622,9 @@ def _joined(given: Given) -> list[Way]:
 _RULES: dict[str, Rule] = {
     "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
     "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
+    "aten::_safe_softmax": _apart(_but("self"), ["self"], (), _renumbered),
+    "aten::cumsum": _apart(_but("self"), ["self"], (), _renumbered),
+    "aten::cumprod": _apart(_but("self"), ["self"], (), _renumbered),
     "aten::_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
     "aten::_log_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
     "aten::gather": _apart(_but("self"), ["self", "index"], (), _renumbered),

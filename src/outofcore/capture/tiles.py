@@ -50,7 +50,7 @@ from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
 from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
 from outofcore.capture.passes import PASSING, split
-from outofcore.capture.split_rules import Cut, Name, Way, ways_of
+from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 
@@ -1138,7 +1138,7 @@ def _alike(one: Value, other: Value) -> bool:
 
 
 def _is_pointwise(call: Call) -> bool:
-    return isinstance(call.func, OpOverload) and torch.Tag.pointwise in call.func.tags
+    return isinstance(call.func, OpOverload) and is_elementwise(call.func)
 
 
 def _texts(tree: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -58,11 +58,13 @@ class Subject:
         title: one line for people.
         file: graph, costs, and what a file calls the storages.
         simulated: where the costs were not measured: of what device they are, and how they were come by.
+        parts: the step with ops in parts, where that needs less memory.
     """
 
     title: str
     file: GraphFile
     simulated: str = ""
+    parts: GraphFile | None = None
 
     @property
     def graph(self) -> StepGraph:
@@ -76,8 +78,21 @@ class Subject:
 
     @cached_property
     def smallest_budget(self) -> int:
-        """The least bytes that can hold the step."""
+        """The least bytes that can hold the step, with ops in parts where that needs less."""
+        parts = self.parts
+        least = self.whole_budget if parts is None else planning.smallest_budget(parts.graph, parts.costs)
+        return min(least, self.whole_budget)
+
+    @cached_property
+    def whole_budget(self) -> int:
+        """The least bytes that can hold the step with ops as a whole."""
         return planning.smallest_budget(self.graph, self.costs)
+
+    def within(self, budget: int | None) -> Subject:
+        """The step in the form that is planned for a budget: with ops in parts where it does not fit otherwise."""
+        if self.parts is None or budget is None or budget >= self.whole_budget:
+            return self
+        return replace(self, title=f"{self.title}, ops in parts", file=self.parts, parts=None)
 
     @cached_property
     def in_core_budget(self) -> int:
@@ -146,6 +161,7 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
         InputError: the policy is not known, or the homes cannot hold what leaves the device.
     """
     start = perf_counter()
+    subject = subject.within(budget)
     try:
         planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     except BudgetError as error:
@@ -161,6 +177,7 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
     Raises:
         OutOfCoreError: an argument cannot be used, or a file cannot be written.
     """
+    everything, subject = subject, subject.within(budget)
     if wish.save_graph is not None:
         write_graph(wish.save_graph, subject.file)
     found = None if budget is None else answer(subject, budget, wish.policy)
@@ -179,16 +196,18 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
     forecast = None
     if wish.curve:
         with following(silent if wish.as_json else None) as tell:
+            parts = everything.parts
             forecast = estimated(
-                subject.graph,
-                subject.costs,
+                everything.graph,
+                everything.costs,
+                parts=None if parts is None else (parts.graph, parts.costs),
                 budgets=[] if budget is None else [budget],
                 policy=wish.policy,
                 machine=subject.simulated,
                 tell=tell,
             )
     if wish.as_json:
-        content = _content(subject, found, bound)
+        content = _content(everything, found, bound)
         if forecast is not None:
             content |= {
                 "lossless_budget": forecast.lossless_budget,
@@ -196,7 +215,7 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
             }
         print(json.dumps(content, indent=2))
     else:
-        print(_text(subject, found, bound, forecast))
+        print(_text(everything, found, bound, forecast))
     return found is None or found.planned is not None
 
 
@@ -225,6 +244,7 @@ def _step_content(subject: Subject) -> dict[str, object]:
         "workload": subject.title,
         "simulated": subject.simulated or None,
         "smallest_budget": subject.smallest_budget,
+        "whole_budget": subject.whole_budget,
         "in_core_budget": subject.in_core_budget,
         "compute_seconds": subject.costs.compute_seconds,
     }
@@ -249,6 +269,11 @@ def _text(
     rows = [
         ("in core", f"{format_bytes(subject.in_core_budget)} ({subject.in_core_budget} bytes)"),
         ("smallest budget", f"{format_bytes(subject.smallest_budget)} ({subject.smallest_budget} bytes)"),
+        *(
+            [("ops as a whole", f"{format_bytes(subject.whole_budget)} ({subject.whole_budget} bytes)")]
+            if subject.smallest_budget < subject.whole_budget
+            else []
+        ),
         ("ops alone", f"{format_seconds(subject.costs.compute_seconds)} a step"),
     ]
     if forecast is not None:
@@ -412,6 +437,7 @@ def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, tra
         BudgetError: the budget cannot hold the step.
         InputError: an argument cannot be used, or a file cannot be written.
     """
+    subject = subject.within(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     report_step(
         output,

@@ -216,7 +216,7 @@ class Captures:
     def _captured(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
         step = configured_step(self._found, training)
         try:
-            graph, costs = costed(
+            graph, costs, *_ = costed(
                 step.step, step.models, step.optimizers, step.inputs, {}, where=self._where, cache=None, tell=self._tell
             )
         except OutOfCoreError as error:

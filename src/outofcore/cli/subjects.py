@@ -226,7 +226,7 @@ def subject_of(
     with following(silent if quiet else None) as tell:
         stores = [] if preset else homes_of(backend, home, host_budget)
         try:
-            graph, costs = costed(
+            found = costed(
                 plain.step,
                 plain.models,
                 plain.optimizers,
@@ -237,7 +237,9 @@ def subject_of(
                 tell=tell,
                 backend=backend,
                 sharing=sharing,
+                split=True,
             )
+            graph, costs = found.graph, found.costs
         finally:
             for store in stores:
                 store.close()
@@ -254,4 +256,5 @@ def subject_of(
             f", spread over {ranks} processes that each send {rate}/s (assumed); each has {lasting} from step to step, "
             "and a batch of its own"
         )
-    return Subject(title, GraphFile.of(graph, costs), preset.describe() if preset else "")
+    parts = None if found.parts is None or found.parts_costs is None else GraphFile.of(found.parts, found.parts_costs)
+    return Subject(title, GraphFile.of(graph, costs), preset.describe() if preset else "", parts)

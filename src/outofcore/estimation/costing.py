@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
-from outofcore.costs import Costs, OpCost
+from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
@@ -47,6 +47,7 @@ from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
 from outofcore.settled import known_families, settled_capture, settled_step
+from outofcore.splitting import Splitting
 from outofcore.units import MIB
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -124,6 +125,22 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+class Costed(NamedTuple):
+    """A step with what it costs.
+
+    Attributes:
+        graph: the step.
+        costs: of its ops and homes.
+        parts: the step with ops in parts, where that needs less memory.
+        parts_costs: of the parts.
+    """
+
+    graph: StepGraph
+    costs: Costs
+    parts: StepGraph | None = None
+    parts_costs: Costs | None = None
+
+
 def costed(
     step: Callable[..., Any],
     models: Sequence[nn.Module],
@@ -137,7 +154,8 @@ def costed(
     backend: Backend | None = None,
     sharing: Sharing | None = None,
     kernels: Kernels | None = None,
-) -> tuple[StepGraph, Costs]:
+    split: bool = False,
+) -> Costed:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
     Where later calls are another step than the first (see ``settled``), it is the one that needs the larger budget.
@@ -154,6 +172,7 @@ def costed(
         backend: where the step is to run, and ops are measured; None: on the CPU.
         sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
         kernels: with which ops that become one are compiled; None: none do.
+        split: whether to look at ops in parts as well; for a device that is not here, all parts are taken to be exact.
 
     Raises:
         CaptureError: the step cannot become one graph.
@@ -161,7 +180,7 @@ def costed(
     tell("capture", 0, 1)
     with given_memory(models, (args, kwargs)) as (given, named):
         here = backend or CpuBackend()
-        return _costed(step, models, optimizers, given, named, where, cache, tell, here, sharing, kernels)
+        return _costed(step, models, optimizers, given, named, where, cache, tell, here, sharing, kernels, split)
 
 
 def _costed(
@@ -176,7 +195,8 @@ def _costed(
     backend: Backend,
     sharing: Sharing | None,
     kernels: Kernels | None,
-) -> tuple[StepGraph, Costs]:
+    split: bool,
+) -> Costed:
     # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
     plain = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
@@ -186,8 +206,16 @@ def _costed(
     if backend.driver is not None:
         captured = captured.aligned(backend.alignment)
     tell("capture", 1, 1)
+    forms: dict[int, Captured] = {}
+
+    def noted(settled: Captured) -> Captured:
+        found = leanest(settled)
+        forms[-1] = settled
+        return found
+
+    links: tuple[Home, ...] = ()
     if isinstance(where, Device):
-        later = settled_capture(traced, capture, backend.alignment)
+        later = settled_capture(traced, capture, backend.alignment, noted)
         # On a GPU nobody finds out what is written to frozen weights between two steps.
         there = [replace(each, graph=each.graph.unwatched()) for each in (captured, later) if each is not None]
         found = [(each, estimated_costs(each, where)) for each in there]
@@ -196,15 +224,32 @@ def _costed(
         advance = partial(tell, "profile")
         profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
         known = known_families(captured, profiles)
-        settled = settled_step(traced, capture, cache, backend, known, measure_time=True)
+        settled = settled_step(traced, capture, cache, backend, known, measure_time=True, form=noted)
         tell("measure the home", 0, 1)
         links = links_to(where, cache, backend, 64 * MIB)
         tell("measure the home", 1, 1)
         found = [(captured, Costs(tuple(profile.cost for profile in profiles), links))]
         if settled is not None:
             found.append((settled[0], replace(settled[1], homes=links)))
-    costed = [(each.graph, _with_collectives(each, costs, sharing)) for each, costs in found]
-    return max(costed, key=lambda each: smallest_budget(*each))
+    costed = [(each, _with_collectives(each, costs, sharing)) for each, costs in found]
+    one, costs = max(costed, key=lambda each: smallest_budget(each[0].graph, each[1]))
+    if not split:
+        return Costed(one.graph, costs)
+    workspaces = {op.family: cost.workspace_bytes for op, cost in zip(one.graph.ops, costs.ops, strict=True)}
+    here = None if isinstance(where, Device) else backend
+    splitting = Splitting(traced if one is costed[0][0] else forms[-1], here, cache, workspaces)
+    finest = splitting.finest(smallest_budget(one.graph, costs))
+    if finest is None:
+        return Costed(one.graph, costs)
+    parts = finest[0].captured
+    if isinstance(where, Device):
+        parts = replace(parts, graph=parts.graph.unwatched())
+        partly = estimated_costs(parts, where)
+    else:
+        advance = partial(tell, "profile parts")
+        profiles = profile_ops(parts, advance=advance, cache=cache, backend=backend)
+        partly = Costs(tuple(profile.cost for profile in profiles), links)
+    return Costed(one.graph, costs, parts.graph, _with_collectives(parts, partly, sharing))
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:

@@ -221,7 +221,7 @@ class Estimate:
     """What a step would need, and how long it would take.
 
     Attributes:
-        smallest_budget: the least bytes that can hold the step.
+        smallest_budget: the least bytes that can hold the step, with ops in parts where that needs less.
         lossless_budget: the bytes from which on nothing is lost: a step takes at most 1 % longer than with room for
             everything.
         in_core_budget: the bytes from which on nothing needs to move.
@@ -231,6 +231,8 @@ class Estimate:
         graph: the step.
         costs: of its ops and of the link.
         policy: that plans.
+        whole_budget: the least bytes that can hold the step with ops as a whole; None: that is the smallest budget.
+        parts: the step with ops in parts, and its costs, for budgets below that.
 
     >>> found = Estimate(4 << 20, 9 << 20, 16 << 20, 0.25, (Point(8 << 20, 0.5, "auto"),))
     >>> found.fits("5MiB"), found.at("8MiB").seconds
@@ -253,6 +255,8 @@ class Estimate:
     graph: StepGraph = field(repr=False, compare=False, default_factory=lambda: StepGraph((), ()))
     costs: Costs = field(repr=False, compare=False, default_factory=lambda: Costs(()))
     policy: PolicyLike = "auto"
+    whole_budget: int | None = None
+    parts: tuple[StepGraph, Costs] | None = field(repr=False, compare=False, default=None)
 
     def fits(self, budget: int | str) -> bool:
         """Whether a budget can hold the step.
@@ -270,11 +274,16 @@ class Estimate:
         """
         wanted = parse_bytes(budget)
         known = next((point for point in self.points if point.budget == wanted), None)
-        return known or point(self.graph, self.costs, wanted, self.policy)
+        graph, costs = self.graph, self.costs
+        if self.parts is not None and self.whole_budget is not None and wanted < self.whole_budget:
+            graph, costs = self.parts
+        return known or point(graph, costs, wanted, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
+        whole = [] if self.whole_budget is None else [("ops as a whole", format_bytes(self.whole_budget))]
         return [
             ("smallest budget", format_bytes(self.smallest_budget)),
+            *whole,
             ("nothing lost from", format_bytes(self.lossless_budget)),
             ("nothing moves from", format_bytes(self.in_core_budget)),
             ("ops alone", f"{format_seconds(self.compute_seconds)} a step"),
@@ -319,6 +328,7 @@ def estimated(
     budgets: Sequence[int] = (),
     policy: PolicyLike = "auto",
     machine: str = "",
+    parts: tuple[StepGraph, Costs] | None = None,
     tell: Tell,
 ) -> Estimate:
     """Plan a step for several budgets.
@@ -329,6 +339,7 @@ def estimated(
         budgets: bytes, to be looked at besides those that suit the step.
         policy: how to plan; see ``planning.plan_step``.
         machine: what the costs are of, where that is not this machine.
+        parts: the step with ops in parts, for budgets that do not hold it otherwise.
         tell: progress callback ``(stage, done, total)``.
 
     Raises:
@@ -342,10 +353,15 @@ def estimated(
     tell("find what is enough", 0, 1)
     lossless, points = lossless_budget(graph, costs, points, policy)
     more = set(budgets) - {point.budget for point in points}
+    least = smallest if parts is None else min(planning.smallest_budget(*parts), smallest)
+    if least < smallest and parts is not None:
+        below = {least, *(budget for budget in more if budget < smallest)}
+        points = (*points, *curve(*parts, below, policy))
+        more -= below
     points = (*points, *(point(graph, costs, budget, policy) for budget in more))
     tell("find what is enough", 1, 1)
     return Estimate(
-        smallest_budget=smallest,
+        smallest_budget=least,
         lossless_budget=lossless,
         in_core_budget=everything,
         compute_seconds=costs.compute_seconds,
@@ -354,4 +370,6 @@ def estimated(
         graph=graph,
         costs=costs,
         policy=policy,
+        whole_budget=smallest if least < smallest else None,
+        parts=parts if least < smallest else None,
     )

@@ -27,7 +27,7 @@ from outofcore import _torch_internals as internals
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, traits, written_arguments
 from outofcore.capture.patching import TURN
-from outofcore.capture.split_rules import Cut, Name
+from outofcore.capture.split_rules import Cut, Name, is_elementwise
 from outofcore.capture.tiles import Claim, dense_like
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
@@ -127,7 +127,7 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
     ends = _range(claim, values, most)
     with TURN, internals.below_autograd():
         try:
-            if torch.Tag.pointwise in _operator(claim.call).tags and not _leaves_nothing(claim, values, backend.device):
+            if is_elementwise(_operator(claim.call)) and not _leaves_nothing(claim, values, backend.device):
                 return False
             trial = Trial(claim, values, backend.device, ends[0], ends[-1])
             return trial.holds(ends)
