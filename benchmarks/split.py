@@ -1,0 +1,142 @@
+"""Smallest budgets with ops as a whole and in parts, and what a step takes at each.
+
+Measured here: plain PyTorch, the step with ops as a whole at its smallest budget, and the step with ops in parts at its
+own, in one process, taking turns step by step; all three have the same losses, or it fails. Worked out for a card that
+is not here: the same budgets for workloads that do not run here; there all parts are taken to be exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+import typer
+from _bert import workload
+from _common import console, round_by_round, write_result
+from rich.table import Table
+
+import outofcore
+from outofcore.units import format_bytes, format_seconds
+from outofcore.zoo.gpt import GPT, GPTShape
+from outofcore.zoo.vision import ResNet, UNet3d
+
+_WARM_UP = 2
+_HERE: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT, vocabulary 50257": ("gpt", {"batch": 4, "layers": 4, "width": 256, "context": 256, "vocab": 50257}),
+    "BERT, head of 30522 words": ("bert", {"batch": 4, "layers": 4, "width": 256, "context": 256}),
+    "3D U-Net, 64³": ("unet3d", {"batch": 1, "size": 64}),
+    "ResNet-50, batch 16": ("resnet50", {"batch": 16}),
+}
+
+
+def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    work = workload(model, options)
+    prototype, stream = work.build(), work.batches()
+    batches = [next(stream) for _ in range(2)]
+
+    def made() -> tuple[Callable[..., Any], Any, Any]:
+        own = copy.deepcopy(prototype)
+        optimizer = work.optimizer(own)
+        return work.make_step(own, optimizer), own, optimizer
+
+    budgets = {split: outofcore.smallest_budget(*made(), inputs=batches[0], split=split) for split in ("off", "exact")}
+    ways: dict[str, Callable[..., Any]] = {"eager": made()[0]}
+    opened: dict[str, Any] = {}
+    for split, budget in budgets.items():
+        step, own, optimizer = made()
+        opened[split] = ways[split] = outofcore.compile(step, own, optimizer, budget=budget, split=split, dynamic=False)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
+    for turn in range(_WARM_UP + rounds):
+        losses: dict[str, float] = {}
+        for way in order[turn % 3 :] + order[: turn % 3]:
+            torch.manual_seed(turn)
+            begin = time.perf_counter()
+            losses[way] = float(ways[way](*batches[turn % 2]))
+            seconds[way].append(time.perf_counter() - begin)
+        if len(set(losses.values())) != 1:
+            raise AssertionError(f"{name}: losses differ in round {turn}: {losses}")
+    ops = {
+        split: sum(type(i).__name__ == "Run" for i in step.planned.program.instructions)
+        for split, step in opened.items()
+    }
+    for step in opened.values():
+        step.close()
+    steady = {way: found[_WARM_UP:] for way, found in seconds.items()}
+    return {
+        "name": name,
+        "budgets": budgets,
+        "ops": ops,
+        "first_seconds": {way: found[0] for way, found in seconds.items()},
+        "seconds": {way: statistics.median(found) for way, found in steady.items()},
+        "over_eager": {way: round_by_round(steady[way], steady["eager"]) for way in budgets},
+    }
+
+
+def _worked_out() -> list[dict[str, Any]]:
+    def language(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    with torch.device("meta"):
+        tokens = torch.zeros(4, 512, dtype=torch.long)
+        volume, labels = torch.zeros(1, 3, 192, 192, 192), torch.zeros(1, 192, 192, 192, dtype=torch.long)
+        images, classes = torch.zeros(1440, 3, 224, 224), torch.zeros(1440, dtype=torch.long)
+        gpt = GPT(GPTShape(layers=6, width=384, heads=6, context=512, vocab=50257))
+        cases = [
+            ("GPT-25M, vocabulary 50257, 4 x 512 tokens", gpt, (tokens, tokens), language, torch.optim.AdamW),
+            ("3D U-Net, 192³", UNet3d(), (volume, labels), None, torch.optim.SGD),
+            ("ResNet-50, batch 1440", ResNet(50), (images, classes), None, torch.optim.SGD),
+        ]
+    rows: list[dict[str, Any]] = []
+    for name, model, inputs, loss, make in cases:
+        optimizer = make(model.parameters(), lr=0.01)
+
+        def step(
+            *given: torch.Tensor, model: Any = model, loss: Any = loss, optimizer: Any = optimizer
+        ) -> torch.Tensor:
+            found = loss(model, *given) if loss is not None else F.cross_entropy(model(given[0]), given[1])
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return found
+
+        found = outofcore.estimate(step, model, optimizer, inputs=inputs, device="h100")
+        rows.append({"name": name, "budgets": {"off": found.whole_budget, "exact": found.smallest_budget}})
+    return rows
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=3, help="in which each way runs a step")] = 8,
+    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+) -> None:
+    """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
+    rows = [_measured(name, model, options, rounds) for name, (model, options) in _HERE.items()]
+    table = Table("step", "smallest, whole", "in parts", "eager", "whole there", "in parts there", "first call")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            format_bytes(row["budgets"]["off"]),
+            f"{format_bytes(row['budgets']['exact'])} ({row['budgets']['exact'] / row['budgets']['off']:.2f})",
+            format_seconds(row["seconds"]["eager"]),
+            *(f"{format_seconds(row['seconds'][way])} ({row['over_eager'][way]:.2f})" for way in ("off", "exact")),
+            format_seconds(row["first_seconds"]["exact"]),
+        )
+    console().print(table)
+    worked_out = _worked_out()
+    table = Table("worked out for an H100", "smallest, whole", "in parts")
+    for row in worked_out:
+        whole, parts = row["budgets"]["off"], row["budgets"]["exact"]
+        share = "" if whole is None else f" ({parts / whole:.2f})"
+        table.add_row(row["name"], "" if whole is None else format_bytes(whole), format_bytes(parts) + share)
+    console().print(table)
+    print(f"written to {write_result('split', {'rows': rows, 'worked_out': worked_out}, date)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
