@@ -27,10 +27,13 @@ from outofcore.zoo.vision import ResNet, UNet3d
 
 _WARM_UP = 2
 _HERE: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT, vocabulary 50257": ("gpt", {"batch": 4, "layers": 4, "width": 256, "context": 256, "vocab": 50257}),
-    "BERT, head of 30522 words": ("bert", {"batch": 4, "layers": 4, "width": 256, "context": 256}),
-    "3D U-Net, 64³": ("unet3d", {"batch": 1, "size": 64}),
-    "ResNet-50, batch 16": ("resnet50", {"batch": 16}),
+    "GPT, vocabulary 50257": ("gpt", {"batch": 4, "layers": 2, "width": 128, "context": 128, "vocab": 50257}),
+    "BERT, 2 layers, 16 x 256 tokens": (
+        "bert",
+        {"batch": 16, "layers": 2, "width": 256, "context": 256, "vocab": 2000},
+    ),
+    "3D U-Net, 32³": ("unet3d", {"batch": 1, "size": 32}),
+    "ResNet-50, batch 4": ("resnet50", {"batch": 4}),
 }
 
 
@@ -45,12 +48,15 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
         optimizer = work.optimizer(own)
         return work.make_step(own, optimizer), own, optimizer
 
-    budgets = {split: outofcore.smallest_budget(*made(), inputs=batches[0], split=split) for split in ("off", "exact")}
+    kinds: tuple[Literal["off", "exact"], ...] = ("off", "exact")
+    budgets = {kind: outofcore.smallest_budget(*made(), inputs=batches[0], split=kind) for kind in kinds}
     ways: dict[str, Callable[..., Any]] = {"eager": made()[0]}
     opened: dict[str, Any] = {}
-    for split, budget in budgets.items():
+    for split in kinds:
         step, own, optimizer = made()
-        opened[split] = ways[split] = outofcore.compile(step, own, optimizer, budget=budget, split=split, dynamic=False)
+        opened[split] = ways[split] = outofcore.compile(
+            step, own, optimizer, budget=budgets[split], split=split, dynamic=False
+        )
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     order = list(ways)
     for turn in range(_WARM_UP + rounds):
@@ -58,7 +64,7 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
         for way in order[turn % 3 :] + order[: turn % 3]:
             torch.manual_seed(turn)
             begin = time.perf_counter()
-            losses[way] = float(ways[way](*batches[turn % 2]))
+            losses[way] = ways[way](*batches[turn % 2]).item()
             seconds[way].append(time.perf_counter() - begin)
         if len(set(losses.values())) != 1:
             raise AssertionError(f"{name}: losses differ in round {turn}: {losses}")
@@ -116,7 +122,10 @@ def main(
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
-    rows = [_measured(name, model, options, rounds) for name, (model, options) in _HERE.items()]
+    rows: list[dict[str, Any]] = []
+    for name, (model, options) in _HERE.items():
+        rows.append(_measured(name, model, options, rounds))
+        print(f"{name}: {rows[-1]['budgets']}", flush=True)
     table = Table("step", "smallest, whole", "in parts", "eager", "whole there", "in parts there", "first call")
     for row in rows:
         table.add_row(
