@@ -14,6 +14,9 @@ Then passes give the graph another form, all in ``passes``; the bits stay the sa
     fastest    together → reuse              where memory is no matter
     leanest    split → reuse → reordered     where it is short
 
+Where single ops need more than there is, ``tiles`` comes before the leanest form: they run in parts, along axes that
+``split_rules`` names, and the bits stay the same where the machine says so (``profiling.equality``).
+
 If it is asked for, ``fusing`` comes before: what lies between products becomes one op each, of which ``kernels`` makes
 kernels with Inductor. The bits are then Inductor's, and the same in all forms.
 

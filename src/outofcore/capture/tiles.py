@@ -1011,7 +1011,7 @@ def _small_losses(captured: Captured, most: int) -> Captured:
             continue
         logs, target, weight, reduction, ignored = call.args
         given, wanted = values[logs.value], values[target.value]
-        if weight is not None or len(given.shape) != 2 or given.storage == wanted.storage:
+        if weight is not None or len(given.shape) != 2 or wanted.dtype is not torch.int64:
             pairs.append((op, call))
             continue
 
