@@ -25,7 +25,6 @@ from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Val
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
 from outofcore.execution.arena import Memory
-from outofcore.execution.file_ranges import FIRST_RANGE
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.graph import StorageKind
@@ -190,7 +189,7 @@ class StateKeeper:
         Raises:
             SpillError: the home has no room for it.
         """
-        if state.place is Place.UNBORN and state.home != 0:
+        if state.place is Place.UNBORN and (state.home != 0 or self._is_range(state)):
             self._vacate(state)  # what a step leaves, it writes to the first home
         if state.slot is None:
             state.slot, state.home = self._take(0, state), 0
@@ -423,7 +422,7 @@ class StateKeeper:
 
     def _to_slot(self, state: State) -> None:
         """Have a state that a step writes in a slot that it can be written to."""
-        if state.place is not Place.HOME or state.slot is None or state.slot < FIRST_RANGE:
+        if state.place is not Place.HOME or state.slot is None or not self._is_range(state):
             return
         self._notice(state)
         old, slots = state.slot, self.slots[state.home]
@@ -457,17 +456,25 @@ class StateKeeper:
     def bring_home(self, state: State, arena: Memory) -> bool:
         """Write what is in the arena to its copy at home, if it is not what is there; whether it was not.
 
+        A copy in somebody else's file is not written to: from now on it is elsewhere. Where this fails there is no copy,
+        and the next attempt makes one.
+
         Raises:
+            SpillError: the home has no room for it.
             TransferError: the copy failed.
         """
         mark = state.fingerprint()
-        if mark == state.mark or state.slot is None:
+        if mark == state.mark:
             return False
-        if self.slots[state.home].is_in_file(state.slot):
+        if state.slot is None or self._is_range(state):
             self._vacate(state)
             state.slot = self._take(state.home, state)
         store = self.slots[state.home].home
-        arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
+        try:
+            arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
+        except BaseException:
+            self._vacate(state)  # who knows what is there
+            raise
         state.mark = mark
         return True
 
@@ -487,6 +494,10 @@ class StateKeeper:
             self.slots[state.home].own(state.slot)
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
+    def _is_range(self, state: State) -> bool:
+        """Whether its slot is, or was, in somebody else's file: no page begins there, and nothing is written to it."""
+        return state.slot is not None and self.slots[state.home].is_range(state.slot)
+
     def _is_in_file(self, state: State) -> bool:
         return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
 
@@ -505,9 +516,9 @@ class StateKeeper:
 
     def _out(self, state: State) -> None:
         """Take a state out of the arena: to the nearest home with room or, if small, to memory of its own."""
-        if state.slot is not None:
-            self._to_home(state, state.home)
-        elif not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
+        if state.slot is not None and self._leaves_for(state, state.home):
+            return
+        if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self._to_own(state)
 
     def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
