@@ -456,8 +456,8 @@ class StateKeeper:
     def bring_home(self, state: State, arena: Memory) -> bool:
         """Write what is in the arena to its copy at home, if it is not what is there; whether it was not.
 
-        A copy in somebody else's file is not written to: from now on it is elsewhere. Where this fails there is no copy,
-        and the next attempt makes one.
+        A copy in somebody else's file is not written to: from now on it is elsewhere. Where this fails there is no
+        copy, and the next attempt makes one.
 
         Raises:
             SpillError: the home has no room for it.
