@@ -23,7 +23,17 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
-from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
+from outofcore.execution.aliases import (
+    Faces,
+    Place,
+    State,
+    Window,
+    displaced,
+    let_go,
+    lie_otherwise,
+    shared_otherwise,
+    unmoved,
+)
 from outofcore.execution.arena import Memory
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import Region, map_anonymous
@@ -138,12 +148,16 @@ class StateKeeper:
                 self._vacate(state)
 
     def take_back(self) -> bool:
-        """See where everything is after others have had it; False: tensors share memory otherwise than before.
+        """See where everything is after others have had it.
+
+        Returns:
+            whether that was possible: False where tensors share memory, or lie in it, otherwise than before.
 
         Raises:
             StateError: something has another shape or dtype than before.
         """
-        if shared_otherwise(self._states.values()):
+        known = [state for state in self._states.values() if state.place is not Place.UNBORN]
+        if shared_otherwise(known) or lie_otherwise(known):
             return False
         self._looked = False
         for state in self._states.values():
@@ -310,11 +324,16 @@ class StateKeeper:
         else:
             state.show(state.shown, state.place)
 
-    def refresh(self) -> list[str] | None:
+    def refresh(self, *, leaving: bool = False) -> list[str] | None:
         """Take over what the user put in place of a face, such as by ``p.data = other``.
 
+        Args:
+            leaving: because others take the model now, who may have tensors that share memory with what was put there:
+                it stays where it is.
+
         Returns:
-            the keys of that; None: nothing has been taken over, because tensors share memory otherwise than before.
+            the keys of that; None: nothing has been taken over, because tensors share memory, or lie in it, otherwise
+            than before.
 
         Raises:
             StateError: the new data has another shape or dtype, or lies in memory that processes share.
@@ -325,12 +344,14 @@ class StateKeeper:
             return []
         for state in known:
             state.check_in_place()
-        moved = [state for state in known if any(window.moved() for window in state.windows)]
-        for window in [window for state in moved for window in state.windows]:
-            window.check_alike()
-        if shared_otherwise(known):
+        if lie_otherwise(known) or shared_otherwise(known):
             return None
-        return [key for state in moved for key in state.take_over()]
+        for state in known if leaving else ():
+            if state.is_elsewhere():
+                self._vacate(state)
+                state.look_at(None)
+                state.become(Place.OWN)
+        return [key for state in known for key in state.take_over()]
 
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""

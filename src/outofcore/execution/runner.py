@@ -351,8 +351,11 @@ class Runner:
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
-        """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
-        return self._begun and self._owned.any_gone()
+        """Whether the step is to be captured anew: optimizer state that the last run left is gone, or lies otherwise.
+
+        Its plan may have no room to make that anew, and kernels may add up in another order.
+        """
+        return self._owned.is_other(begun=self._begun)
 
     def _take_over(self) -> bool:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown.
