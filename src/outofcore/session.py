@@ -36,7 +36,7 @@ from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, GraphError, InputError, StateError, TransferError, ValidationError
-from outofcore.execution.aliases import State
+from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
@@ -206,6 +206,10 @@ class _Known:
     def arena_bytes(self) -> int:
         """What the largest of its plans needs that may run: another arena would have to be filled anew."""
         return max(self.step.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
+
+    def fits(self) -> bool:
+        """Whether the user's tensors are what the step was captured with; the keeper sees to those that it knows."""
+        return (self.runner is not None and self.runner.is_current()) or fits(self.step.captured)
 
 
 class Session:
@@ -396,6 +400,12 @@ class Session:
         with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
             self._catch_up(signature)
         known = self._known.get(signature)
+        if known is not None and not known.fits():
+            _log.info("a plan is forgotten: tensors share memory, or lie in it, otherwise than before")
+            if known.runner is not None:
+                known.runner.leave()
+            known = None
+            del self._known[signature]
         together = self._ranks if self._ranks is not None and self._ranks.joined else None
         agreed = known is not None
         if together is not None:
@@ -460,7 +470,7 @@ class Session:
         if self._known:
             with Deferred("the move of the model to the loop"):
                 self.engine.synchronize()
-                self.refresh()
+                self.refresh(leaving=True)
                 self._leave_arena()
                 self.followed.take(self.keeper.give_to_allocator)
                 self._forget_known()
@@ -473,24 +483,25 @@ class Session:
         """See what others and the user have done since the last call, before anything moves: it would be lost."""
         if self.home.occupy(self, self._on_vacate) and not self.keeper.take_back():
             self._start_anew()
-        self.refresh()
-        if self._signature is not None and signature.structure != self._signature.structure:
+        others = self._signature is not None and signature.structure != self._signature.structure
+        self.refresh(leaving=others)
+        if others:
             self._leave_program()  # what now has the name of something else must not take its place: it may come back
             self.keeper.forget_all()
         if any(known.runner is not None and known.runner.is_outdated() for known in self._known.values()):
-            _log.info("all that was captured is forgotten: an optimizer has lost state")
+            _log.info("all that was captured is forgotten: an optimizer has lost state, or it lies otherwise in memory")
             self.forget_plans()
 
-    def refresh(self) -> None:
-        """See what the user has put in place of what was shown."""
-        changed = self.keeper.refresh()
+    def refresh(self, *, leaving: bool = False) -> None:
+        """See what the user has put in place of what was shown; ``leaving``: and leave it where it is."""
+        changed = self.keeper.refresh(leaving=leaving)
         if changed is None:
             self._start_anew()
         elif changed:
             _log.info("taken over what was put in place of %s", ", ".join(changed))
 
     def _start_anew(self) -> None:
-        _log.info("all that was captured is forgotten: tensors share memory otherwise than before")
+        _log.info("all that was captured is forgotten: tensors share memory, or lie in it, otherwise than before")
         self.forget_plans()
 
     def forget_plans(self) -> None:
@@ -507,7 +518,7 @@ class Session:
             if self.followed is not None:
                 self.followed.vacate()
             self.engine.synchronize()
-            self.refresh()
+            self.refresh(leaving=True)
             self._leave_arena()
             self.keeper.hand_over()
 

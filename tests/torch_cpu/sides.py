@@ -94,8 +94,9 @@ Act = Callable[[Side], Any]
 
 
 def alike(ours: Any, theirs: Any) -> bool:
+    """Whether two things are the same; of tensors the strides as well, for kernels go by them."""
     if isinstance(theirs, torch.Tensor):
-        return torch.equal(ours, theirs)
+        return torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     if isinstance(theirs, list | tuple):
         return len(ours) == len(theirs) and all(alike(a, b) for a, b in zip(ours, theirs, strict=True))
     return bool(ours == theirs)

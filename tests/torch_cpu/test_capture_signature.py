@@ -136,6 +136,19 @@ def test_constants_are_told_apart_by_type_and_value() -> None:
     assert words == "argument flag changed from 1 to 2"
 
 
+def test_how_a_gradient_lies_is_told_apart() -> None:
+    world = World()
+    world.model[0].weight.grad = torch.ones(3, 3)
+    old = world.signer(world.args, {})
+    world.model[0].weight.grad = torch.ones(3, 3).t()
+    new = world.signer(world.args, {})
+    assert old != new
+    words = world.signer.describe_change(old, new, world.args)
+    assert words == "model.0.weight.grad changed strides (3, 1) -> (1, 3)"
+    world.model[0].weight.grad = torch.ones(3, 3).to_sparse()
+    assert world.signer(world.args, {}) != new
+
+
 def test_an_argument_that_is_a_parameter_is_told_apart() -> None:
     world = World()
     weight, copy = world.model[0].weight, nn.Parameter(torch.ones(3, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import nn
 import outofcore
 from outofcore.analysis import is_large
 from outofcore.costs import Costs
+from outofcore.errors import SpillError, TransferError
 from outofcore.execution.aliases import Place
+from outofcore.execution.file_ranges import FIRST_RANGE
 from outofcore.execution.fingerprints import fingerprint
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.policies import Decision, Plan, Residency, gaps_of
@@ -227,11 +230,12 @@ def _swap_modules(side: Side, number: int) -> None:
 
 def _merge(side: Side, number: int) -> None:
     """As PEFT merges an adapter into a weight, and takes it out again at the next call."""
-    layer, sign = side.layer(0), -1 if side.kept.pop("merged", None) else 1
-    if sign > 0:
+    layer, merged = side.layer(0), side.kept.pop("merged", None)
+    if merged is None:
         side.kept["merged"] = (layer.up @ layer.down).detach().clone()
-        side.kept["delta"] = side.kept["merged"]
-    layer.base.weight.data += sign * side.kept["delta"]
+        layer.base.weight.data += side.kept["merged"]
+    else:
+        layer.base.weight.data -= merged
 
 
 def _thaw(side: Side, number: int) -> None:
@@ -256,6 +260,113 @@ def test_whatever_the_user_does_to_a_frozen_weight_counts(pair: Any) -> None:
         train(pair, range(10 * number, 10 * number + 2))
         assert_alike(pair)
         pair[1].step._session.keeper.check()
+
+
+@pytest.mark.parametrize(("pair", "seed"), [("disk", 0), ("tiers", 0), ("file", 0), ("file", 1)], indirect=["pair"])
+def test_whatever_the_user_does_counts_wherever_the_weight_is(pair: Any, seed: int) -> None:
+    """As above, where another plan takes the arena now and then, as it does when times were measured."""
+    draw = random.Random(seed)
+    train(pair, range(2))
+    for number, act in enumerate(WAYS + WAYS):
+        if draw.random() < 0.5:
+            pair[1].step._session._leave_arena()
+            pair[1].step._session.keeper.check()
+        for side in pair:
+            act(side, number % 3 if act is not _thaw else 1)
+        train(pair, range(10 * number, 10 * number + 1 + draw.randrange(2)))
+        assert_alike(pair)
+        pair[1].step._session.keeper.check()
+
+
+def at_home_and_in_the_arena(pair: Any) -> Any:
+    """Have a weight changed where its file shows it, brought into the arena, and changed there as well."""
+    train(pair, range(2))
+    ours = pair[1].step._session
+    ours._leave_arena()
+    state = ours.keeper._by_tensor["model.2.base.weight"]
+    assert ours.keeper.slots[state.home].is_in_file(state.slot)
+    for side in pair:
+        _add(side, 2)
+    train(pair, range(2, 3))
+    assert state.place is Place.ARENA and state.slot >= FIRST_RANGE
+    for side in pair:
+        _copy(side, 2)
+    return state
+
+
+@pytest.mark.parametrize("pair", ["file"], indirect=True)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_weight_that_was_moved_from_its_file_is_written_elsewhere(pair: Any, leaves: bool) -> None:
+    state = at_home_and_in_the_arena(pair)
+    if leaves:
+        pair[1].step._session._leave_arena()
+        assert_alike(pair)
+    train(pair, range(3, 5))
+    assert_alike(pair)
+    pair[1].step._session.keeper.check()
+    assert state.slot < FIRST_RANGE
+
+
+@pytest.mark.parametrize("pair", ["file"], indirect=True)
+@pytest.mark.parametrize("error", [SpillError("no room"), TransferError("the disk is gone")], ids=str)
+def test_a_copy_that_could_not_be_made_is_made_by_the_next_call(
+    pair: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_home_and_in_the_arena(pair)
+    slots = pair[1].step._session.keeper.slots[-1]
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((slots, "take") if isinstance(error, SpillError) else (slots.home, "write")), refuse)
+        with pytest.raises(type(error)):
+            pair[1].step(batch(3))
+    assert_alike(pair)
+    train(pair, range(3, 5))
+    assert_alike(pair)
+    pair[1].step._session.keeper.check()
+
+
+@pytest.mark.parametrize("pair", ["disk"], indirect=True)
+def test_a_copy_that_was_written_in_part_counts_no_more(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(pair, range(2))
+    session = pair[1].step._session
+    home, weight = session.keeper.slots[-1].home, pair[1].model[2].base.weight
+    assert session.keeper._by_tensor["model.2.base.weight"].mark is not None
+    write, before = home.write, weight.detach().clone()
+
+    def tear(offset: int, source: memoryview) -> None:
+        write(offset, memoryview(bytearray(len(source))))
+        raise TransferError("the disk is gone")
+
+    weight.data.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "write", tear)
+        with pytest.raises(TransferError):
+            pair[1].step(batch(3))
+    weight.data.copy_(before)
+    train(pair, range(3, 5))
+    assert_alike(pair)
+    session.keeper.check()
+
+
+@pytest.mark.parametrize("pair", ["file"], indirect=True)
+def test_a_weight_for_which_no_home_has_room_leaves_the_arena(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = at_home_and_in_the_arena(pair)
+    session = pair[1].step._session
+
+    def refuse(*_: object) -> None:
+        raise SpillError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.keeper.slots[-1], "take", refuse)
+        session._leave_arena()
+    assert state.place is Place.OWN
+    session.keeper.check()
+    assert_alike(pair)
+    train(pair, range(3, 5))
+    assert_alike(pair)
 
 
 @pytest.mark.parametrize("pair", ["host", "file"], indirect=True)

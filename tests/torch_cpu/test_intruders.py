@@ -11,17 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faulty import Sides, assert_same, batch, contents, goes_on, sides, smallest_budget, two_homes
+from faulty import Sides, assert_same, batch, contents, goes_on, in_the_middle, sides, smallest_budget, two_homes
 from torch import nn
 
 import outofcore
 from outofcore.errors import ArenaError, StateError
 from outofcore.execution.interrupts import Deferred
+from outofcore.planning import plan_step
+from outofcore.program import CopyIn
 
 
 @pytest.fixture(autouse=True)
@@ -240,22 +243,26 @@ def test_two_steps_over_one_model_take_turns(compiled: Any, smallest: int, tmp_p
     goes_on(plain, (model, optimizer, step))
 
 
-def test_two_steps_over_one_model_at_once_are_noticed(
-    compiled: Any, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("speed", [1e-3, 1.0, 1e3])
+def test_no_plan_of_these_tests_does_without_the_disk(compiled: Any, speed: float) -> None:
+    step = compiled[1][2]
+    graph, costs, disk = step.captured.graph, step.costs, step.costs.homes[-1]
+    other = replace(disk, bytes_per_s_in=disk.bytes_per_s_in * speed, bytes_per_s_out=disk.bytes_per_s_out * speed)
+    costs = replace(costs, homes=(*costs.homes[:-1], other))
+    program = plan_step(graph, costs, step.budget, step.policy).program
+    assert any(isinstance(one, CopyIn) and one.home == len(costs.homes) - 1 for one in program.instructions)
+
+
+def test_two_steps_over_one_model_at_once_are_noticed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, (model, _, step) = compiled
-    home = step.homes[-1]
-    original, done = home.read, []
 
-    def meanwhile(*args: Any) -> None:
-        original(*args)
-        if not done:
-            done.append(1)
-            model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
+    def take() -> None:
+        model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
 
-    monkeypatch.setattr(home, "read", meanwhile)
+    done = in_the_middle(monkeypatch, step, take)
     with pytest.raises(StateError, match=r"1\.weight got other memory while the step ran"):
         step(batch(9))
+    assert done
     with pytest.raises(StateError, match="part old and part new"):
         step(batch(9))
 
@@ -263,21 +270,18 @@ def test_two_steps_over_one_model_at_once_are_noticed(
 def test_one_step_in_two_threads_is_refused(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = compiled
     step = ours[2]
-    home = step.homes[-1]
-    original, told = home.read, []
+    told: list[str] = []
 
-    def meanwhile(*args: Any) -> None:
-        original(*args)
-        if not told:
-            try:
-                step(batch(0))
-            except StateError as error:
-                told.append(str(error))
+    def call() -> None:
+        try:
+            step(batch(0))
+        except StateError as error:
+            told.append(str(error))
 
     torch.manual_seed(9)
     theirs = plain[2](batch(9))
     with monkeypatch.context() as patch:
-        patch.setattr(home, "read", meanwhile)
+        in_the_middle(patch, step, call)
         torch.manual_seed(9)
         assert torch.equal(step(batch(9)), theirs)
     assert "running already" in told[0]

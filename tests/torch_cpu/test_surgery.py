@@ -60,6 +60,142 @@ def test_a_weight_that_is_transposed_in_place_is_noticed(pair: tuple[Side, Side]
     both(pair, change)
 
 
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], which: int) -> None:
+    """Kernels go by how tensors lie, and add up in another order: some with few rows, on some processors."""
+    rows = 4
+
+    def change(side: Side) -> Any:
+        weight = side.weights()[which]
+        found = [side.train(batch(0, rows)), side.gather(batch(1, rows))]
+        weight.data = _turned(weight.data)
+        found += [side.gather(batch(2, rows)), side.train(batch(3, rows)), side.renew(batch(4, rows))]
+        assert weight.stride() == (1, len(weight))
+        found.append(side.evaluate(batch(5, rows)))
+        weight.data = weight.data.contiguous()
+        return [one.detach() for one in (*found, side.train(batch(6, rows)))]
+
+    both(pair, change)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_optimizer_state_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], name: str) -> None:
+    def change(side: Side) -> Any:
+        found = [side.train(batch(0))]
+        state = side.optimizer.state[side.weights()[0]]
+        state[name] = _turned(state[name])
+        found += [side.train(batch(number)) for number in range(1, 3)]
+        assert state[name].stride() == (1, len(state[name]))
+        state[name].data = state[name].data.contiguous()
+        return [one.detach() for one in (*found, side.train(batch(3)))]
+
+    both(pair, change)
+
+
+def test_a_gradient_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        found = []
+        for number in range(4):
+            found.append(side.gather(batch(number)).detach())
+            gradient = side.weights()[0].grad
+            assert gradient is not None
+            assert gradient.is_contiguous() == (number in (0, 3))
+            if number != 1:
+                side.weights()[0].grad = _turned(gradient) if number == 0 else gradient.contiguous()
+        return found
+
+    both(pair, change)
+
+
+def test_norms_of_gradients_are_added_up_as_they_lie(tmp_path: Path) -> None:
+    found = []
+    for budget in (None, "1MiB"):
+        torch.manual_seed(0)
+        model = nn.Linear(300, 300)
+
+        def step(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            (model(x) ** 2).mean().backward()
+            return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+        ours: Any = step if budget is None else outofcore.compile(step, model, budget=budget, home=tmp_path)
+        for number in range(12):
+            found.append(ours(torch.randn(8, 300, generator=torch.Generator().manual_seed(number))))
+            gradient = model.weight.grad
+            assert gradient is not None
+            model.weight.grad = _turned(gradient) if number % 2 == 0 else gradient.contiguous()
+        if budget is not None:
+            ours.close()
+    assert found[:12] == found[12:]
+
+
+def test_what_has_been_prepared_is_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="outofcore")
+    side = compiled(0, budget="smallest", home="disk", shared=True)
+    for step in side.steps:
+        step.prepare(batch(0))
+        step(batch(0))
+        step.close()
+    assert not [text for text in caplog.messages if "forgotten" in text or "capturing again" in text]
+
+
+def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_so(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        if side.steps:
+            side.steps[0].prepare(batch(1))
+        F.mse_loss(side.model(batch(0)), batch(0)).backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        state = side.optimizer.state[side.weights()[0]]
+        state["exp_avg"] = _turned(state["exp_avg"])
+        return side.train(batch(1)).detach()
+
+    both(pair, change)
+
+
+@pytest.mark.parametrize("before", ["renew", "evaluate"])
+@pytest.mark.parametrize("after", ["train", "gather"])
+def test_what_is_tied_to_a_parameter_that_is_new_stays_tied(pair: tuple[Side, Side], before: str, after: str) -> None:
+    def change(side: Side) -> Any:
+        found = [getattr(side, before)(batch(0)).detach()]
+        side.model[0].weight = nn.Parameter(values(3))
+        side.weights()[1].data = side.weights()[0].data
+        found += [getattr(side, after)(batch(1)).detach(), side.train(batch(2)).detach()]
+        return [*found, side.evaluate(batch(3))]
+
+    both(pair, change)
+
+
+def test_parameters_that_come_back_tied_are_tied(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        found = [side.evaluate(batch(0))]
+        own = side.weights()[0]
+        side.model[0].weight = nn.Parameter(values(3))
+        found.append(side.evaluate(batch(1)))
+        side.model[0].weight = own
+        side.weights()[1].data = own.data
+        found += [side.evaluate(batch(2)), side.train(batch(3)).detach()]
+        return [*found, side.evaluate(batch(4))]
+
+    both(pair, change)
+
+
+def test_parameters_that_come_back_and_lie_otherwise_do_so(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        found = [side.evaluate(batch(0))]
+        own = side.weights()[0]
+        side.model[0].weight = nn.Parameter(values(3))
+        found.append(side.evaluate(batch(1)))
+        own.data = _turned(own.data)
+        side.model[0].weight = own
+        return [*found, side.evaluate(batch(2)), side.train(batch(3)).detach()]
+
+    both(pair, change)
+
+
 def test_parameters_that_are_put_back_are_what_they_were(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))

@@ -16,6 +16,10 @@ from sides import WIDTH, Side, alike, batch, compiled, everything, plain, values
 from torch import nn
 
 import outofcore
+from outofcore.errors import BudgetError
+from outofcore.planned_step import plan
+from outofcore.planning.registry import policy_of
+from outofcore.session import Session
 
 # What a user may do next; each takes a number that says with what.
 
@@ -233,6 +237,33 @@ def wander(seed: int, length: int = 16) -> None:
             step.close()
 
 
-@pytest.mark.parametrize("seed", [*range(8), 9, 116, 155, 162])
+@pytest.mark.parametrize("seed", [*range(8), 9, 12, 116, 132, 155, 162])
 def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
     wander(seed)
+
+
+@pytest.mark.parametrize("seed", [1, 7, 10, 132])
+def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where steps took other times than foretold, at any step."""
+    draw, judge, made = random.Random(seed), Session._judge, []
+
+    def exchange(session: Session, known: Any) -> None:
+        judge(session, known)
+        step = known.step
+        if not step.leaves_device or draw.random() < 0.3:
+            return
+        if draw.random() < 0.5:
+            session._leave_arena()
+        policy = policy_of(draw.choice(["window", "window(reach=3)", "offload-all", "auto(polish_ops=0)"]))
+        try:
+            again = plan(step.captured, step.costs, step.profiles, step.budget, policy, session.home.stores)
+        except BudgetError:
+            return  # of the smallest budget not every policy makes something
+        session._exchange(known, again, known.trial if draw.random() < 0.5 else None)
+        made.append(again.planned.plan.policy)
+
+    monkeypatch.setattr(Session, "_judge", exchange)
+    wander(seed, 40)
+    assert made, "nothing leaves the device in this walk"

@@ -24,7 +24,7 @@ from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import lower_bound_seconds, place, plan_step, smallest_budget
-from outofcore.program import Program, Queue, Run, Wait, lane_of, queue_of
+from outofcore.program import CopyIn, Program, Queue, Run, Wait, lane_of, queue_of
 from outofcore.report import page_content
 from outofcore.report.waits import Reason, time_spent
 from outofcore.simulator import simulate
@@ -221,6 +221,38 @@ def test_a_removed_wait_is_found(data: st.DataObject, random: Random) -> None:
             with pytest.raises(ValidationError):
                 validate(graph, broken, program.arena_bytes, costs)
                 pytest.fail(f"{description}: accepted")
+
+
+def test_a_block_that_comes_back_is_written_when_its_readers_are_done_even_without_bytes() -> None:
+    """No address says that it is the same block, and a wait is as much a promise as where there are bytes."""
+    storages = (
+        Storage(0, 0, StorageKind.PARAMETER, "weight"),
+        Storage(1, 1, StorageKind.INPUT, "input"),
+        Storage(2, 1, StorageKind.ACTIVATION, "activation"),
+        Storage(3, 1, StorageKind.OUTPUT, "loss"),
+    )
+    ops = (
+        Op(0, "normalize_", (1,), (1,), (), rerunnable=False, communicates=True),
+        Op(1, "linear", (1, 0), (), (2,)),
+        Op(2, "linear", (2, 0), (), (3,)),
+    )
+    graph = StepGraph(storages, ops, (3,))
+    costs = Costs((OpCost(0.0),) * 3, (Home("host", None, 1e8, 1e8),))
+    leaves = Decision(Gap(0, 1, 2), Residency.OFFLOAD, 2, 2)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (leaves,)))))
+    validate(graph, program, program.arena_bytes, costs)
+    back = next(i for i, one in enumerate(program.instructions) if isinstance(one, CopyIn) and one.block == 0)
+    assert program.blocks[0].wraps and program.blocks[0].bytes == 0
+    assert Wait(Queue.COMPUTE, 1) in program.instructions[back].waits
+    tried = [*MUTATIONS["drop_wait"](graph, program, None)]
+    assert any(
+        description.startswith(f"instruction {back} does not wait for Wait(queue=<Queue.COMPUTE")
+        for description, _ in tried
+    )
+    for description, broken in tried:
+        with pytest.raises(ValidationError, match="must wait"):
+            validate(graph, broken, program.arena_bytes, costs)
+            pytest.fail(f"{description}: accepted")
 
 
 @settings(LIMITS, max_examples=15)

@@ -36,6 +36,7 @@ class Signature(NamedTuple):
         training: the flag of each module.
         requires_grad: the flag of each parameter.
         without_grad: whether each parameter's ``.grad`` is None.
+        grad_strides: of each ``.grad`` that is there: kernels go by them.
         settings: of the optimizers, those that decide what state there is and which kernels run.
         surroundings: modes of PyTorch.
         variables: plain values that the step function sees outside of itself.
@@ -47,6 +48,7 @@ class Signature(NamedTuple):
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     without_grad: tuple[bool, ...]
+    grad_strides: tuple[tuple[int, ...] | None, ...]
     settings: tuple[Any, ...]
     surroundings: tuple[Any, ...]
     variables: tuple[Any, ...]
@@ -142,13 +144,15 @@ class Signer:
             if isinstance(leaf, torch.Tensor) and not self._is_plain(leaf):
                 check_argument(leaf_names(args, kwargs)[index], leaf, self._device)
         parameters = self._parameters
+        gradients = list(map(_GRAD, parameters))
         return Signature(
             tuple([self._leaf(leaf) for leaf in leaves]),
             spec if _is_hashable(spec) else repr(spec),
             self._number,
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_REQUIRES_GRAD, parameters)),
-            tuple(map(is_, map(_GRAD, parameters), repeat(None))),
+            tuple(map(is_, gradients, repeat(None))),
+            tuple(map(_strides, gradients)),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             tuple([read() for read in _SURROUNDINGS.values()]),
             (
@@ -221,6 +225,7 @@ class Signer:
             for field, words in _FLAGS.items():
                 flagged = self._module_names if field == "training" else self._parameter_names
                 changes += _flag_changes(flagged, getattr(old, field), getattr(new, field), words)
+            changes += _stride_changes(self._parameter_names, old.grad_strides, new.grad_strides)
         if old.settings != new.settings:
             changes.append("the settings of an optimizer changed")
         for name, before, after in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
@@ -295,6 +300,19 @@ def _constant(leaf: Any) -> str:
 
 def _flag_changes(names: list[str], old: Sequence[bool], new: Sequence[bool], words: tuple[str, str]) -> list[str]:
     changed = [f"{n} {words[b]}" for n, a, b in zip(names, old, new, strict=True) if a != b]
+    return [changed[0] + (f" (and {len(changed) - 1} more)" if changed[1:] else "")] if changed else []
+
+
+def _strides(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if gradient is None or gradient.layout is not torch.strided else gradient.stride()
+
+
+def _stride_changes(names: list[str], old: Sequence[Any], new: Sequence[Any]) -> list[str]:
+    changed = [
+        f"{name}.grad changed strides {before} -> {after}"
+        for name, before, after in zip(names, old, new, strict=True)
+        if before != after and before is not None and after is not None
+    ]
     return [changed[0] + (f" (and {len(changed) - 1} more)" if changed[1:] else "")] if changed else []
 
 

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from outofcore.execution.fingerprints import fingerprint
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.slots import Slots
+from outofcore.graph import StorageKind
 
 _POINTER = torch.Tensor.data_ptr
 _STRIDE = torch.Tensor.stride
@@ -53,11 +53,14 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
     (Place.OWN, Place.HOME): "written to a slot; or born in one, which is claimed as it is",
     (Place.OWN, Place.ARENA): "copied into the block of a program that keeps it on the device",
     (Place.OWN, Place.UNBORN): "a gradient in memory of its own was cleared or taken away",
-    (Place.HOME, Place.OWN): "read back as the step is closed; or left in its slot to whoever needs it next",
+    (Place.HOME, Place.OWN): "read back as the step is closed; or left to whoever needs it next, where it is",
     (Place.HOME, Place.HOME): "moved to another home, or within one whose free pages are moved together",
     (Place.HOME, Place.ARENA): "read into the block of a program that keeps it on the device",
     (Place.HOME, Place.UNBORN): "a gradient at home was cleared or taken away; its slot waits for the next one",
-    (Place.ARENA, Place.OWN): "taken out where it is small, or where no home has room",
+    (
+        Place.ARENA,
+        Place.OWN,
+    ): "taken out where it is small, or no home has room; or the user has put other memory there",
     (Place.ARENA, Place.HOME): "saved, as another program or nothing takes the arena",
     (Place.ARENA, Place.ARENA): "moved to where the next program has its block",
     (Place.ARENA, Place.UNBORN): "a gradient that stayed was cleared or taken away",
@@ -248,6 +251,13 @@ class State:
             window.address = window.tensor.data_ptr()
         return [window.key for window in moved]
 
+    def is_elsewhere(self) -> bool:
+        """Whether the user has put other memory in place of what was shown, for all that looks at it."""
+        if self.shown is None:
+            return False
+        own = internals.storage_key(self.shown)
+        return all(w.moved() and internals.storage_key(w.tensor) != own for w in self.windows)
+
     def let_go(self) -> list[Window]:
         """Leave to the user what is not where it was shown; returns that."""
         moved = [window for window in self.windows if window.moved()]
@@ -299,6 +309,43 @@ def shared_otherwise(states: Iterable[State]) -> bool:
         if apart or any(owners.setdefault(key, state) is not state for key in keys):
             return True
     return False
+
+
+def lie_otherwise(states: Iterable[State]) -> bool:
+    """Whether something that the user has put in place of what was shown lies otherwise in memory, such as transposed.
+
+    Raises:
+        StateError: something has another shape or dtype than before.
+    """
+    moved = [window for state in states for window in state.windows if window.moved()]
+    for window in moved:
+        window.check_alike()
+    return any(window.tensor.stride() != window.value.stride for window in moved)
+
+
+def fits(captured: Captured) -> bool:
+    """Whether the user's tensors share memory, and lie in it, as they did when a step was captured.
+
+    How they lie decides which kernels run, and in which order these add up.
+    """
+    storages: dict[int, int] = {}
+    owners: dict[int, int] = {}
+    by_key = {binding.key: binding.tensor for binding in captured.states}
+    for binding in captured.states:
+        value, tensor = captured.values[binding.value], binding.tensor
+        if isinstance(binding.owner, StateOwner):
+            tensor = binding.owner.optimizer.state.get(binding.owner.parameter, _NOTHING).get(binding.owner.name)
+        elif binding.kind is StorageKind.GRADIENT:
+            tensor = getattr(by_key[binding.key.removesuffix(".grad")], "grad", None)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if (tensor.dtype, tuple(tensor.shape), tensor.stride()) != (value.dtype, value.shape, value.stride):
+            return False
+        if tensor.numel() and tensor.device.type != "meta":
+            key = internals.storage_key(tensor)
+            if owners.setdefault(key, value.storage) != value.storage or storages.setdefault(value.storage, key) != key:
+                return False
+    return True
 
 
 def let_go(states: Iterable[State]) -> list[State]:
@@ -567,6 +614,7 @@ class Owned:
         ]
         self._pairs = [pair for pairs in together.values() for pair in pairs]
         self._bindings = [binding for binding, _ in self._pairs]
+        self._strides = [captured.values[binding.value].stride for binding in self._bindings]
         self._seen: list[torch.Tensor | None] | None = None
 
     def _live(self) -> list[torch.Tensor | None]:
@@ -575,10 +623,20 @@ class Owned:
             live += map(optimizer.state.get(parameter, _NOTHING).get, names)
         return live
 
-    def any_gone(self) -> bool:
-        """Whether an optimizer lacks state that a step has. What it has is told to ``replaced``, once."""
-        self._seen = self._live()
-        return not all(map(is_not, self._seen, repeat(None)))
+    def is_other(self, *, begun: bool) -> bool:
+        """Whether an optimizer lacks state that a step has, or has some that lies otherwise in memory.
+
+        What it has is told to ``replaced``, once.
+
+        Args:
+            begun: whether the step has made all of it.
+        """
+        live = self._seen = self._live()
+        there = [one for one in live if one is not None]
+        if len(there) == len(live):
+            return list(map(_STRIDE, there)) != self._strides
+        both = zip(live, self._strides, strict=True)
+        return begun or any(one is not None and one.stride() != stride for one, stride in both)
 
     def replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]

@@ -23,9 +23,18 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
-from outofcore.execution.aliases import Faces, Place, State, Window, displaced, let_go, shared_otherwise, unmoved
+from outofcore.execution.aliases import (
+    Faces,
+    Place,
+    State,
+    Window,
+    displaced,
+    let_go,
+    lie_otherwise,
+    shared_otherwise,
+    unmoved,
+)
 from outofcore.execution.arena import Memory
-from outofcore.execution.file_ranges import FIRST_RANGE
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.graph import StorageKind
@@ -139,12 +148,16 @@ class StateKeeper:
                 self._vacate(state)
 
     def take_back(self) -> bool:
-        """See where everything is after others have had it; False: tensors share memory otherwise than before.
+        """See where everything is after others have had it.
+
+        Returns:
+            whether that was possible: False where tensors share memory, or lie in it, otherwise than before.
 
         Raises:
             StateError: something has another shape or dtype than before.
         """
-        if shared_otherwise(self._states.values()):
+        known = [state for state in self._states.values() if state.place is not Place.UNBORN]
+        if shared_otherwise(known) or lie_otherwise(known):
             return False
         self._looked = False
         for state in self._states.values():
@@ -190,7 +203,7 @@ class StateKeeper:
         Raises:
             SpillError: the home has no room for it.
         """
-        if state.place is Place.UNBORN and state.home != 0:
+        if state.place is Place.UNBORN and (state.home != 0 or self._is_range(state)):
             self._vacate(state)  # what a step leaves, it writes to the first home
         if state.slot is None:
             state.slot, state.home = self._take(0, state), 0
@@ -311,11 +324,16 @@ class StateKeeper:
         else:
             state.show(state.shown, state.place)
 
-    def refresh(self) -> list[str] | None:
+    def refresh(self, *, leaving: bool = False) -> list[str] | None:
         """Take over what the user put in place of a face, such as by ``p.data = other``.
 
+        Args:
+            leaving: because others take the model now, who may have tensors that share memory with what was put there:
+                it stays where it is.
+
         Returns:
-            the keys of that; None: nothing has been taken over, because tensors share memory otherwise than before.
+            the keys of that; None: nothing has been taken over, because tensors share memory, or lie in it, otherwise
+            than before.
 
         Raises:
             StateError: the new data has another shape or dtype, or lies in memory that processes share.
@@ -326,12 +344,14 @@ class StateKeeper:
             return []
         for state in known:
             state.check_in_place()
-        moved = [state for state in known if any(window.moved() for window in state.windows)]
-        for window in [window for state in moved for window in state.windows]:
-            window.check_alike()
-        if shared_otherwise(known):
+        if lie_otherwise(known) or shared_otherwise(known):
             return None
-        return [key for state in moved for key in state.take_over()]
+        for state in known if leaving else ():
+            if state.is_elsewhere():
+                self._vacate(state)
+                state.look_at(None)
+                state.become(Place.OWN)
+        return [key for state in known for key in state.take_over()]
 
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""
@@ -423,7 +443,7 @@ class StateKeeper:
 
     def _to_slot(self, state: State) -> None:
         """Have a state that a step writes in a slot that it can be written to."""
-        if state.place is not Place.HOME or state.slot is None or state.slot < FIRST_RANGE:
+        if state.place is not Place.HOME or state.slot is None or not self._is_range(state):
             return
         self._notice(state)
         old, slots = state.slot, self.slots[state.home]
@@ -457,17 +477,25 @@ class StateKeeper:
     def bring_home(self, state: State, arena: Memory) -> bool:
         """Write what is in the arena to its copy at home, if it is not what is there; whether it was not.
 
+        A copy in somebody else's file is not written to: from now on it is elsewhere. Where this fails there is no
+        copy, and the next attempt makes one.
+
         Raises:
+            SpillError: the home has no room for it.
             TransferError: the copy failed.
         """
         mark = state.fingerprint()
-        if mark == state.mark or state.slot is None:
+        if mark == state.mark:
             return False
-        if self.slots[state.home].is_in_file(state.slot):
+        if state.slot is None or self._is_range(state):
             self._vacate(state)
             state.slot = self._take(state.home, state)
         store = self.slots[state.home].home
-        arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
+        try:
+            arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
+        except BaseException:
+            self._vacate(state)  # who knows what is there
+            raise
         state.mark = mark
         return True
 
@@ -487,6 +515,10 @@ class StateKeeper:
             self.slots[state.home].own(state.slot)
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
+    def _is_range(self, state: State) -> bool:
+        """Whether its slot is, or was, in somebody else's file: no page begins there, and nothing is written to it."""
+        return state.slot is not None and self.slots[state.home].is_range(state.slot)
+
     def _is_in_file(self, state: State) -> bool:
         return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
 
@@ -505,9 +537,9 @@ class StateKeeper:
 
     def _out(self, state: State) -> None:
         """Take a state out of the arena: to the nearest home with room or, if small, to memory of its own."""
-        if state.slot is not None:
-            self._to_home(state, state.home)
-        elif not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
+        if state.slot is not None and self._leaves_for(state, state.home):
+            return
+        if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self._to_own(state)
 
     def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:

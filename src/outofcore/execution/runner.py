@@ -38,6 +38,7 @@ class _Placed:
     first_table: ScopeTable | None  # while an update has yet to make its state
     layout: Layout
     slots: dict[int, tuple[Piece, ...]]  # by the index of a copy
+    copies: dict[int, int]  # of what leaves without a copy, where at home its bytes are
     undo: Undo
     left: tuple[tuple[int, Piece], ...]  # what is written to a home and stays there: the home, and where
 
@@ -157,7 +158,8 @@ class Runner:
             if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
         )
         undo = Undo(self.captured, self.program, slots)
-        return _Placed(arena, bound, table, first_table, layout, slots, undo, left)
+        copies = {storage: lasting[storage] for storage in self.program.clean}
+        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left)
 
     def _lasting(self) -> dict[int, int]:
         """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
@@ -244,13 +246,10 @@ class Runner:
 
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home what the user has changed since the last step, of what leaves without a copy."""
-        moved: dict[int, int] = {}
         for storage in self.program.clean:
-            state = self._states[storage]
-            before = state.slot
-            self._keeper.bring_home(state, placed.arena)
-            if state.slot != before and state.slot is not None:
-                moved[storage] = state.slot
+            self._keeper.bring_home(self._states[storage], placed.arena)
+        copies = {storage: self._keeper.slot(self._states[storage]) for storage in self.program.clean}
+        moved = {storage: slot for storage, slot in copies.items() if slot != placed.copies[storage]}
         if not moved:
             return placed
         slots = dict(placed.slots)
@@ -259,7 +258,7 @@ class Runner:
                 block = self.program.blocks[instruction.block]
                 if block.storage in moved:
                     slots[index] = (Piece(moved[block.storage], block.bytes),)
-        self._placed = replace(placed, slots=slots, undo=Undo(self.captured, self.program, slots))
+        self._placed = replace(placed, slots=slots, copies=copies, undo=Undo(self.captured, self.program, slots))
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
@@ -352,8 +351,11 @@ class Runner:
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
-        """Whether optimizer state that the last run left is gone: its plan may have no room to make that anew."""
-        return self._begun and self._owned.any_gone()
+        """Whether the step is to be captured anew: optimizer state that the last run left is gone, or lies otherwise.
+
+        Its plan may have no room to make that anew, and kernels may add up in another order.
+        """
+        return self._owned.is_other(begun=self._begun)
 
     def _take_over(self) -> bool:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown.

@@ -137,6 +137,11 @@ class Slots:
             self._end = end
             self.give(start, end - start)
 
+    def is_range(self, offset: int) -> bool:
+        """Whether a slot was made for bytes of somebody else's file, wherever they are by now: it is only read."""
+        files = self.home.files
+        return files is not None and files.has(offset)
+
     def is_in_file(self, offset: int) -> bool:
         """Whether a slot lies in somebody else's file: nothing is written there."""
         files = self.home.files

@@ -360,6 +360,8 @@ class _Replay:
                 self.stays[number] = cell
             if block.offset >= 0 and block.bytes > 0:
                 self._succeed(cell, block.offset, block.offset + block.bytes)
+            elif later and (former := self.stays[number]) is not None and not self.alone:
+                self._follow(former, cell)  # no address says that they are the same bytes
         return cell
 
     def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
