@@ -84,7 +84,7 @@ _log = logging.getLogger("outofcore")
 _OTHER_LINK = 1.25
 # Ops are cut for speed where the budget is that large, the step that much slower than its ops, and in parts that much
 # quicker; an op then needs no more than this part of the budget, and the rest is for what moves beside it.
-_SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.05, 1.02, 4
+_SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.25, 1.05, 4
 _OTHER_SLOWDOWN = 0.15
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
