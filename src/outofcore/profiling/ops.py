@@ -334,10 +334,10 @@ class _Bench:
         with internals.below_autograd():
             while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
                 seconds.append(call())
-                if len(seconds) == 2 and min(seconds) > _LONG_SECONDS:
+                if seconds[0] > _LONG_SECONDS:
                     break
-        # The first run faults the pages in and fills caches.
-        return statistics.median(seconds[1:])
+        # The first run fills caches, which matters little to one that is long; the recording has faulted pages in.
+        return statistics.median(seconds[1:] or seconds)
 
 
 def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
