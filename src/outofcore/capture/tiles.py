@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import lcm, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,6 +53,8 @@ from outofcore.capture.passes import PASSING, split
 from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 # How many parts an op is cut into at most.
@@ -124,6 +126,8 @@ def tiled(
         try:
             found = _Builder(captured, search, chosen, limit).built() if chosen else None
         except _UnfitError as error:
+            if error.op not in chosen:
+                return Tiled(captured, (), captured.values)
             unfit.add(search.claim(error.op, chosen[error.op]).key)
             continue
         break
@@ -498,6 +502,13 @@ class _UnfitError(Exception):
         self.op = op
 
 
+def _there(item: T | None, op: Op) -> T:
+    """What has to be there for an op to be cut."""
+    if item is None:
+        raise _UnfitError(op.id)
+    return item
+
+
 # --- the step in parts -----------------------------------------------------------------------------------------------
 
 
@@ -682,15 +693,13 @@ class _Builder:
                 first, last = cut.ends(low, high)
                 box, dims = axes.part(place, cut.dims, first, last), cut.dims
                 shape = (*value.shape[: dims[0]], last - first, *value.shape[dims[1] :])
-            assert box is not None
-            stride = axes.strides(place, shape, box, dims)
-            assert stride is not None
+            box = _there(box, op)
+            stride = _there(axes.strides(place, shape, box, dims), op)
             return Value(self._gathered(op, storage, value.dtype, box), value.dtype, shape, stride)
         if cut is None:
             return value
         first, last = cut.ends(low, high)
-        merged = _merged(value, cut.dims)
-        assert merged is not None
+        merged = _there(_merged(value, cut.dims), op)
         dim = cut.dims[0]
         inside = max(first, 0), min(last, merged.shape[dim])
         part = _narrowed(merged, dim, *inside)
@@ -811,7 +820,7 @@ class _Builder:
             if index is None or shape is None or (place not in way.made and number):
                 results.append(None)
                 continue
-            results.append(self._result(index, way.made.get(place), shape, low, high, done))
+            results.append(self._result(op, index, way.made.get(place), shape, low, high, done))
         # Where only a shape matters, the result stands in that has it; else memory that nobody fills.
         for name in standing:
             want = parts[name]
@@ -831,7 +840,7 @@ class _Builder:
         for index, cut, part in back:
             self._put_back(op, index, cut, part, low, high)
         for index, cut, made in done:
-            self._put(op, index, cut, made, low, high, number)
+            self._put(op, index, cut, made, low, high)
         return piece
 
     def _is_all(self, value: Value) -> bool:
@@ -887,6 +896,7 @@ class _Builder:
 
     def _result(
         self,
+        op: Op,
         index: int,
         cut: Cut | None,
         shape: tuple[Value, int],
@@ -906,7 +916,7 @@ class _Builder:
             else:
                 box = axes.part(place, cut.dims, *cut.ends(low, high))
                 stride = axes.strides(place, value.shape, box, cut.dims) if box else None
-            assert box is not None
+            box = _there(box, op)
             one = list(cells(search.cuts[old.storage], box)) == [box]
             full = elements(box) * old.dtype.itemsize == count
             if one and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
@@ -916,24 +926,22 @@ class _Builder:
         done.append((index, cut, found))
         return self._value(found)
 
-    def _put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int, number: int) -> None:
+    def _put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int) -> None:
         """Copy what a part has made to where others look for it."""
         old, search = self.old.values[index], self.search
         storage = old.storage
         if storage not in search.cuts:
-            assert cut is not None
+            cut = _there(cut, op)
             if not self._exists(storage):
                 self._make_empty(op, old)
-            merged = _merged(old, cut.dims)
-            assert merged is not None
+            merged = _there(_merged(old, cut.dims), op)
             self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), made)
             return
         axes, place = search.axes[storage], search.places[index]
         dims = None if cut is None else cut.dims
-        box = axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
-        assert box is not None
-        stride = axes.strides(place, made.shape, box, dims)
-        assert stride is not None
+        found = axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
+        box = _there(found, op)
+        stride = _there(axes.strides(place, made.shape, box, dims), op)
         source = made
         if made.stride != stride or not covers(made, self.storages[made.storage].bytes):
             laid = self._new(elements(box) * made.dtype.itemsize, self.storages[storage].name)
@@ -952,12 +960,11 @@ class _Builder:
         if old.storage in search.cuts:
             axes, place = search.axes[old.storage], search.places[index]
             box = axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
-            assert box is not None
+            box = _there(box, op)
             self._scattered(op, old.storage, part.dtype, box, part.storage)
             return
-        assert cut is not None
-        merged = _merged(old, cut.dims)
-        assert merged is not None
+        cut = _there(cut, op)
+        merged = _there(_merged(old, cut.dims), op)
         self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), part)
 
 
