@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-lengths bench-lora bench-pack bench-peers bench-sharded \
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
 	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
@@ -58,6 +58,9 @@ bench-fit: setup  ## step time where everything fits
 
 bench-will-it-fit: setup  ## what is said of known models by their configurations, beside accelerate's estimate
 	$(BIN)/python benchmarks/will_it_fit.py
+
+bench-split: setup  ## smallest budgets with ops as a whole and in parts
+	$(BIN)/python benchmarks/split.py
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py

@@ -32,7 +32,6 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
         "bert",
         {"batch": 16, "layers": 2, "width": 256, "context": 256, "vocab": 2000},
     ),
-    "3D U-Net, 32³": ("unet3d", {"batch": 1, "size": 32}),
     "ResNet-50, batch 4": ("resnet50", {"batch": 4}),
 }
 
