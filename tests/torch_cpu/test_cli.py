@@ -216,10 +216,10 @@ def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:
     assert not cache.exists()
     first = plan("--cache", str(cache))
     kinds = sorted(path.name.partition("-")[0] for path in cache.glob("*.json"))
-    assert kinds == ["links", "ops"]
+    assert kinds == ["links", "ops", "parts"]
     # Not a microsecond's difference, since nothing is measured.
     assert plan("--cache", str(cache)) == first
     assert plan("--no-cache") != first
-    assert f"{cache}, 2 files, " in outofcore("doctor", "--cache", str(cache)).stdout
-    assert "4 files deleted" in outofcore("doctor", "--cache", str(cache), "--clear-cache").stdout
+    assert f"{cache}, 3 files, " in outofcore("doctor", "--cache", str(cache)).stdout
+    assert "6 files deleted" in outofcore("doctor", "--cache", str(cache), "--clear-cache").stdout
     assert list(cache.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from test_capture_exact import CASES, check_exact
+from exactness import CASES, check_exact
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
