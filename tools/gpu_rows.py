@@ -447,7 +447,9 @@ def _costed(row: Row, size: int) -> tuple[Any, Any]:
     with torch.device("meta"):
         job = make(model, size, foretold=True)
     batch = tuple(part.to("meta") for part in job.batch)
-    return costed(job.step, [job.model.to("meta")], [job.optimizer], batch, {}, where=device, cache=None, tell=silent)
+    models = [job.model.to("meta")]
+    found = costed(job.step, models, [job.optimizer], batch, {}, where=device, cache=None, tell=silent)
+    return found.graph, found.costs
 
 
 def predict_all(file: Path, numbers: set[int]) -> None:
