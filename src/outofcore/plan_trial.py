@@ -8,10 +8,12 @@
 
 *Measuring*: some calm steps say what ops and copies cost. Where the plan's prediction was off, and steps take longer
 than their ops alone would, the step is planned again with that. *Comparing*: the plan, the one before it and those of
-other kinds that could be quicker are run in turn (``contest``), and the quickest stays. *Settled*: where steps are
-later quicker or slower than they were, by a tenth and for a while, it all begins again, so that a correction made while
-the machine was busy is corrected in its turn. What this takes beyond training is no more than a small share of the
-time: of the first hundred steps, or of all so far. (The first planning with measured costs is not counted.)
+other kinds that could be quicker are run in turn (``contest``), and the quickest stays. Plans of other kinds are made
+only now, and only where a step takes longer than its ops alone would. *Settled*: where steps are later quicker or
+slower than they were, by a tenth and for a while, it all begins again, so that a correction made while the machine was
+busy is corrected in its turn. What this takes beyond training is no more than a small share of the time: of the first
+hundred steps, or of all so far. (What is planned for the first time is not counted: the step with measured costs, and
+plans of other kinds.)
 
 Which plan stays depends on times, and so is not the same on every day; which plans there are follows from graph,
 costs and budget alone. Nothing here runs anything: whoever does tells how long it took.
@@ -79,6 +81,17 @@ class PlanAgain:
 
 
 @dataclass(frozen=True)
+class PlanOthers:
+    """Plans of other kinds are to be made, to be compared with the one that runs.
+
+    Attributes:
+        costs: as measured.
+    """
+
+    costs: Costs
+
+
+@dataclass(frozen=True)
 class Exchange:
     """Another plan is to run from the next step on.
 
@@ -121,7 +134,7 @@ class PlanTrial:
     Args:
         graph: the step.
         costs: that it was planned with.
-        plans: the one that runs, then others.
+        planned: the plan that runs.
         ported: storages whose copies go to the caller's memory and not to a home.
         most: how many others are run beside the one that runs; 0: none, and costs are corrected once.
 
@@ -134,13 +147,11 @@ class PlanTrial:
         why: the one that stays does, in words.
     """
 
-    def __init__(
-        self, graph: StepGraph, costs: Costs, plans: Sequence[Alternative], ported: Set[int], *, most: int
-    ) -> None:
+    def __init__(self, graph: StepGraph, costs: Costs, planned: Planned, ported: Set[int], *, most: int) -> None:
         self._graph, self._ported, self._most = graph, frozenset(ported), most
         self._families = [op.family for op in graph.ops]
         self.costs = costs
-        self.plans = list(plans)
+        self.plans = [_best(planned)]
         self.current = 0
         self.phase = Phase.MEASURING
         self.tried: tuple[Tried, ...] = ()
@@ -149,6 +160,7 @@ class PlanTrial:
         self._paces: list[Pace] = []  # of these
         self._contest: Contest | None = None
         self._order: list[int] = []  # the plans of the contest
+        self._measured_plan = 0  # the number of the plan that was measured
         self._steps = 0
         self._usual = 0.0  # seconds of a step
         self._least = 0.0  # seconds of its ops alone, which no plan can do without
@@ -156,6 +168,8 @@ class PlanTrial:
         self._exchanging: float | None = None  # seconds
         self._planning = 0.0  # seconds, the last time
         self._replanned = 0
+        self._has_others = False  # whether plans of other kinds were made since the step was planned
+        self._seconds_of_others: float | None = None  # that this took, the last time
         self._is_uncounted = False  # whether the next exchange belongs to the first planning again
         self._recent: deque[float] = deque(maxlen=_LOOK)
         self._is_due = False  # a comparison waits until it costs no more than it may
@@ -170,7 +184,7 @@ class PlanTrial:
         """What the largest of the plans needs."""
         return max(plan.planned.program.arena_bytes for plan in self.plans)
 
-    def ran(self, timeline: Timeline, *, warming: bool) -> PlanAgain | Exchange | None:
+    def ran(self, timeline: Timeline, *, warming: bool) -> PlanAgain | PlanOthers | Exchange | None:
         """A step has been run by the current plan.
 
         Args:
@@ -197,11 +211,11 @@ class PlanTrial:
         self._spent += seconds
         self._exchanging = seconds if self._exchanging is None else (self._exchanging + seconds) / 2
 
-    def planned_again(self, plans: Sequence[Alternative], seconds: float) -> Exchange | None:
+    def planned_again(self, planned: Planned | None, seconds: float) -> PlanOthers | Exchange | None:
         """The step was planned with the costs that were asked for.
 
         Args:
-            plans: the best, which runs from now on, then others; empty: there is none, and the old one stays.
+            planned: which runs from now on; None: there is no plan with these, and the old one stays.
             seconds: that this took.
 
         Returns:
@@ -209,22 +223,42 @@ class PlanTrial:
         """
         if self._replanned:
             self._spent += seconds
-        self._is_uncounted = not self._replanned and bool(plans)
+        self._is_uncounted = not self._replanned and planned is not None
         self._replanned += 1
         self._planning = seconds
-        if not plans:
+        if planned is None:
             return self._consider()
         before = self.plans[self.current]
-        self.plans, self.current = list(plans), 0
-        is_same = any(plan.planned.plan.decisions == before.planned.plan.decisions for plan in plans)
-        if is_same or not self._most:
-            return self._consider()
-        self.plans.append(replace(before, how=f"{before.how.removesuffix(_BEFORE)}{_BEFORE}"))
-        return self._consider(len(plans))
+        self.plans, self.current, self._has_others = [_best(planned)], 0, False
+        self._measured_plan = 0
+        if planned.plan.decisions != before.planned.plan.decisions and self._most:
+            self.plans.append(replace(before, how=f"{before.how.removesuffix(_BEFORE)}{_BEFORE}"))
+            self._measured_plan = 1
+        return self._consider()
+
+    def others_made(self, others: Sequence[Alternative], seconds: float) -> Exchange | None:
+        """Plans of other kinds were made, as was asked for.
+
+        Args:
+            others: the plans; that which runs before them, and each other, they are not.
+            seconds: that this took.
+
+        Returns:
+            as ``ran``.
+        """
+        if self._seconds_of_others is None:
+            self._is_uncounted = True
+        else:
+            self._spent += seconds
+        self._seconds_of_others = seconds
+        self._has_others = True
+        known = [plan.planned.plan.decisions for plan in self.plans]
+        self.plans += [plan for plan in others if plan.planned.plan.decisions not in known]
+        return self._compared()
 
     # Measuring
 
-    def _measure(self, timeline: Timeline) -> PlanAgain | Exchange | None:
+    def _measure(self, timeline: Timeline) -> PlanAgain | PlanOthers | Exchange | None:
         program = self.planned.program
         self._measured.append(timeline)
         self._paces.append(self._pace(program, timeline))
@@ -241,8 +275,8 @@ class PlanTrial:
         # All ops once: as they were measured, or as slow as those were beside which nothing was copied.
         at_quiet_pace = believed.compute_seconds * statistics.median(quiet) if quiet else math.inf
         self._least = min(self.costs.compute_seconds, at_quiet_pace)
-        could_be_quicker = self._least < self._usual * _COULD_BE_QUICKER
-        if could_be_quicker and is_off(self.planned.timeline.step_seconds, calm) and self._may_plan():
+        self._measured_plan = self.current
+        if self._could_be_quicker and is_off(self.planned.timeline.step_seconds, calm) and self._may_plan():
             self.phase = Phase.PLANNING
             return PlanAgain(self.costs, self._usual)
         return self._consider()
@@ -251,8 +285,16 @@ class PlanTrial:
         found = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
         return frozenset(storage for storage in found if storage is not None and storage not in self._ported)
 
+    @property
+    def _could_be_quicker(self) -> bool:
+        return self._least < self._usual * _COULD_BE_QUICKER
+
     def _may_plan(self) -> bool:
         return not self._replanned or (bool(self._most) and self._spent + self._planning <= self._allowed)
+
+    def _may_make_others(self) -> bool:
+        took = self._seconds_of_others
+        return took is None or self._spent + took <= self._allowed
 
     @property
     def _allowed(self) -> float:
@@ -261,13 +303,16 @@ class PlanTrial:
 
     # Comparing
 
-    def _consider(self, measured: int | None = None) -> Exchange | None:
-        """Begin a comparison, if some other plan could be quicker.
+    def _consider(self) -> PlanOthers | Exchange | None:
+        """Begin a comparison, if some other plan could be quicker, or ask for plans to compare."""
+        if self._most and not self._has_others and self._could_be_quicker and self._may_make_others():
+            self.phase = Phase.PLANNING
+            return PlanOthers(self.costs)
+        return self._compared()
 
-        Args:
-            measured: the plan that was measured; None: the current one.
-        """
-        measured = self.current if measured is None else measured
+    def _compared(self) -> Exchange | None:
+        """Begin a comparison between the plans that there are, if one could be quicker."""
+        measured = self._measured_plan
         if self._most and len(self.plans) > 1:
             self.plans = [
                 replace(plan, planned=resimulated(self._graph, self.costs, plan.planned)) for plan in self.plans
@@ -397,3 +442,7 @@ class PlanTrial:
         if (otherwise or self._is_due) and self._spent + cost <= self._allowed:
             self.phase = Phase.MEASURING
         return None
+
+
+def _best(planned: Planned) -> Alternative:
+    return Alternative(f"by {planned.plan.policy}", planned)

@@ -51,7 +51,6 @@ class PlannedStep:
         planned: the plan, with its program and the simulated timeline.
         profiles: of each op.
         causes: why it was planned again so far, or nearly was.
-        others: plans of other kinds, proved as well.
         most: bytes that an op was to need, where ops run in parts; None: they run as a whole.
     """
 
@@ -61,7 +60,6 @@ class PlannedStep:
     planned: Planned
     profiles: tuple[OpProfile, ...]
     causes: frozenset[Cause] = frozenset()
-    others: tuple[Alternative, ...] = ()
     most: int | None = None
 
     @property
@@ -73,11 +71,6 @@ class PlannedStep:
     def leaves_device(self) -> bool:
         """Whether anything does."""
         return self.planned.plan.policy != "keep-all"
-
-    @property
-    def arena_bytes(self) -> int:
-        """What the largest of its plans needs."""
-        return max(one.program.arena_bytes for one in (self.planned, *(other.planned for other in self.others)))
 
     @property
     def ported(self) -> frozenset[int]:
@@ -119,8 +112,6 @@ def plan(
     budget: int,
     policy: Policy,
     stores: Sequence[HomeStore],
-    *,
-    others: bool = False,
 ) -> PlannedStep:
     """The step with the best plan that passes the validator.
 
@@ -131,7 +122,6 @@ def plan(
         budget: bytes of the arena.
         policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
-        others: whether to make plans of other kinds as well, where the policy tries such.
 
     Raises:
         BudgetError: the budget cannot hold the step.
@@ -146,8 +136,7 @@ def plan(
         _check_last_home(graph, costs, budget, policy, stores)
         raise
     check_spill(graph, costs, found, stores)
-    made = _others(graph, costs, budget, found, stores) if others and trials_of(policy) else ()
-    return PlannedStep(captured, budget, costs, found, profiles, others=made)
+    return PlannedStep(captured, budget, costs, found, profiles)
 
 
 def trials_of(policy: Policy) -> int:
@@ -155,20 +144,25 @@ def trials_of(policy: Policy) -> int:
     return policy.params.trials if isinstance(policy, Auto) else 0
 
 
-def _others(
-    graph: StepGraph, costs: Costs, budget: int, found: Planned, stores: Sequence[HomeStore]
-) -> tuple[Alternative, ...]:
-    """Plans of other kinds that pass the validator, and for which the homes have room."""
-    made: list[Alternative] = []
-    for other in planning.alternatives(graph, costs, budget, found):
+def others_of(step: PlannedStep, costs: Costs, stores: Sequence[HomeStore]) -> list[Alternative]:
+    """Plans of other kinds that pass the validator, and for which the homes have room.
+
+    Args:
+        step: planned.
+        costs: as they are believed now.
+        stores: the homes, nearest first.
+    """
+    graph, made = step.graph, list[Alternative]()
+    chosen = planning.resimulated(graph, costs, step.planned)
+    for other in planning.alternatives(graph, costs, step.budget, chosen):
         try:
-            proved(graph, costs, budget, [other.planned])
+            proved(graph, costs, step.budget, [other.planned])
             for home, count in zip(stores, needed_bytes(graph, costs, other.planned.program), strict=True):
                 home.check(max(count, home.bytes))
         except (ValidationError, SpillError):
             continue  # of a plan that is not needed it is enough that a fault has been reported
         made.append(other)
-    return tuple(made)
+    return made
 
 
 def trial_of(step: PlannedStep, policy: Policy, *, alone: bool) -> PlanTrial:
@@ -180,12 +174,7 @@ def trial_of(step: PlannedStep, policy: Policy, *, alone: bool) -> PlanTrial:
         alone: whether this process runs the step without others, which would have to take the same plan.
     """
     most = trials_of(policy) if alone else 0
-    return PlanTrial(step.graph, step.costs, plans_of(step), step.ported, most=most)
-
-
-def plans_of(step: PlannedStep) -> list[Alternative]:
-    """The plan of a step, and then the others that it has."""
-    return [Alternative(f"by {step.planned.plan.policy}", step.planned), *step.others]
+    return PlanTrial(step.graph, step.costs, step.planned, step.ported, most=most)
 
 
 def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
@@ -206,8 +195,6 @@ def with_times(
     seconds: float,
     policy: Policy,
     stores: Sequence[HomeStore],
-    *,
-    others: bool = False,
 ) -> PlannedStep | None:
     """The step planned with the times that ops and copies took in steps; None where there is no such plan.
 
@@ -217,11 +204,10 @@ def with_times(
         seconds: that steps took.
         policy: how to plan.
         stores: the homes, nearest first.
-        others: whether to make plans of other kinds as well.
     """
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     try:
-        again = plan(step.captured, costs, profiles, step.budget, policy, stores, others=others)
+        again = plan(step.captured, costs, profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
@@ -240,8 +226,6 @@ def with_requests(
     surprises: Mapping[int, Requests],
     policy: Policy,
     stores: Sequence[HomeStore],
-    *,
-    others: bool = False,
 ) -> PlannedStep | None:
     """The step planned with the requests that ops turned out to make; None where there is no such plan.
 
@@ -250,7 +234,6 @@ def with_requests(
         surprises: the requests, by op.
         policy: how to plan.
         stores: the homes, nearest first.
-        others: whether to make plans of other kinds as well.
     """
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, seen in surprises.items():
@@ -268,7 +251,7 @@ def with_requests(
         )
     costs = replace(step.costs, ops=tuple(ops))
     try:
-        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores, others=others)
+        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
         return None

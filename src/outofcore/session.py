@@ -47,16 +47,16 @@ from outofcore.execution.runner import Runner
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
 from outofcore.graph import StorageKind
-from outofcore.plan_trial import MEASURED_STEPS, Exchange, PlanAgain, PlanTrial, Tried
+from outofcore.plan_trial import MEASURED_STEPS, Exchange, PlanAgain, PlanOthers, PlanTrial, Tried
 from outofcore.planned_step import (
     Cause,
     PlannedStep,
     check_spill,
     is_wrong,
     measured_costs,
+    others_of,
     plan,
     plan_in_core,
-    plans_of,
     trial_of,
     with_plan,
     with_requests,
@@ -205,7 +205,7 @@ class _Known:
     @property
     def arena_bytes(self) -> int:
         """What the largest of its plans needs that may run: another arena would have to be filled anew."""
-        return max(self.step.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
+        return max(self.step.planned.program.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
 
     def fits(self) -> bool:
         """Whether the user's tensors are what the step was captured with; the keeper sees to those that it knows."""
@@ -766,7 +766,7 @@ class Session:
             if found is None:
                 measured = self._measured(leanest(traced).aligned(alignment), room)
                 workspaces = workspaces_of(measured[0], measured[2])
-                found = plan(*measured, room, self.policy, stores, others=self._is_alone)
+                found = plan(*measured, room, self.policy, stores)
                 found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
             found, error, most = self._planned_in_parts(self._splitting(traced, workspaces), room, error)
@@ -807,7 +807,7 @@ class Session:
     def _plan_in_parts(self, parts: Parts, room: int) -> PlannedStep:
         """A step in parts, planned."""
         measured = self._measured(parts.captured, room)
-        return replace(plan(*measured, room, self.policy, self.home.stores, others=self._is_alone), most=parts.most)
+        return replace(plan(*measured, room, self.policy, self.home.stores), most=parts.most)
 
     def _planned_in_parts(
         self, splitting: Splitting, room: int, error: BudgetError
@@ -907,6 +907,8 @@ class Session:
         asked = known.trial.ran(self.timeline, warming=warming)
         if isinstance(asked, PlanAgain):
             asked = self._plan_for_times(known, known.trial, asked)
+        if isinstance(asked, PlanOthers):
+            asked = self._plan_others(known, known.trial, asked)
         if isinstance(asked, Exchange):
             again = with_plan(known.step, known.trial.costs, known.trial.planned)
             self._exchange(known, again, known.trial)
@@ -917,24 +919,31 @@ class Session:
         known.step = replace(before, causes=before.causes | {Cause.MEMORY})
         if before.leaves_device:  # planning takes memory, too, and not beside that of the step
             self._leave_arena()
-        again = with_requests(known.step, surprises, self.policy, self.home.stores, others=self._is_alone)
+        again = with_requests(known.step, surprises, self.policy, self.home.stores)
         if again is not None:
             self._keep(before, again, surprises.keys())
             self._exchange(known, again)
 
-    def _plan_for_times(self, known: _Known, trial: PlanTrial, asked: PlanAgain) -> Exchange | None:
+    def _plan_for_times(self, known: _Known, trial: PlanTrial, asked: PlanAgain) -> PlanOthers | Exchange | None:
         """Plan again with the times that ops and copies took."""
         before, begin = known.step, time.perf_counter()
         if before.leaves_device:
             self._leave_arena()
-        stores, alone = self.home.stores, self._is_alone
-        again = with_times(before, asked.costs, asked.seconds, self.policy, stores, others=alone)
-        next_one = trial.planned_again([] if again is None else plans_of(again), time.perf_counter() - begin)
+        again = with_times(before, asked.costs, asked.seconds, self.policy, self.home.stores)
+        next_one = trial.planned_again(None if again is None else again.planned, time.perf_counter() - begin)
         if again is None:
             return next_one
         self._keep(before, again, None)
         self._exchange(known, again, trial)
         return next_one
+
+    def _plan_others(self, known: _Known, trial: PlanTrial, asked: PlanOthers) -> Exchange | None:
+        """Make plans of other kinds, to be compared with the one that runs."""
+        begin = time.perf_counter()
+        self._leave_arena()  # planning takes memory, too, and not beside that of the step
+        known.runs = 0
+        others = others_of(known.step, asked.costs, self.home.stores)
+        return trial.others_made(others, time.perf_counter() - begin)
 
     def _judge_together(self, known: _Known, ranks: Ranks) -> None:
         """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""

@@ -55,6 +55,12 @@ def trained(step: Callable[[torch.Tensor], torch.Tensor], count: int = STEPS) ->
     return [step(next(stream)).item() for _ in range(count)]
 
 
+def plans_made(step: outofcore.CompiledStep[..., object]) -> set[str]:
+    """How the plans of a step were made, in words."""
+    known = step._session._known.values()
+    return {plan.how for one in known if one.trial is not None for plan in one.trial.plans}
+
+
 def smallest(frozen: bool = False) -> int:
     step, model, optimizer = make(frozen)
     return outofcore.smallest_budget(step, model, optimizer, inputs=(next(batches()),))
@@ -156,8 +162,7 @@ def test_nothing_is_tried_where_that_is_off(policy: str | Auto) -> None:
     with outofcore.compile(step, model, optimizer, budget=budget, policy=policy) as compiled:
         assert trained(compiled, 12) == expected
         assert compiled.stats.tried == ()
-        assert compiled._session._known
-        assert all(not known.step.others for known in compiled._session._known.values())
+        assert len(plans_made(compiled)) == 1
 
 
 @pytest.mark.usefixtures("eager_trials")
@@ -185,13 +190,13 @@ def test_no_broken_plan_takes_a_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         assert trained(compiled, 12) == expected
-        assert all(not known.step.others for known in compiled._session._known.values())
+        assert plans_made(compiled) <= {"by auto", "by auto, as it was before"}
     assert list(tmp_path.glob("outofcore-fault-*.zip"))
 
 
 @pytest.mark.usefixtures("eager_trials")
 def test_memory_stays_within_the_budget_when_programs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one arena for all plans that take turns: none is made, nor grows, between two of them."""
+    """There is one arena for all plans that take turns: none is made, nor grows, once there are others."""
     monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: False)
     budget = smallest() + MIB
     step, model, optimizer = make()
@@ -203,13 +208,18 @@ def test_memory_stays_within_the_budget_when_programs_are_exchanged(monkeypatch:
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         torch.manual_seed(2)
         stream = batches()
-        assert compiled(next(stream)).item() == expected[0]
-        arena = compiled._session.arena
-        assert arena is not None
-        assert arena.bytes <= budget
-        for loss in expected[1:]:
+        arenas = []
+        for loss in expected:
             assert compiled(next(stream)).item() == loss
-            assert compiled._session.arena is arena
+            arena = compiled._session.arena
+            if arena is None:  # left while others were made, after this step
+                assert len(plans_made(compiled)) > 1
+                arenas.clear()
+                continue
+            assert arena.bytes <= budget
             assert compiled.planned.program.arena_bytes <= arena.bytes
+            arenas.append(arena)
+        assert len(arenas) > STEPS // 2
+        assert all(arena is arenas[0] for arena in arenas)
         assert len(exchanges) >= 2
         assert compiled.stats.off_plan == 0
