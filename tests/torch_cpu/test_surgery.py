@@ -314,6 +314,50 @@ def test_parameters_are_tied_and_untied_by_their_data(pair: tuple[Side, Side]) -
     both(pair, untie)
 
 
+@pytest.mark.parametrize("way", ["whole", "lines"])
+def test_parameters_change_places_by_their_data(pair: tuple[Side, Side], way: str) -> None:
+    def change(side: Side) -> Any:
+        side.train(batch(0))
+        found = []
+        for number in (1, 2):
+            one, other = side.weights()
+            first, second = one.data, other.data
+            if way == "lines":  # which begin elsewhere in the other's memory, so that nothing is put aside by chance
+                second = second.flip(0)
+            one.data, other.data = second, first
+            found += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
+        return found
+
+    both(pair, change)
+
+
+def test_optimizer_state_changes_places(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        side.train(batch(0))
+        one, other = (side.optimizer.state[p] for p in side.weights())
+        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+        found = [side.train(batch(1)).detach()]
+        one["exp_avg"].data, other["exp_avg"].data = other["exp_avg"].data, one["exp_avg"].data
+        return [*found, side.train(batch(2)).detach()]
+
+    both(pair, change)
+
+
+def test_gradients_change_places(pair: tuple[Side, Side]) -> None:
+    def change(side: Side) -> Any:
+        side.gather(batch(0))
+        one, other = side.weights()
+        one.grad, other.grad = other.grad, one.grad
+        side.gather(batch(1))
+        assert one.grad is not None
+        assert other.grad is not None
+        one.grad.data, other.grad.data = other.grad.data, one.grad.data
+        side.gather(batch(2))
+        return side.train(batch(3)).detach()
+
+    both(pair, change)
+
+
 def test_parameters_that_are_tied_stay_so_when_steps_are_closed(pair: tuple[Side, Side]) -> None:
     def tie(side: Side) -> Any:
         side.train(batch(0))

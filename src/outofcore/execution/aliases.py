@@ -229,28 +229,6 @@ class State:
             for window in self.windows
         )
 
-    def take_over(self) -> list[str]:
-        """Take over what the user put in place of what was shown; returns the keys of that.
-
-        Raises:
-            StateError: it has another shape or dtype, or the storage itself has been moved.
-        """
-        moved = [window for window in self.windows if window.moved()]
-        for window in moved:
-            window.check_alike()
-        if self.shown is not None:
-            own = internals.storage_key(self.shown)
-            # What looks at these very bytes in another order is put aside before they change.
-            news = [
-                data.clone() if internals.storage_key(data) == own else data
-                for data in (window.tensor.data for window in moved)
-            ]
-            for window, new in zip(moved, news, strict=True):
-                window.point_at(tensor_on(self.shown, window.value).copy_(new))
-        for window in moved:
-            window.address = window.tensor.data_ptr()
-        return [window.key for window in moved]
-
     def is_elsewhere(self) -> bool:
         """Whether the user has put other memory in place of what was shown, for all that looks at it."""
         if self.shown is None:
@@ -292,6 +270,30 @@ class State:
                 "another process, and a step cannot work there; give other processes a copy (copy.deepcopy(model)), "
                 "close this step and compile it again"
             )
+
+
+def take_over(states: Iterable[State]) -> list[str]:
+    """Take over what the user put in place of what was shown; returns the keys of that.
+
+    Raises:
+        StateError: something has another shape or dtype than before; nothing has been taken over.
+    """
+    found = [(state, window) for state in states for window in state.windows if window.moved()]
+    for _, window in found:
+        window.check_alike()
+    written = {internals.storage_key(state.shown) for state, _ in found if state.shown is not None}
+    # What looks at bytes that are written here, its own in another order or another tensor's, is put aside first.
+    aside = {
+        id(window): window.tensor.data.clone()
+        for state, window in found
+        if state.shown is not None and internals.storage_key(window.tensor) in written
+    }
+    for state, window in found:
+        if state.shown is not None:
+            new = aside.get(id(window), window.tensor.data)
+            window.point_at(tensor_on(state.shown, window.value).copy_(new))
+        window.address = window.tensor.data_ptr()
+    return [window.key for _, window in found]
 
 
 def shared_otherwise(states: Iterable[State]) -> bool:

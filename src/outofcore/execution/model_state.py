@@ -32,6 +32,7 @@ from outofcore.execution.aliases import (
     let_go,
     lie_otherwise,
     shared_otherwise,
+    take_over,
     unmoved,
 )
 from outofcore.execution.arena import Memory
@@ -162,7 +163,7 @@ class StateKeeper:
         self._looked = False
         for state in self._states.values():
             if state.place is Place.OWN:
-                state.take_over()
+                take_over([state])
                 self._settle(state)
         return True
 
@@ -279,7 +280,7 @@ class StateKeeper:
                 reference = weakref.ref(old)
                 del old
                 self._faces.part(reference())
-            state.take_over()
+            take_over([state])
             # What was written there when it came home is not what is there now.
             self.slots[state.home].home.start()
 
@@ -351,7 +352,7 @@ class StateKeeper:
                 self._vacate(state)
                 state.look_at(None)
                 state.become(Place.OWN)
-        return [key for state in known for key in state.take_over()]
+        return take_over(known)
 
     def displaced(self) -> list[str]:
         """The keys of what no longer looks at where it was last shown."""

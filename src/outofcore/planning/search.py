@@ -38,8 +38,9 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
 
-# A step that takes no longer than this, in multiples of its ops, is not worth more search.
-_GOOD = 1.0005
+# A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
+# longer to search, is not worth more than a first answer of the linear program where it takes no longer than the second.
+_GOOD, _GOOD_IF_LONG = 1.002, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
@@ -108,7 +109,7 @@ class _Search:
         self.candidates = []
         self.kept = kept = Choices(self.problem, self.contents)
         self._consider("nothing computed again", Choices(self.problem, self.contents, like=kept))
-        if not self._is_good():
+        if not self._is_good(_GOOD):
             self._consider_rest(kept)
         tries = tuning_tries(self.problem, self.params)
         self.candidates.sort(key=lambda candidate: candidate.value)
@@ -120,7 +121,8 @@ class _Search:
         """In the first round everything; later what was among the best before."""
         if not self.turn:
             self._ask_relaxation(kept)
-            self._try_shares(kept)
+            if not self._is_good_enough:
+                self._try_shares(kept)
             return
         near = [how for how, value in self.values.items() if value <= min(self.values.values()) * _AMONG_BEST]
         if any(how.startswith("relaxation") for how in near):
@@ -140,8 +142,12 @@ class _Search:
     def _is_long(self) -> bool:
         return len(self.graph.ops) > self.params.long_ops
 
-    def _is_good(self) -> bool:
-        return any(candidate.value <= self.costs.compute_seconds * _GOOD for candidate in self.candidates)
+    @property
+    def _is_good_enough(self) -> bool:
+        return self._is_good(_GOOD_IF_LONG if self._is_long else _GOOD)
+
+    def _is_good(self, times: float) -> bool:
+        return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
 
     def _consider(self, how: str, choices: Choices) -> float:
         """Add the candidate that computes this again; returns its value."""
@@ -171,6 +177,8 @@ class _Search:
                     choices.set(g, AGAIN, choices.end[g])
             Greedy(choices).settle(keep=False)
             self._consider(f"relaxation {turn + 1}", choices)
+            if self._is_good_enough:
+                return
             seconds = _chain_seconds(choices)
 
     def _try_shares(self, kept: Choices) -> None:
