@@ -19,6 +19,7 @@ from outofcore._torch_internals import tree_flatten
 from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
+from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 CheckName = Literal["sampled", "full", "off"]
 Algorithms = Literal["eager", "fastest"]
 KernelsName = Literal["eager", "inductor"]
-SplitName = Literal["exact", "off"]
+SplitName = Literal["exact", "close", "off"]
 
 # Where in the cache the plans of loops are.
 _PLANS = "loops"
@@ -237,8 +238,11 @@ def compile(
             the log says so, and PyTorch's own kernels run. See the guide to compiled kernels.
         split: "exact", an op that needs more memory than there is runs in parts, where its parts were found to give the
             bits of the whole on this machine; or "off", it does not, and the budget has to hold it. Plans may cut ops
-            for speed as well, where the neediest ones leave no room for what moves beside them. See the guide to ops
-            that are larger than their room.
+            for speed as well, where the neediest ones leave no room for what moves beside them. With "close", large
+            sums over rows and samples, of which the gradients of weights are made, are taken in parts as well, at every
+            budget the same ones: losses are then the same to the last bit at every budget, but they are not those of
+            eager PyTorch to the last bit. Each size of inputs is then captured and planned. See the guide to ops that
+            are larger than their room.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -320,7 +324,7 @@ def _compiled(
     backend = open_backend(device, replay=replay)
     _check_devices(models, backend.device)
     if dynamic:
-        _check_followable(backend.device, home, chosen, algorithms, kernels)
+        _check_followable(backend.device, home, chosen, algorithms, kernels, splits)
     kept = open_cache(cache)
     check_supported(models)
     group = _sharing_group(shard, dynamic, algorithms, kernels)
@@ -337,7 +341,12 @@ def _compiled(
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
-        if chosen == policy_of("auto") and algorithms == kernels == "eager" and shards is None:
+        if (
+            chosen == policy_of("auto")
+            and algorithms == kernels == "eager"
+            and shards is None
+            and splits is not Split.CLOSE
+        ):
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
@@ -499,11 +508,14 @@ def elastic(
         raise
 
 
-def _check_followable(device: torch.device, home: object, policy: Policy, algorithms: str, kernels: str) -> None:
+def _check_followable(
+    device: torch.device, home: object, policy: Policy, algorithms: str, kernels: str, splits: Split
+) -> None:
     """Refuse ``dynamic=True`` where calls cannot be followed.
 
     Raises:
-        InputError: the device, the home, the policy, the algorithms or the kernels are those of planned steps alone.
+        InputError: the device, the home, the policy, the algorithms, the kernels or the sums are those of planned steps
+            alone.
         StateError: the system cannot.
     """
     if device.type != "cpu":
@@ -517,6 +529,11 @@ def _check_followable(device: torch.device, home: object, policy: Policy, algori
         raise InputError(
             "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy', 'algorithms' "
             "and 'kernels' out"
+        )
+    if splits is Split.CLOSE:
+        raise InputError(
+            "calls that are followed run PyTorch's ops as they are, and their losses would not be those of planned "
+            "steps with split='close'; leave 'dynamic' out, so that each size is planned"
         )
     load_paging()
 
@@ -726,8 +743,9 @@ def smallest_budget(
     _check_devices(models, backend.device)
     kept = open_cache(cache)
     plain = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
-    capture = fusing(plain, _kernels(kernels))
-    traced, splits = capture(), split_of(split)
+    splits = split_of(split)
+    capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
+    traced = capture()
     backend.prepare()
 
     captured = leanest(traced).aligned(backend.alignment)
@@ -736,7 +754,7 @@ def smallest_budget(
 
     def smallest_of(traced: Captured, captured: Captured, whole: int) -> tuple[int, Captured]:
         found = None
-        if splits is Split.EXACT:
+        if splits is not Split.OFF:
             found = Splitting(traced, backend, kept, workspaces).finest(whole)
         return (whole, captured) if found is None else (found[1], found[0].captured)
 
@@ -835,7 +853,7 @@ def estimate(
                 tell=tell,
                 backend=backend,
                 kernels=_kernels(kernels, compiles=preset is None),
-                split=split_of(split) is Split.EXACT,
+                split=split_of(split),
             )
             machine = preset.describe() if preset else ""
             parts = None if found.parts is None or found.parts_costs is None else (found.parts, found.parts_costs)

@@ -31,6 +31,7 @@ from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fused, fusing
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.partial_sums import in_partial_sums, summing
 from outofcore.capture.passes import fastest, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
@@ -732,11 +733,11 @@ class Session:
                     self._orders.setdefault(id(end.model), end.order)
             if traced.lazy is not None:
                 traced.lazy.apply()
-        kernels = self._kernels
-        if kernels is None:
-            return traced, capture
+        kernels, is_close = self._kernels, self._split is Split.CLOSE
         try:
-            return fused(traced, kernels, self._tell), fusing(capture, kernels)
+            traced = traced if kernels is None else fused(traced, kernels, self._tell)
+            traced = in_partial_sums(traced) if is_close else traced
+            return traced, summing(fusing(capture, kernels), is_on=is_close)
         except BaseException:
             self._undo_lazy(traced)
             raise
@@ -795,7 +796,7 @@ class Session:
     @property
     def _splits(self) -> bool:
         # Algorithms are chosen for ops as a whole, and policies of the user's plan the step that they know.
-        return self._split is Split.EXACT and self._algorithms is None
+        return self._split is not Split.OFF and self._algorithms is None
 
     def _splitting(self, traced: Captured, workspaces: Mapping[str, int] | None = None) -> Splitting:
         return Splitting(traced, self.backend, self._cache, workspaces or {})

@@ -38,6 +38,7 @@ class Split(Enum):
     """Whether an op that needs more memory than there is may run in parts."""
 
     EXACT = "exact"  # where its parts give the bits of the whole
+    CLOSE = "close"  # so too; and sums over rows and samples are always taken in parts, and rounded otherwise
     OFF = "off"  # never
 
 
@@ -50,7 +51,7 @@ def split_of(name: str) -> Split:
     try:
         return Split(name)
     except ValueError:
-        raise InputError(f"there is no split {name!r}; choose 'exact' or 'off'") from None
+        raise InputError(f"there is no split {name!r}; choose 'exact', 'close' or 'off'") from None
 
 
 @dataclass(frozen=True)

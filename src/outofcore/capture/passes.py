@@ -44,10 +44,11 @@ def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
 def split(captured: Captured) -> Captured:
     """The same step, to the bit, with every convolution's backward pass in two ops where it had both halves."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
-    return with_ops(captured, [part for op, call in pairs for part in _parts(captured, op, call)])
+    return with_ops(captured, [part for op, call in pairs for part in halves_of_convolution(captured, op, call)])
 
 
-def _parts(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
+def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
+    """The backward pass of a convolution in two ops, where it has both halves; any other op as it is."""
     if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
         return [(op, call)]
     wanted = [bool(flag) for flag in call.args[_MASK]]

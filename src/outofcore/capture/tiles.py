@@ -237,17 +237,24 @@ class _Search:
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
         placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
-        return (placed_well or value.storage not in self.lines) and _merged(value, cut.dims) is not None
+        return (placed_well or value.storage not in self.lines) and merged(value, cut.dims) is not None
 
     def _size(self, index: int) -> int:
         value = self.values[index]
         return prod(value.shape) * value.dtype.itemsize
 
     def need(self, op: int) -> int:
-        """Bytes that an op needs as a whole."""
-        storages = self.graph.storages
+        """Bytes that an op needs as a whole; of storages that may be cut, what it looks at."""
+        call, storages = self.captured.calls[op], self.graph.storages
+        seen: dict[int, int] = {}
+        for index in dict.fromkeys([*(ref.value for ref in _refs(call)), *(v for v in call.results if v is not None)]):
+            storage = self.values[index].storage
+            if storage in self.lines:
+                seen[storage] = seen.get(storage, 0) + self._size(index)
         touched = (storages[s] for s in self.graph.ops[op].touched)
-        return self._workspace(op) + sum(s.bytes for s in touched if s.kind is not StorageKind.CONSTANT)
+        return self._workspace(op) + sum(
+            min(seen.get(s.id, s.bytes), s.bytes) for s in touched if s.kind is not StorageKind.CONSTANT
+        )
 
     def _workspace(self, op: int) -> int:
         return self.workspaces.get(self.graph.ops[op].family, 0)
@@ -699,21 +706,21 @@ class _Builder:
         if cut is None:
             return value
         first, last = cut.ends(low, high)
-        merged = _there(_merged(value, cut.dims), op)
+        whole = _there(merged(value, cut.dims), op)
         dim = cut.dims[0]
-        inside = max(first, 0), min(last, merged.shape[dim])
-        part = _narrowed(merged, dim, *inside)
-        dense = is_dense(part.shape, part.stride) or not is_dense(merged.shape, merged.stride)
+        inside = max(first, 0), min(last, whole.shape[dim])
+        part = narrowed(whole, dim, *inside)
+        dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
         if inside == (first, last) and dense:
             return part
         shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
         made = self._new(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
-        copy = Value(made, value.dtype, shape, dense_like(shape, merged.stride))
-        whole = self._make_empty(op, copy)
+        copy = Value(made, value.dtype, shape, dense_like(shape, whole.stride))
+        filled = self._make_empty(op, copy)
         if inside != (first, last):
-            self._emit(op, _aten.zero_.default, (Ref(whole),), {}, (None,), (), [made])
+            self._emit(op, _aten.zero_.default, (Ref(filled),), {}, (None,), (), [made])
         if inside[1] > inside[0]:
-            self._copy(op, _narrowed(copy, dim, inside[0] - first, inside[1] - first), part)
+            self._copy(op, narrowed(copy, dim, inside[0] - first, inside[1] - first), part)
         return copy
 
     # Pieces.
@@ -853,8 +860,8 @@ class _Builder:
         else:
             first, last = cut.ends(low, high)
             shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
-        merged = value if cut is None else _merged(value, cut.dims)
-        stride = dense_like(shape, merged.stride if merged is not None else value.stride)
+        whole = value if cut is None else merged(value, cut.dims)
+        stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
     def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
@@ -934,8 +941,8 @@ class _Builder:
             cut = _there(cut, op)
             if not self._exists(storage):
                 self._make_empty(op, old)
-            merged = _there(_merged(old, cut.dims), op)
-            self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), made)
+            whole = _there(merged(old, cut.dims), op)
+            self._copy(op, narrowed(whole, cut.dims[0], *cut.ends(low, high)), made)
             return
         axes, place = search.axes[storage], search.places[index]
         dims = None if cut is None else cut.dims
@@ -964,8 +971,8 @@ class _Builder:
             self._scattered(op, old.storage, part.dtype, box, part.storage)
             return
         cut = _there(cut, op)
-        merged = _there(_merged(old, cut.dims), op)
-        self._copy(op, _narrowed(merged, cut.dims[0], *cut.ends(low, high)), part)
+        whole = _there(merged(old, cut.dims), op)
+        self._copy(op, narrowed(whole, cut.dims[0], *cut.ends(low, high)), part)
 
 
 def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
@@ -1115,7 +1122,7 @@ def _ref(call: Call, name: Name) -> Ref:
     return item if name[1] < 0 else item[name[1]]
 
 
-def _merged(value: Value, dims: Interval) -> Value | None:
+def merged(value: Value, dims: Interval) -> Value | None:
     """A value with some dimensions as one; None where they do not follow each other in memory."""
     first, end = dims
     kept = [d for d in range(first, end) if value.shape[d] != 1] or [end - 1]
@@ -1125,7 +1132,8 @@ def _merged(value: Value, dims: Interval) -> Value | None:
     return replace(value, shape=shape, stride=(*value.stride[:first], value.stride[kept[-1]], *value.stride[end:]))
 
 
-def _narrowed(value: Value, dim: int, low: int, high: int) -> Value:
+def narrowed(value: Value, dim: int, low: int, high: int) -> Value:
+    """The part of a value from ``low`` to before ``high`` along a dimension."""
     shape = (*value.shape[:dim], high - low, *value.shape[dim + 1 :])
     return replace(value, shape=shape, offset=value.offset + low * value.stride[dim])
 

@@ -24,6 +24,7 @@ from outofcore.presets import Device, simulated
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.progress import following, silent
+from outofcore.splitting import Split
 from outofcore.units import GIB, format_bytes
 
 _TARGET = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -237,7 +238,7 @@ def subject_of(
                 tell=tell,
                 backend=backend,
                 sharing=sharing,
-                split=True,
+                split=Split.EXACT,
             )
             graph, costs = found.graph, found.costs
         finally:

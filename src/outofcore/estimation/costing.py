@@ -30,6 +30,7 @@ from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.operators import by_name
+from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
@@ -47,7 +48,7 @@ from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
 from outofcore.settled import known_families, settled_capture, settled_step
-from outofcore.splitting import Splitting
+from outofcore.splitting import Split, Splitting
 from outofcore.units import MIB
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -154,7 +155,7 @@ def costed(
     backend: Backend | None = None,
     sharing: Sharing | None = None,
     kernels: Kernels | None = None,
-    split: bool = False,
+    split: Split = Split.OFF,
 ) -> Costed:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
@@ -172,7 +173,8 @@ def costed(
         backend: where the step is to run, and ops are measured; None: on the CPU.
         sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
         kernels: with which ops that become one are compiled; None: none do.
-        split: whether to look at ops in parts as well; for a device that is not here, all parts are taken to be exact.
+        split: whether to look at ops in parts as well, and to take sums in parts; for a device that is not here, all
+            parts are taken to be exact.
 
     Raises:
         CaptureError: the step cannot become one graph.
@@ -195,12 +197,12 @@ def _costed(
     backend: Backend,
     sharing: Sharing | None,
     kernels: Kernels | None,
-    split: bool,
+    split: Split,
 ) -> Costed:
     # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
     plain = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
-    capture = fusing(plain, kernels, tell)
+    capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
     traced = capture()
     captured = leanest(traced)
     if backend.driver is not None:
@@ -233,7 +235,7 @@ def _costed(
             found.append((settled[0], replace(settled[1], homes=links)))
     costed = [(each, _with_collectives(each, costs, sharing)) for each, costs in found]
     one, costs = max(costed, key=lambda each: smallest_budget(each[0].graph, each[1]))
-    if not split:
+    if split is Split.OFF:
         return Costed(one.graph, costs)
     workspaces = {op.family: cost.workspace_bytes for op, cost in zip(one.graph.ops, costs.ops, strict=True)}
     here = None if isinstance(where, Device) else backend

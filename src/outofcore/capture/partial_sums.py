@@ -1,0 +1,276 @@
+"""Sums over rows or samples taken part by part, and the parts added up: the pass behind ``split="close"``.
+
+The gradient of a weight is a sum over all rows, or all samples, of a batch; so is that of a norm's scale, or of a bias.
+As one op it needs everything that it adds up on the device at once. As several it needs one part of that at a time, so
+that rows and samples can be worked on one part after the other throughout a step (``tiles``).
+
+Another order of additions gives other roundings, so a step in this form is close to plain PyTorch and not the same to
+the bit. How many parts there are follows from the sizes of tensors alone, and the pass comes before all others: budget,
+plan and machine have no part in it, and the bits of a step are the same at every budget.
+
+Limits: sums of 16-bit numbers stay whole, as each part would be rounded to 16 bits; so do the statistics of batch
+norms, and tables of embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import OpOverload
+from outofcore.capture.assembly import compacted
+from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.operators import by_name, family_text, traits
+from outofcore.capture.passes import halves_of_convolution, with_ops
+from outofcore.capture.split_rules import Cut, Given, Name, Settle
+from outofcore.capture.tables import covers, map_leaves
+from outofcore.capture.tiles import merged, narrowed
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.units import MIB
+
+_aten = torch.ops.aten
+# What a part adds up takes at least so many bytes, and it is so many rows of a product; there are at most so many.
+PART_BYTES, _ROWS, _MOST_PARTS = 4 * MIB, 64, 16
+_PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How the sum that an op takes can be taken apart.
+
+    Attributes:
+        extent: the length of what is added up.
+        given: the arguments that have a part for each part of it; the others are given whole.
+        settle: what else changes from part to part.
+        grain: the least length of a part.
+    """
+
+    extent: int
+    given: Mapping[Name, Cut]
+    settle: Settle | None = None
+    grain: int = 1
+
+
+def summing(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
+    """What captures a step and takes its sums apart; where that is off, what only captures it."""
+    return (lambda **given: in_partial_sums(capture(**given))) if is_on else capture
+
+
+def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
+    """The step with large sums over rows and samples taken part by part.
+
+    Args:
+        captured: the step.
+        part_bytes: what a part adds up takes at least so many bytes.
+    """
+    fixed = _fixed(captured)
+    values, storages = list(captured.values), list(captured.graph.storages)
+    pairs: list[tuple[Op, Call]] = []
+    for op, call in zip(captured.graph.ops, captured.calls, strict=True):
+        halves = _halves(captured, op, call)
+        apart = [_apart(captured, *half, fixed, part_bytes) for half in halves]
+        if not any(apart):  # then it is not taken in halves either
+            pairs.append((op, call))
+            continue
+        for (half, of_half), found in zip(halves, apart, strict=True):
+            if found is None:
+                pairs.append((half, of_half))
+            else:
+                pairs += _in_parts(half, of_half, *found, values, storages)
+    if len(pairs) == len(captured.graph.ops):
+        return captured
+    graph = StepGraph(tuple(storages), captured.graph.ops, captured.graph.outputs)
+    return compacted(with_ops(replace(captured, graph=graph, values=tuple(values)), pairs))
+
+
+def _fixed(captured: Captured) -> frozenset[int]:
+    """Storages that are the same for every row: what the step begins with but its inputs, and what follows from it."""
+    graph = captured.graph
+    found = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
+    for op in graph.ops:
+        if op.reads and found.issuperset(op.reads):
+            found.update(op.creates)
+    return frozenset(found)
+
+
+def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
+    """A backward pass in two ops, for the gradient of its input and for those of weights; any other op as it is."""
+    func = call.func
+    if not isinstance(func, OpOverload) or func._schema.name not in _MASKED:
+        return halves_of_convolution(captured, op, call)
+    named = by_name(func, call.args, call.kwargs)
+    wanted = [bool(flag) for flag in named["output_mask"]]
+    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
+        return [(op, call)]
+    halves: list[tuple[Op, Call]] = []
+    for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
+        given = named | {"output_mask": mask}
+        args = tuple(given[name] for name in traits(func).names[: len(call.args)])
+        kwargs = {name: given[name] for name in call.kwargs}
+        results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
+        creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
+        half = replace(op, creates=creates, family=f"{op.family}{mask}")
+        halves.append((half, Call(func, args, kwargs, results)))
+    return halves
+
+
+def _apart(
+    captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
+) -> tuple[Sum, tuple[int, ...]] | None:
+    """How an op is taken apart, and where the parts begin and the last one ends; None: it stays whole."""
+    func = call.func
+    rule = _SUMS.get(func._schema.name) if isinstance(func, OpOverload) else None
+    if rule is None or not isinstance(func, OpOverload) or op.mutates or op.random or op.communicates:
+        return None
+    values, storages = captured.values, captured.graph.storages
+    given = Given(func, call, values, by_name(func, call.args, call.kwargs))
+    results = given.results().values()
+    if any(v.dtype not in _PRECISE or not covers(v, storages[v.storage].bytes) for v in results):
+        return None
+    if set(op.creates) != {v.storage for v in results}:
+        return None
+    if any(v.foreign or v.conjugate or v.negated for v in given.tensors().values()):
+        return None
+    found = rule(given)
+    if found is None or found.extent < 2:
+        return None
+    count = 0
+    for name, cut in found.given.items():
+        value = given.value(*name)
+        if value is None or merged(value, cut.dims) is None or value.storage in fixed:
+            return None
+        count += prod(value.shape) * value.dtype.itemsize
+    parts = 1
+    while 2 * parts <= min(_MOST_PARTS, found.extent // found.grain) and count >= 2 * parts * part_bytes:
+        parts *= 2
+    if parts == 1:
+        return None
+    return found, tuple(found.extent * part // parts for part in range(parts + 1))
+
+
+def _in_parts(
+    op: Op, call: Call, found: Sum, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
+) -> list[tuple[Op, Call]]:
+    """The ops that take the parts of a sum, each followed by what adds it to those before."""
+    func: Any = call.func
+    pairs: list[tuple[Op, Call]] = []
+    numbers: dict[Value, int] = {}
+
+    def number(value: Value) -> int:
+        if value not in numbers:
+            numbers[value] = len(values)
+            values.append(value)
+        return numbers[value]
+
+    for low, high in pairwise(ends):
+        named = dict(by_name(func, call.args, call.kwargs))
+        for (name, place), cut in found.given.items():
+            item = named[name] if place < 0 else named[name][place]
+            whole = merged(values[item.value], cut.dims)
+            if whole is None:
+                raise RuntimeError(f"{op.name} was to be taken apart and cannot be; please report it")
+            part = Ref(number(narrowed(whole, cut.dims[0], low, high)))
+            named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
+        if found.settle is not None:
+            found.settle(named, low, high)
+        args = tuple(named[name] for name in traits(func).names[: len(call.args)])
+        kwargs = {name: named[name] for name in call.kwargs}
+        results = call.results
+        if low:
+            results = tuple(None if v is None else _beside(values[v], op, values, storages) for v in call.results)
+        creates = tuple(dict.fromkeys(values[v].storage for v in results if v is not None))
+        # Where only the shape of a result matters, the result itself stands in.
+        own = dict(zip(call.results, results, strict=True))
+        args, kwargs = map_leaves((args, kwargs), partial(_standing, own), Ref)
+        family = family_text(op.name, args, kwargs, values)
+        pairs.append((replace(op, creates=creates, family=family), Call(func, args, kwargs, results)))
+        for result, made in zip(call.results, results, strict=True):
+            if low and result is not None and made is not None:
+                reads, mutates = (values[result].storage, values[made].storage), (values[result].storage,)
+                args = (Ref(result), Ref(made))
+                family = family_text("aten.add_.Tensor", args, {}, values)
+                added = Op(-1, "aten.add_.Tensor", reads, mutates, (), family=family, module=op.module)
+                pairs.append((replace(added, source=op.source), Call(_aten.add_.Tensor, args, {}, (None,))))
+    return pairs
+
+
+def _standing(own: Mapping[int | None, int | None], ref: Ref) -> Ref:
+    instead = own.get(ref.value)
+    return ref if instead is None else Ref(instead)
+
+
+def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
+    """A value like another, on a storage of its own."""
+    old = storages[value.storage]
+    storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
+    values.append(replace(value, storage=len(storages) - 1))
+    return len(values) - 1
+
+
+# --- which sums can be taken apart -----------------------------------------------------------------------------------
+
+
+def _product(given: Given) -> Sum | None:
+    """The product of two matrices that both have a row for each row of the batch."""
+    one = given.value("self")
+    if one is None or len(one.shape) != 2:
+        return None
+    cuts: dict[Name, Cut] = {("self", -1): Cut((1, 2)), ("mat2", -1): Cut((0, 1))}
+    return Sum(one.shape[1], cuts, grain=_ROWS)
+
+
+def _added_up(given: Given) -> Sum | None:
+    """The sum over the first dimension, and maybe others."""
+    one, dims = given.value("self"), given.named.get("dim")
+    if one is None or not dims or 0 not in {d % len(one.shape) for d in dims} or given.named.get("dtype") is not None:
+        return None
+    return Sum(one.shape[0], {("self", -1): Cut((0, 1))})
+
+
+def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | None]:
+    """The half of a backward pass that makes gradients of weights, by samples."""
+
+    def settle(named: dict[str, Any], low: int, high: int) -> None:
+        if sized:
+            named[sized] = high - low
+
+    def rule(given: Given) -> Sum | None:
+        first = given.value(arguments[0])
+        if given.named["output_mask"][0] or first is None or not first.shape:
+            return None
+        cuts: dict[Name, Cut] = {(name, -1): Cut((0, 1)) for name in arguments}
+        if any((value := given.value(name)) is None or value.shape[0] != first.shape[0] for name in arguments):
+            return None
+        return Sum(first.shape[0], cuts, settle)
+
+    return rule
+
+
+def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
+    """The same by rows, which are all that is not normalized."""
+
+    def rule(given: Given) -> Sum | None:
+        first = given.value("input")
+        if given.named["output_mask"][0] or first is None:
+            return None
+        lead = len(first.shape) - len(given.named["normalized_shape"])
+        cuts: dict[Name, Cut] = {(name, -1): Cut((0, lead)) for name in ("input", *arguments)}
+        return Sum(prod(first.shape[:lead]), cuts, grain=_ROWS) if lead else None
+
+    return rule
+
+
+_MASKED = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
+_SUMS: dict[str, Callable[[Given], Sum | None]] = {
+    "aten::mm": _product,
+    "aten::sum": _added_up,
+    "aten::convolution_backward": _of_weights("grad_output", "input"),
+    "aten::native_group_norm_backward": _of_weights("grad_out", "input", "mean", "rstd", sized="N"),
+    "aten::native_layer_norm_backward": _of_layer_norm("grad_out", "mean", "rstd"),
+}

@@ -1,0 +1,207 @@
+"""Sums in parts (``split="close"``): near plain PyTorch, the same to the bit at every budget, and with less memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_cases import Case
+from exactness import twice
+from replay import Replay
+from torch import nn
+
+import outofcore
+from outofcore.capture import Captured, capture_step
+from outofcore.capture.partial_sums import in_partial_sums
+from outofcore.errors import InputError
+from outofcore.zoo.gpt import GPT, GPTShape
+
+
+def apart(captured: Captured) -> Captured:
+    """With sums in as many parts as can be, however small they are."""
+    return in_partial_sums(captured, part_bytes=1)
+
+
+def case(model: nn.Module, batch: Callable[[], tuple[torch.Tensor, ...]], loss: Callable[..., torch.Tensor]) -> Case:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        found = loss(model, *given)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return Case(step, [model], [optimizer], batch)
+
+
+def norms() -> Case:
+    model = nn.Sequential(nn.Linear(24, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+    return case(model, lambda: (torch.randn(4, 96, 24),), lambda m, x: m(x).square().mean())
+
+
+def convolutions() -> Case:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 2, stride=2),
+        nn.Conv2d(6, 6, 3, groups=3, bias=False),
+        nn.Flatten(),
+        nn.LazyLinear(5),
+    )
+    model(torch.zeros(1, 3, 10, 10))
+    return case(model, lambda: (torch.randn(7, 3, 10, 10),), lambda m, x: m(x).square().mean())
+
+
+def language() -> Case:
+    model = GPT(GPTShape(layers=2, width=32, heads=2, context=64, vocab=100))
+
+    def batch() -> tuple[torch.Tensor, ...]:
+        return torch.randint(100, (4, 64)), torch.randint(100, (4, 64))
+
+    return case(model, batch, lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()))
+
+
+MASKED = ("convolution_backward", "native_layer_norm_backward", "native_group_norm_backward", "mm", "sum")
+
+
+@pytest.mark.parametrize(
+    ("make", "taken_apart"),
+    [
+        (norms, {"mm", "sum", "native_layer_norm_backward"}),
+        (convolutions, {"convolution_backward", "native_group_norm_backward"}),
+        (language, {"mm", "native_layer_norm_backward"}),
+    ],
+)
+def test_steps_are_close(make: Callable[[], Case], taken_apart: set[str]) -> None:
+    ours, plain = twice(make)
+    torch.manual_seed(5)
+    args = ours.batch()
+    captured = capture_step(ours.step, ours.models, ours.optimizers, args, {})
+    found = apart(captured)
+    before, after = (Counter(op.name.split(".")[1] for op in each.graph.ops) for each in (captured, found))
+    assert {name for name in MASKED if after[name] > before[name] + 1} >= taken_apart
+    replay = Replay(found)
+    for number in range(3):
+        losses = []
+        for run in (replay, plain.step):
+            torch.manual_seed(number)
+            losses.append(run(*args))
+        assert torch.allclose(*losses, rtol=1e-5)
+    for one, other in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+    assert replay.mismatches == []
+
+
+def test_what_is_added_up_of_one_row_or_in_16_bits_stays_whole() -> None:
+    def of(rows: int, dtype: torch.dtype) -> tuple[Captured, Captured]:
+        model = nn.Linear(8, 8).to(dtype)
+
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        captured = capture_step(step, [model], [optimizer], (torch.randn(rows, 8, dtype=dtype),), {})
+        return captured, apart(captured)
+
+    whole, found = of(256, torch.float32)
+    assert len(found.graph.ops) > len(whole.graph.ops)
+    for rows, dtype in ((1, torch.float32), (256, torch.bfloat16)):
+        whole, found = of(rows, dtype)
+        assert found.graph == whole.graph
+
+
+def test_products_with_weights_stay_whole() -> None:
+    """Their rows can be taken apart without another order of additions."""
+    model = nn.Linear(64, 512, bias=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.mm(model(x), model.weight * 2.0)
+
+    captured = capture_step(step, [model], [], (torch.randn(256, 64),), {})
+    assert apart(captured).graph == captured.graph
+
+
+class Wide(nn.Module):
+    """Rows that take far more memory than weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256), nn.Linear(256, 64)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def step_of(model: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, optimizer
+
+
+def trained(model: nn.Module, budget: int | None, *, steps: int = 4, **options: Any) -> tuple[list[float], Any]:
+    own = copy.deepcopy(model)
+    step, optimizer = step_of(own)
+    draw = torch.Generator().manual_seed(3)
+    batches = [torch.randn(16384, 128, generator=draw) for _ in range(steps)]
+    if budget is None:
+        return [step(x).item() for x in batches], [p.detach() for p in own.parameters()]
+    with outofcore.compile(step, own, optimizer, budget=budget, **options) as compiled:
+        losses = [compiled(x).item() for x in batches]
+    return losses, [p.detach() for p in own.parameters()]
+
+
+def smallest(model: nn.Module, **options: Any) -> int:
+    own = copy.deepcopy(model)
+    step, optimizer = step_of(own)
+    return outofcore.smallest_budget(step, own, optimizer, inputs=(torch.randn(16384, 128),), **options)
+
+
+def test_bits_are_the_same_at_every_budget() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    least = smallest(model, split="close")
+    assert least < smallest(model, split="exact")
+    in_core, *others = (trained(model, budget, split="close") for budget in (1 << 30, 3 * least, least))
+    plain = trained(model, None)
+    for losses, weights in others:
+        assert losses == in_core[0]
+        assert all(map(torch.equal, weights, in_core[1]))
+    assert in_core[0] == pytest.approx(plain[0], rel=1e-5)
+    assert not all(map(torch.equal, in_core[1], plain[1]))  # or nothing was taken apart
+
+
+def test_an_estimate_speaks_of_the_step_that_runs() -> None:
+    model = Wide()
+    step, optimizer = step_of(model)
+    given = {"inputs": (torch.randn(16384, 128),), "device": "h100"}
+    exact, close = (outofcore.estimate(step, model, optimizer, split=split, **given) for split in ("exact", "close"))
+    assert close.smallest_budget < exact.smallest_budget
+
+
+def test_followed_calls_are_refused() -> None:
+    model = Wide()
+    with pytest.raises(InputError, match="close"):
+        outofcore.compile(functools.partial(model), model, budget="1GiB", split="close", dynamic=True)
