@@ -369,7 +369,7 @@ def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
 
 def test_other_splits_are_refused() -> None:
     model, optimizer, step, _ = language(100, 8)
-    with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact' or 'off'"):
+    with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact', 'close' or 'off'"):
         outofcore.compile(step, model, optimizer, budget="1MiB", split="halves")  # pyright: ignore[reportArgumentType]
 
 

@@ -27,7 +27,7 @@ from outofcore._torch_internals import OpOverload
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
 from outofcore.capture.operators import by_name, family_text, traits
-from outofcore.capture.passes import halves_of_convolution, with_ops
+from outofcore.capture.passes import halves_of_convolution, halves_of_norm, with_ops
 from outofcore.capture.split_rules import Cut, Given, Name, Settle
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.tiles import merged, narrowed
@@ -73,7 +73,9 @@ def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Capt
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
-        halves = _halves(captured, op, call)
+        halves = [
+            part for half in halves_of_convolution(captured, op, call) for part in halves_of_norm(captured, *half)
+        ]
         apart = [_apart(captured, *half, fixed, part_bytes) for half in halves]
         if not any(apart):  # then it is not taken in halves either
             pairs.append((op, call))
@@ -97,27 +99,6 @@ def _fixed(captured: Captured) -> frozenset[int]:
         if op.reads and found.issuperset(op.reads):
             found.update(op.creates)
     return frozenset(found)
-
-
-def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """A backward pass in two ops, for the gradient of its input and for those of weights; any other op as it is."""
-    func = call.func
-    if not isinstance(func, OpOverload) or func._schema.name not in _MASKED:
-        return halves_of_convolution(captured, op, call)
-    named = by_name(func, call.args, call.kwargs)
-    wanted = [bool(flag) for flag in named["output_mask"]]
-    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
-        return [(op, call)]
-    halves: list[tuple[Op, Call]] = []
-    for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
-        given = named | {"output_mask": mask}
-        args = tuple(given[name] for name in traits(func).names[: len(call.args)])
-        kwargs = {name: given[name] for name in call.kwargs}
-        results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
-        creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
-        half = replace(op, creates=creates, family=f"{op.family}{mask}")
-        halves.append((half, Call(func, args, kwargs, results)))
-    return halves
 
 
 def _apart(
@@ -266,7 +247,6 @@ def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
     return rule
 
 
-_MASKED = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
 _SUMS: dict[str, Callable[[Given], Sum | None]] = {
     "aten::mm": _product,
     "aten::sum": _added_up,

@@ -3,8 +3,9 @@
 ``fastest`` is for where memory is no matter, ``leanest`` for where it is short. Splitting: the backward pass of a
 convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
 other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
-but its shape, so a tensor on the memory of the result stands in for it. Reuse: an elementwise op writes its result
-over an argument that nobody needs any more, which holds two tensors where there were three; autograd does so where
+but its shape, so a tensor on the memory of the result stands in for it. Detaching: an op that makes a tensor as large
+as another, as dropout does for its mask, does without the other. Reuse: an elementwise op writes its result over an
+argument that nobody needs any more, which holds two tensors where there were three; autograd does so where
 it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
 gradients are final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ from outofcore.analysis import LARGE_BYTES, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
+from outofcore.capture.tables import covers
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
 
+_aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
 _INPUT = 1  # the place of the input among the arguments
 _MASK = 10  # the place of ``output_mask`` among the arguments
 
@@ -72,10 +78,72 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
     return parts
 
 
+def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
+    """The backward pass of a layer or group norm in two ops: for the gradient of its input, and for those of weights.
+
+    Any other op comes back as it is.
+    """
+    func = call.func
+    if not isinstance(func, OpOverload) or func._schema.name not in _NORMS_BACKWARD:
+        return [(op, call)]
+    named = by_name(func, call.args, call.kwargs)
+    wanted = [bool(flag) for flag in named["output_mask"]]
+    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
+        return [(op, call)]
+    halves: list[tuple[Op, Call]] = []
+    for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
+        given = named | {"output_mask": mask}
+        args = tuple(given[name] for name in traits(func).names[: len(call.args)])
+        kwargs = {name: given[name] for name in call.kwargs}
+        results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
+        creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
+        half = replace(op, creates=creates, family=f"{op.family}{mask}")
+        halves.append((half, Call(func, args, kwargs, results)))
+    return halves
+
+
 def _same_layout(captured: Captured, one: int, other: int) -> bool:
     """Whether two values are the same but for where they lie."""
     a, b = captured.values[one], captured.values[other]
     return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
+
+
+# What they fill what they make with; None: with nothing.
+_AS_LARGE: dict[Any, int | None] = {
+    _aten.empty_like.default: None,
+    _aten.new_empty.default: None,
+    _aten.zeros_like.default: 0,
+    _aten.new_zeros.default: 0,
+    _aten.ones_like.default: 1,
+    _aten.new_ones.default: 1,
+}
+
+
+def detached(captured: Captured) -> Captured:
+    """The same step, to the bit, in which what is made as large as a tensor is made without that tensor."""
+    pairs = zip(captured.graph.ops, captured.calls, strict=True)
+    return with_ops(captured, [_detached(captured, op, call) for op, call in pairs])
+
+
+def _detached(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
+    if call.func not in _AS_LARGE or not op.reads or op.mutates or len(op.creates) != 1:
+        return op, call
+    result = call.results[0]
+    value = None if result is None else captured.values[result]
+    if value is None or value.foreign or value.conjugate or value.negated:
+        return op, call
+    if not covers(value, captured.graph.storages[value.storage].bytes):
+        return op, call
+    kwargs = {"dtype": value.dtype, "device": captured.device, "pin_memory": False}
+    fill, shape = _AS_LARGE[call.func], list(value.shape)
+    args: tuple[Any, ...] = (shape, list(value.stride))
+    func = _aten.empty_strided.default
+    if fill is not None:
+        if value.stride != tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape))):
+            return op, call
+        func, args = (_aten.zeros.default if fill == 0 else _aten.ones.default), (shape,)
+    family = family_text(str(func), args, kwargs, list(captured.values))
+    return replace(op, name=str(func), reads=(), family=family), Call(func, args, kwargs, call.results)
 
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
@@ -305,5 +373,5 @@ def fastest(traced: Captured) -> Captured:
 
 def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
-    captured = reuse(split(traced))
+    captured = reuse(split(detached(traced)))
     return reordered(captured, hoisting(captured))

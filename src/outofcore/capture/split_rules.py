@@ -23,8 +23,9 @@ from outofcore.capture.operators import by_name, is_random, traits, written_argu
 
 # Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
 _LANES = 256
-# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them.
-_ROWS = 64
+# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. For fewer than the
+# second they have kernels that look at how memory is aligned.
+_ROWS, _FEW = 64, 16
 
 Name = tuple[str, int]  # an argument, and its place in it where it is a list; else -1
 
@@ -68,6 +69,7 @@ class Way:
         settle: what else changes from part to part.
         unread: arguments of which nothing but shape and dtype matters.
         grain: what parts had better begin at multiples of.
+        least: the length of the shortest part.
     """
 
     name: str
@@ -77,14 +79,16 @@ class Way:
     settle: Settle | None = None
     unread: frozenset[str] = frozenset()
     grain: int = 1
+    least: int = 1
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
         """Where the parts begin and the last one ends, if there are to be so many, at multiples of ``unit``.
 
         Those of half as many parts are among them.
         """
+        parts = min(parts, self.extent // self.least)
         count = self.extent // unit
-        if self.extent % unit or count < 2:
+        if self.extent % unit or count < 2 or parts < 2:
             return (0, self.extent)
         grain = self.grain // gcd(self.grain, unit)
         while grain > 1 and count // grain < parts:
@@ -325,13 +329,34 @@ def _normalized(argument: str, others: Sequence[str], whole: Sequence[str]) -> R
     def rule(given: Given) -> list[Way]:
         value = given.value(argument)
         mask = given.named.get("output_mask", [True])
-        if value is None or not mask[0] or any(mask[1:]):
+        if value is None:
             return []
+        if any(mask[1:]):
+            return [] if mask[0] else _of_scales(given, value, [argument, *others])
         lead = len(value.shape) - len(given.named["normalized_shape"])
         runs = [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(lead))]
         return _apart(lambda _: runs, [argument, *others], whole)(given)
 
     return rule
+
+
+def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way]:
+    """The half of a layer norm's backward pass that makes the gradients of scale and offset: each from its column."""
+    last = len(value.shape) - 1
+    if len(given.named["normalized_shape"]) != 1:
+        return []
+
+    def settle(named: dict[str, Any], low: int, high: int) -> None:
+        named["normalized_shape"] = [high - low]
+
+    cuts: dict[Name, Cut] = {}
+    for name, tensor in given.tensors().items():
+        if name[0] in arguments and tensor.shape == value.shape:
+            cuts[name] = _one(last)
+        elif tensor.shape == value.shape[-1:]:
+            cuts[name] = _one(0)
+    made = dict.fromkeys(given.results(), _one(0))
+    return [Way("columns", value.shape[last], cuts, made, settle, grain=_ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -351,7 +376,7 @@ def _product(left: str, right: str, added: str = "") -> Rule:
                 there = dim - (len(result.shape) - len(more.shape))
                 if there >= 0 and more.shape[there] == result.shape[dim] > 1:
                     cuts[added, -1] = _one(there)
-            return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain)
+            return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain, least=min(grain, _FEW))
 
         found = [
             way("rows", lead, {(left, -1): _one(lead)}, _ROWS),
@@ -370,11 +395,11 @@ def _linear(given: Given) -> list[Way]:
         return []
     last = len(one.shape) - 1
     cut = Cut((0, last))
-    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=_ROWS)]
+    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=_ROWS, least=_FEW)]
     cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
     if given.value("bias") is not None:
         cuts["bias", -1] = _one(0)
-    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=_ROWS)]
+    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=_ROWS, least=_FEW)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -534,15 +559,40 @@ def _batch_norm(given: Given) -> list[Way]:
 def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
     def rule(given: Given) -> list[Way]:
         mask = given.named.get("output_mask", [True])
-        if not mask[0] or any(mask[1:]):
-            return []
 
-        def settle(named: dict[str, Any], low: int, high: int) -> None:
+        def fewer_samples(named: dict[str, Any], low: int, high: int) -> None:
             named["N"] = high - low
 
-        return _apart(lambda _: [(0, 1)], arguments, whole, lambda _: settle)(given)
+        by_samples: list[Way] = []
+        if mask[0] and not any(mask[1:]):
+            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer_samples)(given)
+        return [*by_samples, *_by_groups(given)]
 
     return rule
+
+
+def _by_groups(given: Given) -> list[Way]:
+    """The groups of a group norm: each has statistics of its own, and its channels have scales of their own."""
+    one, groups = given.value("input"), given.named["group"]
+    if one is None or len(one.shape) < 2 or one.shape[1] % groups:
+        return []
+    size = one.shape[1] // groups
+
+    def settle(named: dict[str, Any], low: int, high: int) -> None:
+        named["C"], named["group"] = (high - low) * size, high - low
+
+    def cut(value: Value) -> Cut | None:
+        if value.shape == one.shape:
+            return Cut((1, 2), size)
+        if value.shape == (one.shape[0], groups):
+            return _one(1)
+        return Cut((0, 1), size) if value.shape == (one.shape[1],) else None
+
+    cuts = {name: each for name, value in given.tensors().items() if (each := cut(value)) is not None}
+    made = {place: each for place, value in given.results().items() if (each := cut(value)) is not None}
+    if len(cuts) < len(given.tensors()) or len(made) < len(given.results()):
+        return []
+    return [Way("groups", groups, cuts, made, settle)]
 
 
 def _nll_backward(given: Given) -> list[Way]:

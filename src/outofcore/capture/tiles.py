@@ -21,7 +21,7 @@ optimizer updates are not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import lcm, prod
@@ -49,7 +49,7 @@ from outofcore.analysis.chunks import is_dense
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
 from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
-from outofcore.capture.passes import PASSING, split
+from outofcore.capture.passes import PASSING, detached, halves_of_norm, split, with_ops
 from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
@@ -74,12 +74,17 @@ class Claim:
         call: of the whole op.
         way: along which it is cut.
         ends: where the parts begin, and the last one ends.
+        of: the call of which the op is to have the results; None: its own.
+        laid: the strides of arguments that are given whole, and lie otherwise than where the op is not cut: with other
+            strides, or at the beginning of memory of their own.
     """
 
     key: str
     call: Call
     way: Way
     ends: tuple[int, ...]
+    of: Call | None = None
+    laid: Mapping[Name, tuple[int, ...]] = field(default_factory=dict[Name, tuple[int, ...]])
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,9 @@ def tiled(
         limit: with more ops than this the step stays as it is.
         workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
     """
-    captured = _small_losses(split(traced), most if parts is None else 0)
+    captured = _small_losses(split(detached(traced)), most if parts is None else 0)
     unfit = set(refused)
+    captured, halved = _halved(captured, most if parts is None else 0, unfit)
     while True:
         search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {})
         chosen = search.chosen()
@@ -133,7 +139,8 @@ def tiled(
         break
     if found is None:
         return Tiled(captured, (), captured.values)
-    claims = {c.key: c for c in (search.claim(op, chosen[op]) for op in sorted(chosen))}
+    cut = [search.claim(op, chosen[op]) for op in sorted(chosen)]
+    claims = {claim.key: claim for claim in (*halved, *cut, *search.gathered(chosen))}
     return Tiled(found, tuple(claims.values()), captured.values)
 
 
@@ -161,6 +168,7 @@ class _Search:
     ) -> None:
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
         self.most, self.parts, self.least, self.workspaces = most, parts, least, workspaces
+        self.refused = refused
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
         self.lines = self._cuttable()
@@ -215,8 +223,41 @@ class _Search:
 
     def claim(self, op: int, choice: _Choice) -> Claim:
         """What a choice relies on."""
-        name = f"{self.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}"
-        return Claim(name, self.captured.calls[op], choice.way, choice.ends)
+        laid = self._laid(op, choice.way)
+        name = f"{self.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}{self._lies(op, laid)}"
+        return Claim(name, self.captured.calls[op], choice.way, choice.ends, laid=laid)
+
+    def gathered(self, chosen: Iterable[int]) -> Iterator[Claim]:
+        """That ops which stay whole do the same where their arguments, gathered from cells, lie otherwise."""
+        cut = set(chosen)
+        for op in self.graph.ops:
+            laid = {} if op.id in cut or self.cuts.keys().isdisjoint(op.touched) else self._laid(op.id, None)
+            if laid:
+                key = f"{op.family} as one{self._lies(op.id, laid)}"
+                yield Claim(key, self.captured.calls[op.id], Way("half", 1, {}, {}), (0, 1), laid=laid)
+
+    def _lies(self, op: int, laid: Mapping[Name, tuple[int, ...]]) -> str:
+        """How the arguments of an op lie, where that is not what its family tells; for a key."""
+        named = _named_refs(self.captured.calls[op])
+        shifts = {name: shift for name, index in named if (shift := _misaligned(self.values[index]))}
+        return "".join(f" {what} {sorted(d.items())}" for what, d in (("shifted", shifts), ("laid", laid)) if d)
+
+    def _laid(self, op: int, way: Way | None) -> dict[Name, tuple[int, ...]]:
+        """The strides of arguments that are given whole and gathered from cells, where they then lie otherwise."""
+        found: dict[Name, tuple[int, ...]] = {}
+        for name, index in _named_refs(self.captured.calls[op]):
+            value = self.values[index]
+            if value.storage not in self.cuts or (way is not None and (name in way.given or name[0] in way.unread)):
+                continue
+            axes, place = self.axes[value.storage], self.places[index]
+            box = axes.box_of(place)
+            strides = None if box is None else axes.strides(place, value.shape, box)
+            if strides is None:
+                continue
+            pairs = zip(strides, value.stride, value.shape, strict=True)
+            if _misaligned(value) or any(new != old for new, old, size in pairs if size > 1):
+                found[name] = strides
+        return found
 
     def _fits(self, op: int, way: Way) -> bool:
         """Whether all that a way cuts can be looked at in parts."""
@@ -454,10 +495,21 @@ class _Search:
         # So has what is written in place by an op that stays whole after all.
         written = {s for op in self.graph.ops if op.id not in ways for s in op.mutates}
         crowded = {s for s, cuts in self.cuts.items() if prod(len(ends) - 1 for ends in cuts) > MOST_PARTS**2}
+        crowded |= self._unfit_to_gather(ways)
         if crowded or not written.isdisjoint(self.cuts):
             whole |= crowded | written
             return set()
         return None
+
+    def _unfit_to_gather(self, ways: Iterable[int]) -> set[int]:
+        """Storages with cells that ops which stay whole would find laid out otherwise, and then do something else."""
+        found: set[int] = set()
+        for claim in self.gathered(ways):
+            call = claim.call
+            if claim.key in self.refused or not isinstance(call.func, OpOverload):
+                named = dict(_named_refs(call))
+                found |= {self.values[named[name]].storage for name in claim.laid}
+        return found
 
     def _is_placeable(self, op: int, way: Way, ends: Sequence[int]) -> bool:
         """Whether each part of an op finds its parts of what has cells evenly spaced in memory."""
@@ -1010,6 +1062,28 @@ def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
     return found
 
 
+def _halved(captured: Captured, most: int, refused: Set[str]) -> tuple[Captured, list[Claim]]:
+    """The step with norms' backward passes that need too much in two ops, and that these make what the one makes.
+
+    The gradient of the input can be cut by rows, those of scale and offset by columns.
+    """
+    graph = captured.graph
+    pairs: list[tuple[Op, Call]] = []
+    claims: list[Claim] = []
+    for op, call in zip(graph.ops, captured.calls, strict=True):
+        need = sum(graph.storages[s].bytes for s in op.touched)
+        halves = halves_of_norm(captured, op, call) if need > most else [(op, call)]
+        found = [
+            Claim(f"{half.family} as a half", of_half, Way("half", 1, {}, {}), (0, 1), call) for half, of_half in halves
+        ]
+        if len(halves) == 1 or any(claim.key in refused for claim in found):
+            pairs.append((op, call))
+        else:
+            pairs += halves
+            claims += found
+    return (with_ops(captured, pairs), claims) if claims else (captured, [])
+
+
 def _small_losses(captured: Captured, most: int) -> Captured:
     """The same step, to the bit, in which losses of large log-probabilities look at those of the targets alone.
 
@@ -1150,6 +1224,14 @@ def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 def _alike(one: Value, other: Value) -> bool:
     return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
+
+
+# Libraries may add up otherwise where memory does not begin at multiples of so many bytes.
+ALIGNED = 64
+
+
+def _misaligned(value: Value) -> int:
+    return value.offset * value.dtype.itemsize % ALIGNED
 
 
 def _is_pointwise(call: Call) -> bool:

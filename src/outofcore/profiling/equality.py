@@ -7,7 +7,8 @@ compared with each of them; where not even two do, a part with its halves.
 
 Elementwise operators take a few elements at a time and compute what is left over at the end of a stretch one by one,
 where functions such as ``exp`` may round otherwise. Few elements are concerned, and random numbers find them by chance
-alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over.
+alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over. So
+are those that round otherwise where there are gaps between elements: they are cut where there are none.
 
 Limits: random numbers, drawn once. A kernel that rounds otherwise for other numbers would not be noticed.
 """
@@ -17,18 +18,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from outofcore import _torch_internals as internals
+from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, traits, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.capture.split_rules import Cut, Name, is_elementwise
-from outofcore.capture.tiles import Claim, dense_like
+from outofcore.capture.tiles import ALIGNED, Claim, dense_like
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
@@ -43,6 +45,8 @@ _THREAD_ELEMENTS = 32_768
 _LANES = 64
 # Of one scrap, which no kernel takes at a time; and of all.
 _SCRAP, _SCRAPS = 7, 7 * 1024
+# In so many ways arguments are placed at most: where they lie, or in memory of their own.
+_MOST_PLACINGS = 8
 # Whole numbers of as many bytes as others.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,7 +69,7 @@ def refuted(
     found: set[str] = set()
     for claim in claims:
         # A claim that was tried on less memory says less.
-        key = hashlib.sha256(f"{claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"as it lies: {claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
         holds = known.get(key)
         if not isinstance(holds, bool):
             holds = new[key] = _holds(claim, values, backend, most)
@@ -127,7 +131,7 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
     ends = _range(claim, values, most)
     with TURN, internals.below_autograd():
         try:
-            if is_elementwise(_operator(claim.call)) and not _leaves_nothing(claim, values, backend.device):
+            if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, backend.device):
                 return False
             trial = Trial(claim, values, backend.device, ends[0], ends[-1])
             return trial.holds(ends)
@@ -137,9 +141,18 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
             return False
 
 
-def _leaves_nothing(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
-    """Whether an elementwise operator computes all elements alike, or parts end where nothing is left over."""
+def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
+    """Whether an elementwise operator computes all elements alike, or parts are such that it makes no difference."""
     tensors = _tensors(claim.call, values)
+    # Parts are put side by side where the whole was not.
+    apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values()) or claim.laid
+    if apart and _is_uneven(claim, tensors, device, _rounds_gaps):
+        return False
+    return _leaves_nothing(claim, tensors) or not _is_uneven(claim, tensors, device, _rounds_scraps)
+
+
+def _leaves_nothing(claim: Claim, tensors: Mapping[Name, Value]) -> bool:
+    """Whether parts of an elementwise operator end where nothing is left over."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -151,25 +164,48 @@ def _leaves_nothing(claim: Claim, values: Sequence[Value], device: torch.device)
     inner = elements // claim.way.extent
     alike = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
     counts = [(high - low) * inner for low, high in zip(claim.ends, claim.ends[1:], strict=False)]
-    even = alike and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
-    return even or not _is_uneven(claim, tensors, device)
+    return alike and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
 
 
-def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Whether an elementwise operator rounds scraps otherwise than long stretches."""
+Rounds = Callable[[Call, Mapping[Name, Value], torch.device], bool]
+
+
+def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device, rounds: Rounds) -> bool:
+    """Whether an elementwise operator rounds some elements otherwise than those in the middle of long stretches."""
     call, func = claim.call, _operator(claim.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
-    key = f"{func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
+    key = f"{rounds.__name__} {func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
     if key not in _uneven:
-        _uneven[key] = _rounds_scraps(call, tensors, device)
+        _uneven[key] = rounds(call, tensors, device)
     return _uneven[key]
 
 
 _uneven: dict[str, bool] = {}
 
 
+def _rounds_gaps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
+    """Whether elements with gaps between them are rounded otherwise than those side by side."""
+    long, run = _long(call, tensors, device)
+    gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
+    return not _same(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
+
+
 def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
+    """Whether a few elements are rounded otherwise than many."""
+    long, run = _long(call, tensors, device)
+    whole = run({name: tensor.clone() for name, tensor in long.items()})
+    for start in range(0, _SCRAPS, _SCRAP):
+        scrap = {n: t.narrow(0, start, _SCRAP).clone() if t.numel() > 1 else t.clone() for n, t in long.items()}
+        if not _same(whole.narrow(0, start, _SCRAP), run(scrap)):
+            return True
+    return False
+
+
+def _long(
+    call: Call, tensors: Mapping[Name, Value], device: torch.device
+) -> tuple[dict[Name, torch.Tensor], Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]]:
+    """A long stretch of an elementwise operator's arguments, and what runs it on such."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     long: dict[Name, torch.Tensor] = {}
@@ -192,12 +228,7 @@ def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.devi
         out = func(*[named[name] for name in names], **{name: named[name] for name in call.kwargs})
         return internals.result_leaves(out)[0]
 
-    whole = run({name: tensor.clone() for name, tensor in long.items()})
-    for start in range(0, _SCRAPS, _SCRAP):
-        scrap = {n: t.narrow(0, start, _SCRAP).clone() if t.numel() > 1 else t.clone() for n, t in long.items()}
-        if not _same(whole.narrow(0, start, _SCRAP), run(scrap)):
-            return True
-    return False
+    return long, run
 
 
 Same = Callable[[torch.Tensor, Any], bool]
@@ -221,10 +252,10 @@ class Trial:
         if cut is not None and not self.whole:
             shape = _part_shape(value.shape, cut, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
-        elif cut is not None:
-            stride = dense_like(shape, stride)
-        tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=self.device)
-        flat = torch.as_strided(tensor, (_extent(shape, stride),), (1,))
+        # Where it begins matters as well: libraries take other ways through memory that is not aligned.
+        shift = value.offset % max(ALIGNED // value.dtype.itemsize, 1)
+        base = torch.empty(shift + _extent(shape, stride), dtype=value.dtype, device=self.device)
+        flat, tensor = base[shift:], torch.as_strided(base, shape, stride, shift)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             flat.normal_(generator=self.generator)
         elif value.dtype is torch.bool:
@@ -234,9 +265,16 @@ class Trial:
         return tensor
 
     def _named(
-        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, *, settle: bool = True
+        self,
+        tensors: Mapping[Name, torch.Tensor],
+        low: int,
+        high: int,
+        *,
+        settle: bool = True,
+        call: Call | None = None,
     ) -> dict[str, Any]:
-        named = dict(by_name(self.func, self.claim.call.args, self.claim.call.kwargs))
+        call = call or self.claim.call
+        named = dict(by_name(self.func, call.args, call.kwargs))
         for name, item in named.items():
             if (name, -1) in tensors:
                 named[name] = tensors[name, -1]
@@ -247,10 +285,10 @@ class Trial:
         return named
 
     def _run(
-        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int
+        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
         """What a part returns, and what it has written in place."""
-        named = self._named(tensors, low, high)
+        named = self._named(tensors, low, high, call=call)
         names = traits(self.func).names[: len(self.claim.call.args)]
         written = written_arguments(self.func, named)
         args = [named[name] for name in names]
@@ -259,6 +297,10 @@ class Trial:
 
     def _part(self, name: Name, low: int, high: int) -> torch.Tensor:
         tensor, cut = self.given[name], self.way.given.get(name)
+        if name in self.claim.laid:
+            return torch.empty_strided(
+                tensor.shape, self.claim.laid[name], dtype=tensor.dtype, device=self.device
+            ).copy_(tensor)
         if cut is None:
             return (
                 tensor.clone()
@@ -288,26 +330,44 @@ class Trial:
         """
         same = same or _same
         together, changed = self._run(
-            {name: tensor.clone() for name, tensor in self.given.items()}, self.low, self.high
+            {name: _copy_in_place(tensor) for name, tensor in self.given.items()}, self.low, self.high, self.claim.of
         )
         for low, high in _one_of_each(ends):
-            given = {name: self._part(name, low, high) for name in self.given}
-            apart, written = self._run(given, low, high)
-            for place, index in enumerate(self.claim.call.results):
-                if index is None or not isinstance(together[place], torch.Tensor):
-                    continue
-                cut = self.way.made.get(place)
-                if cut is None and low:
-                    continue
-                if not same(self._slice(together[place], cut, low, high), apart[place]):
-                    return False
-            for name, tensor in written.items():
-                if not same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
-                    return False
+            for given in self._parts(low, high):
+                apart, written = self._run(given, low, high)
+                for place, index in enumerate(self.claim.call.results):
+                    if index is None or not isinstance(together[place], torch.Tensor):
+                        continue
+                    cut = self.way.made.get(place)
+                    if cut is None and low:
+                        continue
+                    if not same(self._slice(together[place], cut, low, high), apart[place]):
+                        return False
+                for name, tensor in written.items():
+                    if not same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
+                        return False
         return True
 
+    def _parts(self, low: int, high: int) -> Iterator[dict[Name, torch.Tensor]]:
+        """The arguments of a part: each in memory of its own, or where it lies, if it lies otherwise there."""
+        written = written_arguments(self.func, self._named(self.given, low, high))
+        views: dict[Name, torch.Tensor] = {}
+        for name, tensor in self.given.items():
+            cut = self.way.given.get(name)
+            if cut is None or not cut.plain or name[0] in written:
+                continue
+            merged = self._merged(tensor, cut)
+            view = merged.narrow(cut.dims[0], low - (0 if self.whole else self.low), high - low)
+            gaps = not is_dense(view.shape, view.stride())
+            # What has no gaps as a whole is copied where a part has some.
+            if gaps != is_dense(merged.shape, merged.stride()) and (gaps or view.data_ptr() % ALIGNED):
+                views[name] = view
+        for number in range(min(1 << len(views), _MOST_PLACINGS)):
+            there = {name for place, name in enumerate(views) if number >> place & 1}
+            yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
+
     def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """What is whole, with the dimensions that are cut as one."""
+        """What is whole, with the dimensions that are cut as one; a copy, if need be."""
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
@@ -316,6 +376,14 @@ class Trial:
         base = cut.ends(self.low, self.high)[0] if not self.whole else 0
         start, last = (each - base for each in cut.ends(low, high))
         return self._merged(tensor, cut).narrow(cut.dims[0], start, last - start)
+
+
+def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the tensor does, and begins as far from what memory is aligned to."""
+    shift, count = tensor.storage_offset(), _extent(tensor.shape, tensor.stride())
+    base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
+    base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
+    return torch.as_strided(base, tensor.shape, tensor.stride(), shift)
 
 
 def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
