@@ -11,7 +11,7 @@ A step is captured by ``step.capture_step``, in this order:
 
 Then passes give the graph another form, all in ``passes``; the bits stay the same:
 
-    fastest    together → reuse                          where memory is no matter
+    fastest    detached → together → reuse               where memory is no matter
     leanest    detached → split → reuse → reordered      where it is short
 
 Where single ops need more than there is, ``tiles`` comes before the leanest form: they run in parts, along axes that

@@ -368,7 +368,7 @@ def fastest(traced: Captured) -> Captured:
 
     Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
     """
-    return reuse(together(traced))
+    return reuse(together(detached(traced)))
 
 
 def leanest(traced: Captured) -> Captured:
