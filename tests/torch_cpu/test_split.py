@@ -367,6 +367,23 @@ def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+def test_trials_draw_no_random_numbers(verdicts: Cache) -> None:
+    """Not even those of ops that stay whole and find what they read elsewhere."""
+    model = nn.Linear(8, 24)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.bernoulli(model(x).sigmoid()[:, 3:]).sum()
+
+    def case() -> Case:
+        return Case(step, [model], [], lambda: (torch.randn(96, 8),))
+
+    captured = capture_step(step, [model], [], case().batch(), {})
+    before = torch.get_rng_state()
+    in_parts(captured, 3, verdicts)
+    assert torch.equal(torch.get_rng_state(), before)
+    check_exact(case, functools.partial(in_parts, parts=3, verdicts=verdicts))
+
+
 def test_other_splits_are_refused() -> None:
     model, optimizer, step, _ = language(100, 8)
     with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact', 'close' or 'off'"):

@@ -30,6 +30,7 @@ from outofcore.units import MIB
 from outofcore.validator import validate
 
 PARAMS = SearchParams(polish_ops=0, tuned=1, tunings=50)
+SEARCHED = SearchParams(polish_ops=0, tuned=1, tunings=200)
 LAYERS = 10
 
 
@@ -136,8 +137,8 @@ class Run:
 
 
 @cache
-def best(costs: Costs, budget: int) -> Planned:
-    return plan_step(GRAPH, costs, budget, params=PARAMS)
+def best(costs: Costs, budget: int, params: SearchParams = PARAMS) -> Planned:
+    return plan_step(GRAPH, costs, budget, params=params)
 
 
 @cache
@@ -146,17 +147,24 @@ def others(costs: Costs, budget: int, chosen: Planned) -> tuple[Alternative, ...
 
 
 def train(
-    machine: Machine, believed: Costs, budget: int, *, most: int = 2, steps: int = 150, exchanging: float = 1e-3
+    machine: Machine,
+    believed: Costs,
+    budget: int,
+    *,
+    most: int = 2,
+    steps: int = 150,
+    exchanging: float = 1e-3,
+    params: SearchParams = PARAMS,
 ) -> Run:
     """As a session does: the first step of a program warms up, and takes longer."""
-    trial = PlanTrial(GRAPH, believed, best(believed, budget), set(), most=most)
+    trial = PlanTrial(GRAPH, believed, best(believed, budget, params), set(), most=most)
     run = Run(trial, machine, [trial.planned])
     warming = True
     for _ in range(steps):
         asked = trial.ran(machine.run(trial.planned.program), warming=warming)
         warming = False
         if isinstance(asked, PlanAgain):
-            again = best(asked.costs, budget)
+            again = best(asked.costs, budget, params)
             run.seen.append(again)
             run.planned += 1
             asked = trial.planned_again(again, 0.01)
@@ -216,10 +224,10 @@ def test_noise_in_every_other_step_of_the_first_ten_leads_to_no_slower_plan(
 ) -> None:
     budget = max(int(in_core_budget(GRAPH, BELIEVED) * share), smallest_budget(GRAPH, BELIEVED) * 2)
     truth = with_link(BELIEVED, link, slowdown)
-    noisy = train(Machine(truth, bursts(range(first, 10, 2), times)), BELIEVED, budget)
-    calm = train(Machine(truth), BELIEVED, budget)
-    # Costs that differ a little may lead the search, which is a short one here, to plans that differ by as much.
-    assert noisy.true_seconds() <= calm.true_seconds() * 1.05
+    # With more search: a short one finds plans that differ by more where costs differ a little.
+    noisy = train(Machine(truth, bursts(range(first, 10, 2), times)), BELIEVED, budget, params=SEARCHED)
+    calm = train(Machine(truth), BELIEVED, budget, params=SEARCHED)
+    assert noisy.true_seconds() <= calm.true_seconds() * 1.03
 
 
 def test_trials_take_a_small_share_of_the_first_hundred_steps() -> None:

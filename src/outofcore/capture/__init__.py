@@ -11,17 +11,15 @@ A step is captured by ``step.capture_step``, in this order:
 
 Then passes give the graph another form, all in ``passes``; the bits stay the same:
 
-    fastest    detached → together → reuse               where memory is no matter
-    leanest    detached → split → reuse → reordered      where it is short
+    fastest    by_shape → together → reuse               where memory is no matter
+    leanest    by_shape → split → reuse → reordered      where it is short
 
 Where single ops need more than there is, ``tiles`` comes before the leanest form: they run in parts, along axes that
 ``split_rules`` names, and the bits stay the same where the machine says so (``profiling.equality``).
 
-If it is asked for, ``partial_sums`` comes before: large sums over rows and samples are taken in parts. The bits are
-then near those of plain PyTorch, and the same in all forms.
-
-If it is asked for, ``fusing`` comes before: what lies between products becomes one op each, of which ``kernels`` makes
-kernels with Inductor. The bits are then Inductor's, and the same in all forms.
+Two passes come before these, each if it is asked for; the bits are then others, and the same in all forms. In
+``fusing`` what lies between products becomes one op each, of which ``kernels`` makes kernels with Inductor. Then
+``partial_sums`` takes large sums over rows and samples in parts.
 
 Collectives are ops as others are (``collectives``); ``replicas`` writes down those of ``DistributedDataParallel``.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +36,20 @@ class Value:
     def layout(self) -> tuple[object, ...]:
         """How it lies in its storage, whichever that is."""
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
+
+    def merged(self, dims: tuple[int, int]) -> Value | None:
+        """With the dimensions from the first to before the last as one; None where they do not follow each other."""
+        first, end = dims
+        kept = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
+        if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(kept)):
+            return None
+        shape = (*self.shape[:first], prod(self.shape[first:end]), *self.shape[end:])
+        return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[kept[-1]], *self.stride[end:]))
+
+    def narrowed(self, dim: int, low: int, high: int) -> Value:
+        """The part from ``low`` to before ``high`` along a dimension."""
+        shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, offset=self.offset + low * self.stride[dim])
 
 
 @dataclass(frozen=True, slots=True)

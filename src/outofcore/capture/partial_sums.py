@@ -5,8 +5,8 @@ As one op it needs everything that it adds up on the device at once. As several 
 that rows and samples can be worked on one part after the other throughout a step (``tiles``).
 
 Another order of additions gives other roundings, so a step in this form is close to plain PyTorch and not the same to
-the bit. How many parts there are follows from the sizes of tensors alone, and the pass comes before all others: budget,
-plan and machine have no part in it, and the bits of a step are the same at every budget.
+the bit. How many parts there are follows from the sizes of tensors alone, and the pass comes before all that depend on
+the budget, the plan or the machine: the bits of a step are the same at every budget.
 
 Limits: sums of 16-bit numbers stay whole, as each part would be rounded to 16 bits; so do the statistics of batch
 norms, and tables of embeddings.
@@ -30,7 +30,6 @@ from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.passes import halves_of_convolution, halves_of_norm, with_ops
 from outofcore.capture.split_rules import Cut, Given, Name, Settle
 from outofcore.capture.tables import covers, map_leaves
-from outofcore.capture.tiles import merged, narrowed
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.units import MIB
 
@@ -124,7 +123,7 @@ def _apart(
     count = 0
     for name, cut in found.given.items():
         value = given.value(*name)
-        if value is None or merged(value, cut.dims) is None or value.storage in fixed:
+        if value is None or value.merged(cut.dims) is None or value.storage in fixed:
             return None
         count += prod(value.shape) * value.dtype.itemsize
     parts = 1
@@ -153,10 +152,10 @@ def _in_parts(
         named = dict(by_name(func, call.args, call.kwargs))
         for (name, place), cut in found.given.items():
             item = named[name] if place < 0 else named[name][place]
-            whole = merged(values[item.value], cut.dims)
+            whole = values[item.value].merged(cut.dims)
             if whole is None:
                 raise RuntimeError(f"{op.name} was to be taken apart and cannot be; please report it")
-            part = Ref(number(narrowed(whole, cut.dims[0], low, high)))
+            part = Ref(number(whole.narrowed(cut.dims[0], low, high)))
             named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
         if found.settle is not None:
             found.settle(named, low, high)

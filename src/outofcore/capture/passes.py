@@ -3,7 +3,7 @@
 ``fastest`` is for where memory is no matter, ``leanest`` for where it is short. Splitting: the backward pass of a
 convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
 other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
-but its shape, so a tensor on the memory of the result stands in for it. Detaching: an op that makes a tensor as large
+but its shape, so a tensor on the memory of the result stands in for it. By shape: an op that makes a tensor as large
 as another, as dropout does for its mask, does without the other. Reuse: an elementwise op writes its result over an
 argument that nobody needs any more, which holds two tensors where there were three; autograd does so where
 it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
@@ -108,7 +108,7 @@ def _same_layout(captured: Captured, one: int, other: int) -> bool:
     return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
 
 
-# What they fill what they make with; None: with nothing.
+# Operators that take nothing of a tensor but its shape, and the number that they fill another with; None: with nothing.
 _AS_LARGE: dict[Any, int | None] = {
     _aten.empty_like.default: None,
     _aten.new_empty.default: None,
@@ -119,13 +119,13 @@ _AS_LARGE: dict[Any, int | None] = {
 }
 
 
-def detached(captured: Captured) -> Captured:
-    """The same step, to the bit, in which what is made as large as a tensor is made without that tensor."""
+def by_shape(captured: Captured) -> Captured:
+    """The same step, to the bit, in which what is made as large as another tensor is made without that one."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
-    return with_ops(captured, [_detached(captured, op, call) for op, call in pairs])
+    return with_ops(captured, [_by_shape(captured, op, call) for op, call in pairs])
 
 
-def _detached(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
+def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
     if call.func not in _AS_LARGE or not op.reads or op.mutates or len(op.creates) != 1:
         return op, call
     result = call.results[0]
@@ -142,7 +142,7 @@ def _detached(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
         if value.stride != tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape))):
             return op, call
         func, args = (_aten.zeros.default if fill == 0 else _aten.ones.default), (shape,)
-    family = family_text(str(func), args, kwargs, list(captured.values))
+    family = family_text(str(func), args, kwargs, [])
     return replace(op, name=str(func), reads=(), family=family), Call(func, args, kwargs, call.results)
 
 
@@ -368,10 +368,10 @@ def fastest(traced: Captured) -> Captured:
 
     Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
     """
-    return reuse(together(detached(traced)))
+    return reuse(together(by_shape(traced)))
 
 
 def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
-    captured = reuse(split(detached(traced)))
+    captured = reuse(split(by_shape(traced)))
     return reordered(captured, hoisting(captured))

@@ -23,8 +23,8 @@ from outofcore.capture.operators import by_name, is_random, traits, written_argu
 
 # Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
 _LANES = 256
-# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. For fewer than the
-# second they have kernels that look at how memory is aligned.
+# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. With fewer than the
+# second, how they round depends on how memory is aligned.
 _ROWS, _FEW = 64, 16
 
 Name = tuple[str, int]  # an argument, and its place in it where it is a list; else -1
@@ -152,7 +152,7 @@ def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
     if rule is None and is_elementwise(func):
         rule = _pointwise
     found = [] if rule is None else rule(given)
-    return [way for way in found if way.extent > 1]
+    return [way for way in found if len(way.ends(2)) > 2]
 
 
 # Elementwise operators that PyTorch does not tag as such.

@@ -34,7 +34,6 @@ from outofcore.analysis import LARGE_BYTES
 from outofcore.analysis.boxes import (
     Axes,
     Box,
-    Interval,
     Lines,
     Placed,
     Window,
@@ -49,7 +48,7 @@ from outofcore.analysis.chunks import is_dense
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
 from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
-from outofcore.capture.passes import PASSING, detached, halves_of_norm, split, with_ops
+from outofcore.capture.passes import PASSING, by_shape, halves_of_norm, split, with_ops
 from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
@@ -57,6 +56,8 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 T = TypeVar("T")
 
 _aten = torch.ops.aten
+# How an op runs that is not cut.
+_AS_ONE = Way("as one", 1, {}, {})
 # How many parts an op is cut into at most.
 MOST_PARTS = 64
 # A storage is worth cutting if it takes at least this part of what an op may need.
@@ -123,7 +124,7 @@ def tiled(
         limit: with more ops than this the step stays as it is.
         workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
     """
-    captured = _small_losses(split(detached(traced)), most if parts is None else 0)
+    captured = _small_losses(split(by_shape(traced)), most if parts is None else 0)
     unfit = set(refused)
     captured, halved = _halved(captured, most if parts is None else 0, unfit)
     while True:
@@ -229,12 +230,15 @@ class _Search:
 
     def gathered(self, chosen: Iterable[int]) -> Iterator[Claim]:
         """That ops which stay whole do the same where their arguments, gathered from cells, lie otherwise."""
+        return (claim for _, claim in self._gathered(chosen))
+
+    def _gathered(self, chosen: Iterable[int]) -> Iterator[tuple[Op, Claim]]:
         cut = set(chosen)
         for op in self.graph.ops:
             laid = {} if op.id in cut or self.cuts.keys().isdisjoint(op.touched) else self._laid(op.id, None)
             if laid:
                 key = f"{op.family} as one{self._lies(op.id, laid)}"
-                yield Claim(key, self.captured.calls[op.id], Way("half", 1, {}, {}), (0, 1), laid=laid)
+                yield op, Claim(key, self.captured.calls[op.id], _AS_ONE, (0, 1), laid=laid)
 
     def _lies(self, op: int, laid: Mapping[Name, tuple[int, ...]]) -> str:
         """How the arguments of an op lie, where that is not what its family tells; for a key."""
@@ -278,7 +282,7 @@ class _Search:
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
         placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
-        return (placed_well or value.storage not in self.lines) and merged(value, cut.dims) is not None
+        return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
 
     def _size(self, index: int) -> int:
         value = self.values[index]
@@ -504,10 +508,9 @@ class _Search:
     def _unfit_to_gather(self, ways: Iterable[int]) -> set[int]:
         """Storages with cells that ops which stay whole would find laid out otherwise, and then do something else."""
         found: set[int] = set()
-        for claim in self.gathered(ways):
-            call = claim.call
-            if claim.key in self.refused or not isinstance(call.func, OpOverload):
-                named = dict(_named_refs(call))
+        for op, claim in self._gathered(ways):
+            if claim.key in self.refused or not _can_be_tried(op, claim.call):
+                named = dict(_named_refs(claim.call))
                 found |= {self.values[named[name]].storage for name in claim.laid}
         return found
 
@@ -758,10 +761,10 @@ class _Builder:
         if cut is None:
             return value
         first, last = cut.ends(low, high)
-        whole = _there(merged(value, cut.dims), op)
+        whole = _there(value.merged(cut.dims), op)
         dim = cut.dims[0]
         inside = max(first, 0), min(last, whole.shape[dim])
-        part = narrowed(whole, dim, *inside)
+        part = whole.narrowed(dim, *inside)
         dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
         if inside == (first, last) and dense:
             return part
@@ -772,7 +775,7 @@ class _Builder:
         if inside != (first, last):
             self._emit(op, _aten.zero_.default, (Ref(filled),), {}, (None,), (), [made])
         if inside[1] > inside[0]:
-            self._copy(op, narrowed(copy, dim, inside[0] - first, inside[1] - first), part)
+            self._copy(op, copy.narrowed(dim, inside[0] - first, inside[1] - first), part)
         return copy
 
     # Pieces.
@@ -912,7 +915,7 @@ class _Builder:
         else:
             first, last = cut.ends(low, high)
             shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
-        whole = value if cut is None else merged(value, cut.dims)
+        whole = value if cut is None else value.merged(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
@@ -993,8 +996,8 @@ class _Builder:
             cut = _there(cut, op)
             if not self._exists(storage):
                 self._make_empty(op, old)
-            whole = _there(merged(old, cut.dims), op)
-            self._copy(op, narrowed(whole, cut.dims[0], *cut.ends(low, high)), made)
+            whole = _there(old.merged(cut.dims), op)
+            self._copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), made)
             return
         axes, place = search.axes[storage], search.places[index]
         dims = None if cut is None else cut.dims
@@ -1023,8 +1026,8 @@ class _Builder:
             self._scattered(op, old.storage, part.dtype, box, part.storage)
             return
         cut = _there(cut, op)
-        whole = _there(merged(old, cut.dims), op)
-        self._copy(op, narrowed(whole, cut.dims[0], *cut.ends(low, high)), part)
+        whole = _there(old.merged(cut.dims), op)
+        self._copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), part)
 
 
 def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
@@ -1073,9 +1076,7 @@ def _halved(captured: Captured, most: int, refused: Set[str]) -> tuple[Captured,
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(graph.storages[s].bytes for s in op.touched)
         halves = halves_of_norm(captured, op, call) if need > most else [(op, call)]
-        found = [
-            Claim(f"{half.family} as a half", of_half, Way("half", 1, {}, {}), (0, 1), call) for half, of_half in halves
-        ]
+        found = [Claim(f"{half.family} as a half", of_half, _AS_ONE, (0, 1), call) for half, of_half in halves]
         if len(halves) == 1 or any(claim.key in refused for claim in found):
             pairs.append((op, call))
         else:
@@ -1196,22 +1197,6 @@ def _ref(call: Call, name: Name) -> Ref:
     return item if name[1] < 0 else item[name[1]]
 
 
-def merged(value: Value, dims: Interval) -> Value | None:
-    """A value with some dimensions as one; None where they do not follow each other in memory."""
-    first, end = dims
-    kept = [d for d in range(first, end) if value.shape[d] != 1] or [end - 1]
-    if any(value.stride[a] != value.stride[b] * value.shape[b] for a, b in itertools.pairwise(kept)):
-        return None
-    shape = (*value.shape[:first], prod(value.shape[first:end]), *value.shape[end:])
-    return replace(value, shape=shape, stride=(*value.stride[:first], value.stride[kept[-1]], *value.stride[end:]))
-
-
-def narrowed(value: Value, dim: int, low: int, high: int) -> Value:
-    """The part of a value from ``low`` to before ``high`` along a dimension."""
-    shape = (*value.shape[:dim], high - low, *value.shape[dim + 1 :])
-    return replace(value, shape=shape, offset=value.offset + low * value.stride[dim])
-
-
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Strides without gaps, in the order of others."""
     found = [0] * len(shape)
@@ -1228,6 +1213,12 @@ def _alike(one: Value, other: Value) -> bool:
 
 # Libraries may add up otherwise where memory does not begin at multiples of so many bytes.
 ALIGNED = 64
+
+
+def _can_be_tried(op: Op, call: Call) -> bool:
+    """Whether an op does nothing but make its results: it draws no random numbers, which would be missing later."""
+    plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
+    return plain and not op.random and not op.communicates
 
 
 def _misaligned(value: Value) -> int:

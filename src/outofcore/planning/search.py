@@ -40,7 +40,7 @@ _log = logging.getLogger("outofcore.planning")
 
 # A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
 # longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second.
-_GOOD, _GOOD_IF_LONG = 1.002, 1.01
+_GOOD, _GOOD_IF_LONG = 1.0005, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64

@@ -145,8 +145,8 @@ def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -
     """Whether an elementwise operator computes all elements alike, or parts are such that it makes no difference."""
     tensors = _tensors(claim.call, values)
     # Parts are put side by side where the whole was not.
-    apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values()) or claim.laid
-    if apart and _is_uneven(claim, tensors, device, _rounds_gaps):
+    apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
+    if (apart or claim.laid) and _is_uneven(claim, tensors, device, _rounds_gaps):
         return False
     return _leaves_nothing(claim, tensors) or not _is_uneven(claim, tensors, device, _rounds_scraps)
 
@@ -360,7 +360,8 @@ class Trial:
             view = merged.narrow(cut.dims[0], low - (0 if self.whole else self.low), high - low)
             gaps = not is_dense(view.shape, view.stride())
             # What has no gaps as a whole is copied where a part has some.
-            if gaps != is_dense(merged.shape, merged.stride()) and (gaps or view.data_ptr() % ALIGNED):
+            is_copied = gaps and is_dense(merged.shape, merged.stride())
+            if not is_copied and (gaps or view.data_ptr() % ALIGNED):
                 views[name] = view
         for number in range(min(1 << len(views), _MOST_PLACINGS)):
             there = {name for place, name in enumerate(views) if number >> place & 1}
