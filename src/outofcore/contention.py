@@ -1,6 +1,7 @@
 """How long instructions take that run beside each other, where copies slow each other and ops down.
 
-The model: while copies run both ways between the device and a home, each goes at a speed of ``1 - contention / 2``;
+The model: while copies run both ways between the device and a home, each loses the share of its speed that
+``Home.lost`` says;
 while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds
 change whenever an instruction starts or ends, and hold in between (processor sharing).
 
@@ -89,6 +90,7 @@ def _stretched(
             times = 1.0
         else:
             other = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
-            times = 1.0 / (1.0 - homes[home].contention / 2) if (other, home) in running else 1.0
+            lost = homes[home].lost(out=queue is Queue.COPY_OUT) if (other, home) in running else 0.0
+            times = 1.0 / (1.0 - lost)
         found.append((numbers[lane], times))
     return found

@@ -8,14 +8,18 @@ from math import inf
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 
+# Of the contention, borne by copies one way: else those the other way could make them stand still.
+LEAST_PART = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
     """A place for bytes that are not on the device, and the link to it.
 
     ``contention`` is what copies both ways take from each other: the shares of their speeds that the two
-    lose while both run, added up, from 0 (two links) to 1 (one link that they share). ``compute_slowdown`` is the
-    share by which ops take longer for each copy that runs beside them.
+    lose while both run, added up, from 0 (two links) to 1 (one link that they share). ``contention_out`` is the part of
+    that which copies out bear: a disk may hold up writing much more than reading. ``compute_slowdown`` is the share by
+    which ops take longer for each copy that runs beside them.
     """
 
     name: str  # "host", "disk"
@@ -25,6 +29,11 @@ class Home:
     latency_s: float = 0.0  # per copy, either way
     contention: float = 0.0
     compute_slowdown: float = 0.0
+    contention_out: float = 0.5
+
+    def lost(self, *, out: bool) -> float:
+        """The share of their speed that copies one way lose while others run the other way."""
+        return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:
         """Seconds that a copy of ``count`` bytes from the device takes."""
@@ -76,6 +85,11 @@ class Costs:
                 raise GraphError(
                     f"home {home.name} has contention {home.contention} and compute slowdown {home.compute_slowdown}; "
                     "the one must lie from 0 to 1, and neither may be negative"
+                )
+            if not LEAST_PART <= home.contention_out <= 1 - LEAST_PART:
+                raise GraphError(
+                    f"home {home.name} has copies out bear {home.contention_out} of its contention; that must lie from "
+                    f"{LEAST_PART} to {1 - LEAST_PART}, so that no copies come to rest"
                 )
 
     @property

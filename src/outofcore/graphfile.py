@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from outofcore.costs import Costs, Home, OpCost
+from outofcore.costs import LEAST_PART, Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.jsonfile import decode_json, refuse, write_json
@@ -90,6 +90,7 @@ class _Home(Struct, omit_defaults=True):
     latency_s: Seconds = 0.0
     contention: Annotated[float, Meta(ge=0, le=1)] = 0.0
     compute_slowdown: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    contention_out: Annotated[float, Meta(ge=LEAST_PART, le=1 - LEAST_PART)] = 0.5
 
 
 class _File(Struct):
@@ -145,7 +146,16 @@ def read_graph(path: Path) -> GraphFile:
     costs = Costs(
         tuple(OpCost(op.seconds, op.workspace_bytes) for op in file.ops),
         tuple(
-            Home(h.name, h.bytes, h.bytes_per_s_out, h.bytes_per_s_in, h.latency_s, h.contention, h.compute_slowdown)
+            Home(
+                h.name,
+                h.bytes,
+                h.bytes_per_s_out,
+                h.bytes_per_s_in,
+                h.latency_s,
+                h.contention,
+                h.compute_slowdown,
+                h.contention_out,
+            )
             for h in file.homes
         ),
     )
@@ -254,7 +264,14 @@ def write_graph(path: Path, file: GraphFile) -> None:
             outputs=named(graph.outputs),
             homes=tuple(
                 _Home(
-                    h.name, h.bytes_per_s_out, h.bytes_per_s_in, h.bytes, h.latency_s, h.contention, h.compute_slowdown
+                    h.name,
+                    h.bytes_per_s_out,
+                    h.bytes_per_s_in,
+                    h.bytes,
+                    h.latency_s,
+                    h.contention,
+                    h.compute_slowdown,
+                    h.contention_out,
                 )
                 for h in costs.homes
             ),

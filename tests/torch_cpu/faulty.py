@@ -87,8 +87,16 @@ def goes_on(plain: Sides, ours: Any) -> None:
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
+def by_python(monkeypatch: pytest.MonkeyPatch, step: Any) -> None:
+    """Have native threads call Python for each copy, by ``read`` and ``write`` of its home."""
+    for home in step.homes:
+        monkeypatch.setattr(home, "locate", lambda *_: None)
+    step._session.engine._copies.clear()
+
+
 def in_the_middle(patch: pytest.MonkeyPatch, step: Any, act: Callable[[], object]) -> list[bool]:
     """Do something once, when the last home has been read in the middle of a step; the list then says so."""
+    by_python(patch, step)
     home, engine = step.homes[-1], step._session.engine
     original, done = home.read, list[bool]()
 
@@ -109,6 +117,7 @@ class FaultError(Exception):
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, error: BaseException) -> None:
     """Let the ``number``-th read or write of a home fail, once."""
     count = [0]
+    by_python(monkeypatch, step)
     for home in step.homes:
         original = getattr(home, kind)
 

@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import FaultError, Sides, assert_same, batch, contents, fail_at, goes_on, sides, smallest_budget, two_homes
+from faulty import (
+    FaultError,
+    Sides,
+    assert_same,
+    batch,
+    by_python,
+    contents,
+    fail_at,
+    goes_on,
+    sides,
+    smallest_budget,
+    two_homes,
+)
 from torch import nn
 
 import outofcore
@@ -179,6 +191,7 @@ def test_a_damaged_slot_is_noticed(check: str, smallest: int, tmp_path: Path, mo
             if len(written) == 3:  # an activation: parameters leave first
                 original(offset + len(source) - PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
 
+        by_python(monkeypatch, ours)
         monkeypatch.setattr(home.inner, "write", damaging)
         with pytest.raises(TransferError, match="checksum differs") as caught:
             ours(batch(1))
@@ -193,6 +206,7 @@ def test_what_cannot_be_undone_tears_the_step(smallest: int, tmp_path: Path, mon
         ours(batch(0))
         (home,) = ours.homes
         original = home.inner.write
+        by_python(monkeypatch, ours)
         monkeypatch.setattr(
             home.inner,
             "write",

@@ -96,6 +96,20 @@ def test_contention_is_what_both_lose_together(together: Rates, contention: floa
 
 
 @pytest.mark.parametrize(
+    ("together", "part"),
+    [
+        (Rates(200.0, 400.0), 0.5),  # nothing is lost
+        (Rates(100.0, 200.0), 0.5),
+        (Rates(50.0, 300.0), 0.75),
+        (Rates(40.0, 420.0), 0.95),  # noise: in is not held up at all
+    ],
+)
+def test_who_bears_the_contention(together: Rates, part: float) -> None:
+    assert report(together=together).contention_out == pytest.approx(part)
+    assert report(together=together).home.contention_out == pytest.approx(part)
+
+
+@pytest.mark.parametrize(
     ("single", "both", "slowdown"), [(1.1, 1.2, 0.1), (1.0, 1.0, 0.0), (1.2, 1.2, 0.15), (0.9, 0.9, 0.0)]
 )
 def test_slowdown_is_for_each_copy_beside_ops(single: float, both: float, slowdown: float) -> None:

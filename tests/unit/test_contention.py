@@ -38,6 +38,12 @@ def test_copies_that_take_little_from_each_other() -> None:
     assert times(replace(PLAIN, contention=0.4), CopyOut(0, 0), CopyIn(1, 0)) == [(0, 9), (0, 5)]
 
 
+def test_copies_of_which_one_loses_more() -> None:
+    home = replace(PLAIN, contention=0.8, contention_out=0.75)
+    # In at 0.8 of its speed for 5 s; out at 0.4, which leaves 6 s alone.
+    assert times(home, CopyOut(0, 0), CopyIn(1, 0)) == [(0, 11), (0, 5)]
+
+
 def test_ops_beside_one_copy_and_two() -> None:
     home = replace(PLAIN, compute_slowdown=0.5)
     # Two copies for 4 s at half speed, then one for 4 s at two thirds, then 4/3 s alone.

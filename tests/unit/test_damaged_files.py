@@ -144,6 +144,7 @@ def test_every_graph_that_is_read_can_be_planned_for_or_is_refused(
         "bytes_per_s_in": [1e3, 1e9, 1e15],
         "contention": [0, 5e-324, 1],
         "compute_slowdown": [0, 1e3],
+        "contention_out": [0.05, 0.95],
     }
     for container, key in [*places(content)]:
         if key in numbers and data.draw(st.booleans()):

@@ -41,15 +41,19 @@ def written(path: Path, home: Home) -> dict[str, object]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3))
-def test_shares_survive(tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float) -> None:
+@given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3), part=st.floats(0.05, 0.95))
+def test_shares_survive(
+    tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float, part: float
+) -> None:
     path = tmp_path_factory.mktemp("graph") / "graph.json"
-    home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown)
+    home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown, part)
     written(path, home)
     assert read_graph(path).costs.homes == (home,)
 
 
-@pytest.mark.parametrize(("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5), ("contention_out", 1)]
+)
 def test_impossible_shares_are_refused(tmp_path: Path, field: str, value: float) -> None:
     path = tmp_path / "graph.json"
     content = written(path, Home("host", None, 1e9, 2e9))

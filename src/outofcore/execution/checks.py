@@ -1,6 +1,7 @@
 """Checksums of what lies at a home: what is read back must be what was written.
 
-They are CRC-32 (IEEE 802.3), of whole slots or of a few of their pages, kept in memory. They hold within a step:
+They are CRC-32 (IEEE 802.3) of whole slots, or of a few of their pages, of which native code takes fingerprints instead
+where it is there (``copying.cpp``). They are kept in memory, and hold within a step:
 between steps the user may change what is at home through the tensors that show it, and nobody is told.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from outofcore.errors import TransferError
 from outofcore.execution.file_ranges import FileRanges
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.fingerprints import sampled
+from outofcore.execution.homes import HomeStore, Location
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -38,6 +41,8 @@ def checksum(memory: memoryview, offset: int, check: Check) -> int:
     """The checksum of a slot's bytes; of its pages that are sampled for a slot at that offset."""
     if check is Check.FULL:
         return zlib.crc32(memory)
+    if (quickly := sampled(memory, offset)) is not None:
+        return quickly
     pages = round_up(len(memory), PAGE_BYTES) // PAGE_BYTES
     picked = {0, pages - 1}
     picked |= {((offset // PAGE_BYTES + k + 1) * _SPREAD % 2**32) * pages >> 32 for k in range(_BETWEEN)}
@@ -130,7 +135,11 @@ class CheckedHome:
         self.inner.read(offset, target)
         count, known = self._sums.get(offset, (-1, 0))
         if count == len(target) and checksum(target, offset, self.check_mode) != known:
-            raise self._damaged(offset, count)
+            raise damaged(self, offset, count)
+
+    def remember(self, offset: int, count: int, found: int) -> None:
+        """Take note of the checksum of what native code has written to a slot."""
+        self._sums[offset] = count, found
 
     def discard(self, offset: int, count: int) -> None:
         """See ``HomeStore.discard``."""
@@ -160,14 +169,16 @@ class CheckedHome:
             self.inner.read(offset + start, piece)
             found = zlib.crc32(piece, found)
         if found != known:
-            raise self._damaged(offset, count)
+            raise damaged(self, offset, count)
 
-    def _damaged(self, offset: int, count: int) -> TransferError:
-        return TransferError(
-            f"the {format_bytes(count)} at byte {offset} of the {self.name} home are not what was written there: the "
-            "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
-            "or name another spill directory"
-        )
+    def locate(self, offset: int, count: int) -> Location | None:
+        """See ``HomeStore.locate``: native code samples, and Python compares every byte."""
+        found = self.inner.locate(offset, count) if self.check_mode is Check.SAMPLED else None
+        return None if found is None else replace(found, remember=self.remember)
+
+    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+        """See ``HomeStore.failed``."""
+        return self.inner.failed(offset, count, code, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """See ``HomeStore.face``."""
@@ -184,6 +195,15 @@ class CheckedHome:
     def close(self) -> None:
         """See ``HomeStore.close``."""
         self.inner.close()
+
+
+def damaged(home: HomeStore, offset: int, count: int) -> TransferError:
+    """What came back from a home is not what was written there, as an error."""
+    return TransferError(
+        f"the {format_bytes(count)} at byte {offset} of the {home.name} home are not what was written there: the "
+        "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
+        "or name another spill directory"
+    )
 
 
 def checked(home: HomeStore, check: Check) -> HomeStore:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +21,10 @@ from outofcore import _torch_internals as internals
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
+from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.native import load_native
 from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
@@ -33,6 +35,35 @@ _Item = TypeVar("_Item", BoundCopy, BoundRun)
 
 # A signal that comes as its thread falls asleep is handled when the thread next wakes: without a copy that ends, never.
 _SIGNALS_SECONDS = 1.0
+
+
+class _Queues(Protocol):
+    """How far the queues of a step are."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the step was given up; None: it was not."""
+        ...
+
+    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
+        """Return when queues are as far.
+
+        Raises:
+            StateError: the step was given up.
+        """
+        ...
+
+    def publish(self, queue: int, number: int) -> None:
+        """Tell how far a queue is to those that wait for it."""
+        ...
+
+    def passed(self, queue: int, number: int) -> None:
+        """The same where nobody waits for just that."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Give the step up, unless it was given up before."""
+        ...
 
 
 class _Progress:
@@ -51,6 +82,9 @@ class _Progress:
         with self.condition:
             self.done[queue] = number
             self.condition.notify_all()
+
+    def passed(self, queue: int, number: int) -> None:
+        self.done[queue] = number
 
     def fail(self, error: BaseException) -> None:
         with self.condition:
@@ -73,10 +107,10 @@ class _Progress:
 class _Worker(threading.Thread, Generic[_Item]):
     """Runs one queue of copies, or that of collectives, step after step, until it is closed."""
 
-    def __init__(self, queue: int, name: str, progress: _Progress, do: Callable[[_Item], None]) -> None:
+    def __init__(self, queue: int, name: str, do: Callable[[_Item], None]) -> None:
         super().__init__(name=f"outofcore-{name}", daemon=True)
         self._queue = queue
-        self._progress = progress
+        self._progress: _Queues = _Progress(0)
         self._do = do
         self._condition = threading.Condition()
         self._work: Sequence[_Item] | None = None
@@ -84,9 +118,9 @@ class _Worker(threading.Thread, Generic[_Item]):
         self._ends: array[float] = array("d")
         self._closed = False
 
-    def begin(self, work: Sequence[_Item], starts: array[float], ends: array[float]) -> None:
+    def begin(self, work: Sequence[_Item], queues: _Queues, starts: array[float], ends: array[float]) -> None:
         with self._condition:
-            self._starts, self._ends = starts, ends
+            self._progress, self._starts, self._ends = queues, starts, ends
             self._work = work
             self._condition.notify_all()
 
@@ -130,10 +164,7 @@ class _Worker(threading.Thread, Generic[_Item]):
             starts[one.index] = perf_counter()
             self._do(one)
             ends[one.index] = perf_counter()
-            if one.awaited:
-                progress.publish(queue, one.number)
-            else:
-                progress.done[queue] = one.number
+            (progress.publish if one.awaited else progress.passed)(queue, one.number)
 
 
 class _Inline:
@@ -180,11 +211,13 @@ class _Replayed:
         replay: its calls.
         taken: by op, whether its call was taken down.
         until: by op, the end of the stretch that begins with it (see ``spans``); None: not all of them ran yet.
+        ordered: the same where native code waits for other queues and tells them.
     """
 
     replay: Replay
     taken: list[bool]
     until: list[int] | None = None
+    ordered: list[int] | None = None
 
 
 class _Calls:
@@ -233,10 +266,15 @@ class CpuEngine:
     Args:
         homes: where blocks go to and come from, nearest first.
         replay: whether native code may call ops.
+        copying: whether native code may copy (see ``copying``); else Python's threads do.
     """
 
-    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
+    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True, copying: bool = True) -> None:
         self._replays = replay
+        self._copies_natively = copying
+        self._copying: Copying | None = None
+        self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
+        self._by_index: dict[int, tuple[bool, BoundCopy]] = {}
         self._homes = tuple(homes)
         self._progress = _Progress(2 + 2 * len(self._homes))
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
@@ -260,6 +298,9 @@ class CpuEngine:
             worker.close()
         self._copiers.clear()
         self._communicator = None
+        if self._copying is not None:
+            self._copying.close()
+            self._copying = None
 
     def synchronize(self) -> None:
         """Nothing is under way between two steps."""
@@ -267,14 +308,15 @@ class CpuEngine:
     def forget(self) -> None:
         """See ``Engine.forget``."""
         self._arena, self._slots, self._ports = None, {}, {}
+        self._by_index = {}
 
     def _started(self) -> list[_Worker[BoundCopy]]:
         if not self._copiers:
             for number, home in enumerate(self._homes):
                 out, into = 2 * number + 1, 2 * number + 2
                 self._copiers += [
-                    _Worker(out, f"{home.name}-out", self._progress, partial(self._copy, True)),
-                    _Worker(into, f"{home.name}-in", self._progress, partial(self._copy, False)),
+                    _Worker(out, f"{home.name}-out", partial(self._copy, True)),
+                    _Worker(into, f"{home.name}-in", partial(self._copy, False)),
                 ]
             for copier in self._copiers:
                 copier.start()
@@ -308,36 +350,45 @@ class CpuEngine:
         """See ``Engine.run``: returns when all queues are empty."""
         count = len(program.instructions)
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
-        progress = self._progress
-        progress.reset()
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
         inline = None if slots or bound.collectives else self._inline(bound)
-        copiers: list[tuple[_Worker[BoundCopy], Sequence[BoundCopy]]] = []
-        if inline is None:
-            copiers = [(copier, work) for copier, work in zip(self._started(), bound.copies, strict=True) if work]
-        workers: list[_Worker[BoundCopy] | _Worker[BoundRun]] = [copier for copier, _ in copiers]
+        copying = self._native_copying() if inline is None else None
+        queues: _Queues
+        if copying is None:
+            self._progress.reset()
+            queues = self._progress
+        else:
+            queues = copying
         begin = perf_counter()
-        for copier, work in copiers:
-            copier.begin(work, starts, ends)
+        resting: list[Callable[[], None]] = []
+        if copying is not None:
+            copies = self._copies_of(bound, arena)
+            copying.begin(copies, ports, starts, ends)
+            resting.append(copying.finish)
+        elif inline is None:
+            for copier, work in zip(self._started(), bound.copies, strict=True):
+                if work:
+                    copier.begin(work, queues, starts, ends)
+                    resting.append(copier.finish)
         if bound.collectives:
             communicator = self._talking()
-            workers.append(communicator)
-            communicator.begin(bound.collectives, starts, ends)
+            resting.append(communicator.finish)
+            communicator.begin(bound.collectives, queues, starts, ends)
         try:
             with internals.below_autograd():
-                self._compute(bound, table, starts, ends, inline)
+                self._compute(bound, queues, table, starts, ends, inline)
             if inline is not None:
                 inline.finish(starts, ends)
         except BaseException as error:
-            progress.fail(error)
+            queues.fail(error)
             raise
         finally:
             table.end()
-            self._finish(workers)
-        if progress.failure is not None:
-            raise _explained(progress.failure)
+            _finish(resting, queues)
+        if queues.failure is not None:
+            raise _explained(queues.failure)
         end = perf_counter()
         self._seconds = end - begin
         self._all_seconds += self._seconds
@@ -350,23 +401,32 @@ class CpuEngine:
         """The thread of collectives, started."""
         if self._communicator is None:
             end_when_threads_rest()
-            self._communicator = _Worker(COMMUNICATE, "collectives", self._progress, _communicate)
+            self._communicator = _Worker(COMMUNICATE, "collectives", _communicate)
             self._communicator.start()
         return self._communicator
 
-    def _finish(self, workers: Sequence[_Worker[BoundCopy] | _Worker[BoundRun]]) -> None:
-        """Return when no copy and no collective is under way any more, whatever happens meanwhile."""
-        interrupted: BaseException | None = None
-        for worker in workers:
-            while True:
-                try:
-                    worker.finish()
-                    break
-                except BaseException as error:  # the handler of a signal
-                    self._progress.fail(error)
-                    interrupted = error
-        if interrupted is not None:
-            raise interrupted
+    def _native_copying(self) -> Copying | None:
+        """What copies in native code; None: Python does."""
+        if self._copying is not None and not self._copying.is_ours:
+            self._copying = None  # the child of a fork has none of its threads
+        if self._copying is None and self._copies_natively and (library := load_native().library) is not None:
+            self._copying = Copying(library, 2 + 2 * len(self._homes), self._copy_by_index)
+        return self._copying
+
+    def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
+        found = self._copies.get(bound)
+        if found is None or found.slots != self._slots:
+            queues = 2 + 2 * len(self._homes)
+            found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, queues)
+        self._by_index = {}
+        if found.by_python:
+            self._by_index = {
+                copy.index: (number % 2 == 0, copy) for number, work in enumerate(bound.copies) for copy in work
+            }
+        return found
+
+    def _copy_by_index(self, index: int) -> None:
+        self._copy(*self._by_index[index])
 
     def _inline(self, bound: Bound) -> _Inline:
         turns = (partial(self._copy, True), partial(self._copy, False))
@@ -388,19 +448,32 @@ class CpuEngine:
         return made
 
     def _compute(
-        self, bound: Bound, table: ScopeTable, starts: array[float], ends: array[float], inline: _Inline | None
+        self,
+        bound: Bound,
+        queues: _Queues,
+        table: ScopeTable,
+        starts: array[float],
+        ends: array[float],
+        inline: _Inline | None,
     ) -> None:
         replayed = self._replay(bound)
         if replayed is None or replayed.until is not None:
-            self._run_all(bound, _Calls(table, starts, ends, None), replayed, table, starts, ends, inline)
+            self._run_all(bound, queues, _Calls(table, starts, ends, None), replayed, table, starts, ends, inline)
         else:
             with replayed.replay.watching():
-                self._run_all(bound, _Calls(table, starts, ends, replayed), None, table, starts, ends, inline)
+                calls = _Calls(table, starts, ends, replayed)
+                self._run_all(bound, queues, calls, None, table, starts, ends, inline)
+            for number, run in enumerate(bound.runs):
+                if replayed.taken[number]:
+                    waits = [(queue % (2 + 2 * len(self._homes)), count) for queue, count in run.waits]
+                    replayed.replay.order(number, waits, run.number if run.awaited else None)
             replayed.until = spans(bound.runs, replayed.taken)
+            replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
 
     def _run_all(
         self,
         bound: Bound,
+        queues: _Queues,
         call: _Calls,
         replayed: _Replayed | None,
         table: ScopeTable,
@@ -408,19 +481,29 @@ class CpuEngine:
         ends: array[float],
         inline: _Inline | None,
     ) -> None:
-        progress, runs = self._progress, bound.runs
-        done = progress.done
-        until = None if replayed is None else replayed.until
+        runs = bound.runs
+        natively = queues if isinstance(queues, Copying) else None
+        until = None
+        if replayed is not None:
+            until = replayed.until if natively is None else replayed.ordered
         index = 0
         while index < len(runs):
             run = runs[index]
+            if replayed is not None and until is not None and until[index] > index and natively is not None:
+                try:
+                    index = replayed.replay.run(index, until[index], table, starts, ends, queues=natively)
+                except StateError as error:
+                    raise _explained(queues.failure or error) from error
+                except RuntimeError as error:
+                    raise as_arena_error(error) or error from error
+                continue
             if run.waits and inline is not None:
                 inline.wait(run.waits, starts, ends)
             elif run.waits:
                 try:
-                    progress.wait(run.waits)
+                    queues.wait(run.waits)
                 except StateError as error:
-                    raise _explained(progress.failure or error) from error
+                    raise _explained(queues.failure or error) from error
             try:
                 if replayed is not None and until is not None and until[index] > index:
                     index = replayed.replay.run(index, until[index], table, starts, ends)
@@ -430,12 +513,24 @@ class CpuEngine:
                     index += 1
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
-            if run.awaited:
-                progress.publish(COMPUTE, run.number)
-            else:
-                done[COMPUTE] = run.number
+            (queues.publish if run.awaited else queues.passed)(COMPUTE, run.number)
         if replayed is not None:
             replayed.replay.let_go()
+
+
+def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
+    """Return when no copy and no collective is under way any more, whatever happens meanwhile."""
+    interrupted: BaseException | None = None
+    for rests in resting:
+        while True:
+            try:
+                rests()
+                break
+            except BaseException as error:  # the handler of a signal
+                queues.fail(error)
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _communicate(run: BoundRun) -> None:

@@ -20,11 +20,19 @@ _SECRETS = 10  # of 64 bits, as fingerprint.cpp takes them
 
 
 @functools.cache
-def _secrets() -> ctypes.Array[ctypes.c_uint64]:
-    """Odd numbers: none of them is 0, and a product with one loses nothing."""
+def secrets() -> ctypes.Array[ctypes.c_uint64]:
+    """What fingerprints of this process depend on: odd numbers. None is 0, and a product with one loses nothing."""
     drawn = os.urandom(8 * _SECRETS)
     words = [int.from_bytes(drawn[8 * i : 8 * i + 8], "little") | 1 for i in range(_SECRETS)]
     return (ctypes.c_uint64 * _SECRETS)(*words)
+
+
+def sampled(memory: memoryview, offset: int) -> int | None:
+    """The fingerprint of a few pages of a slot at an offset of its home; None: there is no native code."""
+    library = load_native().library
+    if library is None or not memory.nbytes:
+        return None
+    return int(library.outofcore_sampled(address_of(memory), memory.nbytes, offset, secrets()))
 
 
 def fingerprint(memory: memoryview) -> int:
@@ -34,6 +42,6 @@ def fingerprint(memory: memoryview) -> int:
     """
     library = load_native().library
     if library is None or not memory.nbytes:
-        key = bytes(_secrets())[:64]
+        key = bytes(secrets())[:64]
         return int.from_bytes(hashlib.blake2b(memory, digest_size=8, key=key).digest(), "little")
-    return int(library.outofcore_fingerprint(address_of(memory), memory.nbytes, _secrets()))
+    return int(library.outofcore_fingerprint(address_of(memory), memory.nbytes, secrets()))

@@ -11,8 +11,9 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -31,6 +32,29 @@ from outofcore.execution.memory import (
 )
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, round_up
+
+
+Remember: TypeAlias = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where native code finds a slot.
+
+    Attributes:
+        descriptor: of a file that is open; None: the slot is memory.
+        start: the offset in the file, or the address.
+        forgets: whether the page cache is to be told to let go of what was copied.
+        remember: a few of its pages are compared when it is read, and whoever reads it later has to know their sum:
+            takes the offset of the slot, how many bytes were written and their sum. None: nothing is compared.
+        owner: keeps the memory, or the file, from being given back.
+    """
+
+    descriptor: int | None
+    start: int
+    forgets: bool
+    remember: Remember | None
+    owner: object
 
 
 class HomeStore(Protocol):
@@ -126,6 +150,26 @@ class HomeStore(Protocol):
 
         Raises:
             TransferError: the copy failed.
+        """
+        ...
+
+    def locate(self, offset: int, count: int) -> Location | None:
+        """Where native code finds so many bytes of a slot from ``offset`` on; None: only ``read`` and ``write`` do.
+
+        Raises:
+            TransferError: they do not lie in the home.
+            StateError: the home is closed.
+        """
+        ...
+
+    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+        """What native code has failed to copy, as an error.
+
+        Args:
+            offset: of the first byte that was not copied.
+            count: bytes that were not.
+            code: what the system said; None: it did nothing, and did not say why.
+            writes: whether they were to be written.
         """
         ...
 
@@ -320,6 +364,19 @@ class HostHome:
         check_slot(offset, len(target), self._bytes)
         if len(target):
             ctypes.memmove(address_of(target), region.address + offset, len(target))
+
+    def locate(self, offset: int, count: int) -> Location:
+        """See ``HomeStore.locate``."""
+        region = self._opened()
+        check_slot(offset, count, self._bytes)
+        return Location(None, region.address + offset, forgets=False, remember=None, owner=region)
+
+    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+        """See ``HomeStore.failed``: memory does not fail, processes do."""
+        verb, why = "write" if writes else "read", "no reason was given" if code is None else os.strerror(code)
+        return TransferError(
+            f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
+        )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """See ``HomeStore.face``: the slot itself."""
@@ -610,6 +667,18 @@ class DiskHome:
             self._ranges.read(offset, target, self._file)
         else:
             self._opened().read(offset, target)
+
+    def locate(self, offset: int, count: int) -> Location | None:
+        """See ``HomeStore.locate``: in the spill file, but not in others' files."""
+        if offset >= FIRST_RANGE:
+            return None
+        file = self._opened()
+        check_slot(offset, count, file.bytes)
+        return Location(file.descriptor, offset, forgets=not file.direct, remember=None, owner=file)
+
+    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+        """See ``HomeStore.failed``."""
+        return self._opened().failed(offset, count, code, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """See ``HomeStore.face``: pages of the file mapped as shared memory, coherent with direct I/O on Linux.

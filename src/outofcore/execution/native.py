@@ -13,7 +13,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "arena.cpp", _FOLDER / "transfer.cpp", _FOLDER / "fingerprint.cpp")
+_SOURCES = tuple(_FOLDER / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
 _CUDA_SOURCE = _FOLDER / "cuda" / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
@@ -54,6 +54,16 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_post": (None, (_POINTER,)),
     "outofcore_lane_new": (_POINTER, (_POINTER,)),
     "outofcore_lane_free": (None, (_POINTER,)),
+    "outofcore_sampled": (ctypes.c_uint64, (_POINTER, _COUNT, _COUNT, _POINTER)),
+    "outofcore_copying_new": (_POINTER, (_COUNT, _POINTER, _POINTER)),
+    "outofcore_copying_free": (None, (_POINTER,)),
+    "outofcore_copying_begin": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER)),
+    "outofcore_copying_reached": (ctypes.c_int, None),
+    "outofcore_copying_wait": (ctypes.c_int, (_POINTER, _COUNT, _COUNT, ctypes.c_double)),
+    "outofcore_copying_publish": (None, (_POINTER, _COUNT, _COUNT)),
+    "outofcore_copying_stop": (ctypes.c_int, (_POINTER,)),
+    "outofcore_copying_idle": (ctypes.c_int, (_POINTER, ctypes.c_double)),
+    "outofcore_copying_failure": (None, (_POINTER, _POINTER)),
 }
 _CUDA_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_issue": (ctypes.c_int, None),
@@ -150,6 +160,14 @@ def cuda_headers() -> Path | None:
         if (folder / "cuda_runtime_api.h").is_file():
             return folder
     return None
+
+
+def without_lock(library: ctypes.PyDLL, name: str) -> Callable[..., int]:
+    """A function of the library that lets other threads have the interpreter while it runs."""
+    function = getattr(ctypes.CDLL(None, handle=library._handle), name)
+    function.restype, function.argtypes = _PROTOTYPES[name]
+    found: Callable[..., int] = function
+    return found
 
 
 def _sources(flavor: Flavor) -> tuple[Path, ...]:

@@ -48,6 +48,9 @@ struct Call {
 using Issue = int (*)(const void* actions, int64_t count, void* const* streams);
 using Begin = void (*)(void* table, int scope);
 using End = void (*)();
+// Of queues beside that of the ops; see copying.cpp.
+using WaitFor = int (*)(void* queues, int64_t queue, int64_t number, double seconds);
+using Publish = void (*)(void* queues, int64_t queue, int64_t number);
 
 struct Entry {
   std::optional<Call> call;  // as soon as it was taken down; else something to issue
@@ -57,6 +60,8 @@ struct Entry {
   void* const* streams = nullptr;
   int scope = 0;
   int64_t instruction = 0;  // whose times are told
+  std::vector<std::pair<int64_t, int64_t>> waits;  // for queues, until so much is done
+  int64_t publishes = 0;                           // its number in the queue of ops; 0: nobody waits for it
 };
 
 // As ``_Failure`` in replay.py.
@@ -72,6 +77,7 @@ enum Failure : int64_t {
   kDevice = 8,  // it fails
   kNoMemory = 9,
   kIssue = 10,  // what was to be issued was not: there is a status
+  kStopped = 11,  // another queue has failed
 };
 
 struct Replay {
@@ -279,11 +285,25 @@ EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const void
   entry.streams = streams;
 }
 
+// Has an entry wait for ``count`` queues, given with how much is to be done in each, and tell its own number, if it is not
+// 0. 0: done; -1: no memory.
+EXPORT int64_t replay_order(Replay* replay, int64_t number, int64_t count, const int64_t* waits,
+                            int64_t publishes) noexcept try {
+  Entry& entry = replay->entries[static_cast<size_t>(number)];
+  entry.waits.clear();
+  for (int64_t i = 0; i < count; ++i) entry.waits.emplace_back(waits[2 * i], waits[2 * i + 1]);
+  entry.publishes = publishes;
+  return 0;
+} catch (...) {
+  return -1;
+}
+
 // Runs entries from ``first`` on, up to ``end`` or until so many seconds are over. ``begin`` opens the scope of an op with
 // ``table``; ``close``, if it is given, ends it. ``starts`` and ``ends`` are told when ops began and ended; null: nothing
-// is. Returns the entry after the last one that has run; -1: the one at ``replay_at`` has failed.
+// is. ``queues``, if they are given, are waited for and told with the two functions that follow. Returns the entry after
+// the last one that has run; -1: the one at ``replay_at`` has failed.
 EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double seconds, Begin begin, End close, void* table,
-                          double* starts, double* ends) noexcept {
+                          double* starts, double* ends, void* queues, WaitFor wait, Publish publish) noexcept {
   int64_t at = first;
   const double until = now() + seconds;
   replay->failure = kNone;
@@ -295,6 +315,13 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
         replay->status = entry.issue(entry.actions, entry.count, entry.streams);
         if (replay->status != 0) return failed(*replay, kIssue, "");
         continue;
+      }
+      if (queues != nullptr) {
+        for (const auto& [queue, count] : entry.waits) {
+          const int status = wait(queues, queue, count, std::max(until - now(), 0.0));
+          if (status > 1) return failed(*replay, kStopped, "");
+          if (status != 0) return at;
+        }
       }
       if (!entry.call) return failed(*replay, kRuntime, "an op was to be replayed that was not taken down");
       if (starts != nullptr) starts[entry.instruction] = now();
@@ -312,10 +339,9 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
       entry.call->op.callBoxed(&stack);
       place(*replay, *entry.call, stack);
       stack.clear();
-      if (ends != nullptr) {
-        ends[entry.instruction] = now();
-        if (ends[entry.instruction] > until) return at + 1;
-      }
+      if (ends != nullptr) ends[entry.instruction] = now();
+      if (queues != nullptr && entry.publishes != 0) publish(queues, 0, entry.publishes);
+      if (ends != nullptr && ends[entry.instruction] > until) return at + 1;
     }
     return at;
   });

@@ -25,13 +25,15 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.compiling import compile_library, load_kept, user_cache_folder
+from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
+from outofcore.execution.copying import Copying
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _FILE = "replay.so"
 # Of a call by Python, and how much of a step they have to take so that the library is built for it.
-_CALL_SECONDS, _WORTH = 5e-6, 0.005
+_CALL_SECONDS, _WORTH = 5e-6, 0.001
 # Short programs end before it is built, and would begin again and again.
 _LONG_STEPS, _LONG_SECONDS = 50, 5.0
 # A signal is handled between two calls of native code.
@@ -62,8 +64,22 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "replay_run": (
         _COUNT,
-        (_POINTER, _COUNT, _COUNT, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        (
+            _POINTER,
+            _COUNT,
+            _COUNT,
+            ctypes.c_double,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+        ),
     ),
+    "replay_order": (_COUNT, (_POINTER, _COUNT, _COUNT, _POINTER, _COUNT)),
     "replay_issue": (None, (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER)),
     "replay_let_go": (None, (_POINTER,)),
     "replay_at": (_COUNT, (_POINTER,)),
@@ -86,6 +102,7 @@ class _Failure(IntEnum):
     DEVICE = 8  # it fails
     NO_MEMORY = 9
     ISSUE = 10  # what was to be issued was not: there is a status
+    STOPPED = 11  # another queue has failed
 
 
 class NotIssuedError(Exception):
@@ -270,6 +287,19 @@ class Replay:
         """
         self._library.replay_issue(self._handle, number, *given)
 
+    def order(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
+        """Have an entry wait for other queues, and tell how far its own is, where queues are given to ``run``.
+
+        Args:
+            number: of the entry.
+            waits: queues, each with the number of what is to be done.
+            publishes: its own number in the queue of ops; None: nobody waits for it.
+        """
+        flat = [part for wait in waits for part in wait]
+        given = (ctypes.c_int64 * len(flat))(*flat)
+        if self._library.replay_order(self._handle, number, len(waits), given, publishes or 0):
+            raise MemoryError("there is no memory for the calls of a step")
+
     def run(
         self,
         first: int,
@@ -279,8 +309,11 @@ class Replay:
         ends: array[float] | None,
         *,
         ends_scopes: bool = False,
+        queues: Copying | None = None,
     ) -> int:
         """Run entries from ``first`` on, up to ``end``; returns the one after the last that has run.
+
+        That may be none: the first waits for another queue, and signals are to be handled now and then.
 
         Args:
             first: it is one that was taken, or that issues something.
@@ -289,10 +322,12 @@ class Replay:
             starts: by instruction, are told when its op began; None: nobody wants to know.
             ends: likewise, when it ended.
             ends_scopes: whether each scope ends with its op, or when the next begins.
+            queues: are waited for and told, as ``order`` has said; None: whoever calls does that.
 
         Raises:
             Exception: as the op that failed raised.
             NotIssuedError: what is issued between ops was not.
+            StateError: another queue has failed.
         """
         begin, close, pointer = table.native or (None, None, None)
         reached = self._run(
@@ -305,6 +340,7 @@ class Replay:
             pointer,
             None if starts is None else starts.buffer_info()[0],
             None if ends is None else ends.buffer_info()[0],
+            *((None, None, None) if queues is None else (queues.handle, *queues.functions)),
         )
         if reached < 0:
             raise self._error()
@@ -319,6 +355,8 @@ class Replay:
         failure = _Failure(self._library.replay_failure(self._handle))
         if failure is _Failure.ISSUE:
             return NotIssuedError(self._library.replay_status(self._handle))
+        if failure is _Failure.STOPPED:
+            return StateError("another queue of the step failed")
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
     def let_go(self) -> None:
@@ -326,10 +364,14 @@ class Replay:
         self._library.replay_let_go(self._handle)
 
 
-def spans(runs: Sequence[BoundRun], taken: Sequence[bool]) -> list[int]:
+def spans(runs: Sequence[BoundRun], taken: Sequence[bool], *, ordered: bool = False) -> list[int]:
     """For each op, the end of the stretch of ops from it on that can be replayed in one go; itself where it cannot be.
 
-    Only the first of a stretch waits for anything, and only the last is waited for.
+    Args:
+        runs: the ops.
+        taken: by op, whether its call was taken down.
+        ordered: whether native code waits for other queues and tells them; else only the first of a stretch waits for
+            anything, and only the last is waited for.
 
     >>> spans([], [])
     []
@@ -339,6 +381,7 @@ def spans(runs: Sequence[BoundRun], taken: Sequence[bool]) -> list[int]:
         if not taken[at]:
             continue
         following = at + 1
-        goes_on = following < len(runs) and taken[following] and not runs[following].waits and not runs[at].awaited
+        goes_on = following < len(runs) and taken[following]
+        goes_on = goes_on and (ordered or not (runs[following].waits or runs[at].awaited))
         found[at] = found[following] if goes_on else following
     return found

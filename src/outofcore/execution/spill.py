@@ -193,11 +193,11 @@ class SpillFile:
             try:
                 moved = os.pwrite(descriptor, source[done:], offset + done)
             except OSError as error:
-                raise self._error("write", offset + done, len(source) - done, error.errno, error.strerror) from error
+                raise self.failed(offset + done, len(source) - done, error.errno, writes=True) from error
             # After a short write direct I/O can only go on from a page boundary.
             done += moved if done + moved == len(source) else moved // PAGE_BYTES * PAGE_BYTES
             if moved < PAGE_BYTES and done < len(source):
-                raise self._error("write", offset + done, len(source) - done, errno.EIO, "the system wrote nothing")
+                raise self.failed(offset + done, len(source) - done, None, writes=True)
 
     def _read(self, descriptor: int, target: memoryview, offset: int) -> None:
         done = 0
@@ -205,22 +205,33 @@ class SpillFile:
             try:
                 moved = os.preadv(descriptor, [target[done:]], offset + done)
             except OSError as error:
-                raise self._error("read", offset + done, len(target) - done, error.errno, error.strerror) from error
+                raise self.failed(offset + done, len(target) - done, error.errno, writes=False) from error
             done += moved if done + moved == len(target) else moved // PAGE_BYTES * PAGE_BYTES
             if moved < PAGE_BYTES and done < len(target):
-                raise self._error("read", offset + done, len(target) - done, errno.EIO, "the file ends there")
+                raise self.failed(offset + done, len(target) - done, None, writes=False)
 
-    def _error(self, verb: str, offset: int, count: int, code: int | None, why: str | None) -> TransferError:
+    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+        """What was not written or read, as an error.
+
+        Args:
+            offset: of the first byte that was not.
+            count: bytes that were not.
+            code: what the system said; None: it did nothing, and did not say why.
+            writes: whether they were to be written.
+        """
+        nothing = "the system wrote nothing" if writes else "the file ends there"
+        why = nothing if code is None else os.strerror(code)
         advice = {
             errno.ENOSPC: "make room on that disk",
             errno.EDQUOT: "raise the quota or name another spill directory",
             errno.EFBIG: "lift the file size limit (ulimit -f) or name another spill directory",
         }.get(code or 0, "check that disk, or name another spill directory")
         error = TransferError(
-            f"could not {verb} {format_bytes(count)} at byte {offset} of the spill file in {self.directory}: "
+            f"could not {'write' if writes else 'read'} {format_bytes(count)} at byte {offset} of the spill file in "
+            f"{self.directory}: "
             f"{why}; {advice}"
         )
-        error.errno = code
+        error.errno = errno.EIO if code is None else code
         return error
 
     def _check_open(self) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from outofcore.costs import Home
+from outofcore.costs import LEAST_PART, Home
 from outofcore.errors import GraphError
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend
@@ -97,6 +97,14 @@ class LinkReport:
         return min(max(lost, 0.0), 1.0)
 
     @property
+    def contention_out(self) -> float:
+        """As in ``Home``: the part of what both ways lose that copies out lose."""
+        out = max(1 - self.together.out / self.computing.out, 0.0)
+        into = max(1 - self.together.into / self.computing.into, 0.0)
+        part = out / (out + into) if out + into else 0.5
+        return min(max(part, LEAST_PART), 1 - LEAST_PART)
+
+    @property
     def compute_slowdown(self) -> float:
         """As in ``Home``: the share by which ops take longer for each copy that runs beside them."""
         single = self.compute_single_s / self.compute_alone_s - 1
@@ -114,6 +122,7 @@ class LinkReport:
             self.latency_s,
             self.contention,
             self.compute_slowdown,
+            self.contention_out,
         )
 
 

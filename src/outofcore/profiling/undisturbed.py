@@ -90,9 +90,10 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
                 lost = sum((1 - 1 / slower) * part.within(start, end) for slower, part in slowed)
                 beside = sum(lane.within(start, end) for lane in busy.values())
         else:
-            # Each of the two that meet has lost half of what both have lost.
             at = instruction.home
-            lost = homes[at].contention / 2 * both[at].within(start, end) if at in both else 0.0
+            lost = 0.0
+            if at in both:
+                lost = homes[at].lost(out=isinstance(instruction, CopyOut)) * both[at].within(start, end)
         alone.append(end - start - lost)
         copies.append(beside / (end - start) if end > start else 0.0)
     return StepTimes(timeline.step_seconds, tuple(end - start for start, end in spans), tuple(alone), tuple(copies))

@@ -1,0 +1,356 @@
+// The copies of a step on the CPU, each queue of them in a thread of its own: see copying.py.
+//
+// A copy waits until other queues have come as far as it needs, moves its pieces between the arena and a home, and tells
+// how far its queue is. Nothing here needs Python, unless it is asked for a copy that only Python can make: what computes
+// is not held up by the interpreter's lock, and copies go on whoever has it.
+
+#include "transfer.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <vector>
+
+EXPORT uint64_t outofcore_fingerprint(const void* data, int64_t bytes, const uint64_t* secrets) noexcept;
+
+EXPORT uint64_t outofcore_sampled(const void* data, int64_t bytes, int64_t slot, const uint64_t* secrets) noexcept;
+
+namespace {
+
+// As in copying.py, which fills these in.
+struct Wait {
+  int64_t queue, number;
+};
+// What lies in a row both in the arena and at a home.
+struct Piece {
+  int64_t address;  // in the arena
+  int64_t bytes;
+  int64_t place;  // an offset in the file, or an address
+  int64_t slot;   // its offset at the home, by which pages are picked for its sum
+  int64_t sum;    // its row in the table of sums; negative: nothing is compared
+  int32_t descriptor;  // of the file; ``kMemory`` or ``kCalled``
+  int32_t forgets;     // whether the page cache is to let go of it
+};
+struct Copy {
+  int64_t index, number;  // of the instruction; its place in its queue, from 1
+  int64_t first_piece, pieces, first_wait, waits;
+  int32_t awaited, writes;
+};
+struct Sum {
+  int64_t bytes;  // negative: nothing was written there in this step
+  uint64_t found;
+};
+struct Queue {
+  int64_t number, copies;
+  const Copy* first;
+};
+struct Work {
+  const Piece* pieces;
+  const Wait* waits;
+  Sum* sums;
+  int64_t summed;
+  const Queue* queues;
+  int64_t count;
+};
+// Makes one copy; not 0: it failed, and whoever gave the function knows how.
+using Called = int (*)(int64_t index);
+
+constexpr int32_t kMemory = -1;  // the place is an address
+constexpr int32_t kCalled = -2;  // Python makes the copy
+constexpr int64_t kPage = 4096;
+// A small piece, or the end of a large one, goes through memory that begins at a page, of so many bytes.
+constexpr int64_t kBounce = int64_t{1} << 20;
+// As in checks.py: of a slot that is sampled its first page, its last, and so many between them, spread by this number.
+constexpr int kBetween = 2;
+constexpr uint32_t kSpread = 2654435761u;
+
+// As ``_Failed`` in copying.py. What the system said is positive.
+constexpr int64_t kEnded = -1;    // the file ended, or took nothing
+constexpr int64_t kDamaged = -2;  // what came is not what was written
+constexpr int64_t kRaised = -3;   // Python knows
+constexpr int64_t kStopped = -4;  // somebody else gave the step up
+
+double now() {
+  // What Python's perf_counter() is on Linux.
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Failure {
+  int64_t copy, piece, done, code;
+};
+
+struct Sleeper {
+  int64_t queue = 0, number = 0;
+  std::condition_variable woken;
+};
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+struct Copying {
+  Copying(int64_t queues, Called called, const uint64_t* secrets)
+      : done(static_cast<size_t>(queues)), called(called), secrets(secrets) {}
+
+  bool reached(int64_t queue, int64_t number) const { return done[static_cast<size_t>(queue)].load() >= number; }
+
+  // 0: reached; 1: the time is over; 2: the step was given up.
+  int wait(int64_t queue, int64_t number, double seconds) {
+    if (reached(queue, number)) return 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    Sleeper sleeper;
+    sleeper.queue = queue;
+    sleeper.number = number;
+    sleepers.push_back(&sleeper);
+    ++asleep;
+    const auto ready = [&] { return reached(queue, number) || failed.load(); };
+    bool woken = true;
+    if (seconds < 0) {
+      sleeper.woken.wait(lock, ready);
+    } else {
+      woken = sleeper.woken.wait_for(lock, std::chrono::duration<double>(seconds), ready);
+    }
+    --asleep;
+    sleepers.erase(std::find(sleepers.begin(), sleepers.end(), &sleeper));
+    if (reached(queue, number)) return 0;
+    return woken ? 2 : 1;
+  }
+
+  void publish(int64_t queue, int64_t number) {
+    done[static_cast<size_t>(queue)].store(number);
+    // Whoever falls asleep counts itself first, and then looks again.
+    if (asleep.load() == 0) return;
+    const std::lock_guard<std::mutex> guard(mutex);
+    for (Sleeper* sleeper : sleepers)
+      if (sleeper->queue == queue && sleeper->number <= number) sleeper->woken.notify_one();
+  }
+
+  // Gives the step up; whether it was not given up before.
+  bool fail(const Failure& how) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (failed.load()) return false;
+    failure = how;
+    failed.store(true);
+    for (Sleeper* sleeper : sleepers) sleeper->woken.notify_one();
+    return true;
+  }
+
+  // What a piece failed with; 0: it did not.
+  int64_t move(const Piece& piece, bool writes, char* bounce, int64_t& moved) {
+    moved = 0;
+    if (piece.descriptor == kMemory) {
+      auto *inside = reinterpret_cast<void*>(piece.address), *outside = reinterpret_cast<void*>(piece.place);
+      std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));
+      return 0;
+    }
+    const int64_t whole = piece.address % kPage == 0 ? piece.bytes / kPage * kPage : 0;
+    if (whole != 0) {
+      Transfer transfer{piece.address, whole, piece.place, piece.descriptor, writes, 0, 0, 0, nullptr, nullptr};
+      outofcore_transfer(&transfer);
+      moved = transfer.done;
+      if (transfer.failure != 0) return transfer.failure;
+    }
+    for (; moved < piece.bytes; moved += kBounce) {
+      const int64_t count = std::min(kBounce, piece.bytes - moved), pages = (count + kPage - 1) / kPage * kPage;
+      auto* inside = reinterpret_cast<char*>(piece.address) + moved;
+      if (writes) std::memcpy(bounce, inside, static_cast<size_t>(count));
+      Transfer transfer{reinterpret_cast<int64_t>(bounce), pages, piece.place + moved, piece.descriptor, writes, 0, 0,
+                        0, nullptr, nullptr};
+      outofcore_transfer(&transfer);
+      if (transfer.failure != 0) {
+        moved += transfer.done;
+        return transfer.failure;
+      }
+      if (!writes) std::memcpy(inside, bounce, static_cast<size_t>(count));
+    }
+    if (piece.forgets) posix_fadvise(piece.descriptor, piece.place, piece.bytes, POSIX_FADV_DONTNEED);
+    return 0;
+  }
+
+  uint64_t sampled(const Piece& piece) const {
+    return outofcore_sampled(reinterpret_cast<const void*>(piece.address), piece.bytes, piece.slot, secrets);
+  }
+
+  void copy(const Copy& one, char* bounce) {
+    for (int64_t at = one.first_piece; at < one.first_piece + one.pieces; ++at) {
+      const Piece& piece = work.pieces[at];
+      if (piece.descriptor == kCalled) {
+        if (called(one.index) != 0) fail({one.index, at, 0, kRaised});
+        return;  // all of it
+      }
+      Sum* sum = piece.sum < 0 ? nullptr : &work.sums[piece.sum];
+      if (sum != nullptr && one.writes) *sum = {piece.bytes, sampled(piece)};
+      int64_t moved = 0;
+      if (const int64_t code = move(piece, one.writes, bounce, moved); code != 0) {
+        fail({one.index, at, moved, code});
+        return;
+      }
+      if (sum != nullptr && !one.writes && sum->bytes == piece.bytes && sum->found != sampled(piece)) {
+        fail({one.index, at, 0, kDamaged});
+        return;
+      }
+    }
+  }
+
+  void run(const Queue& queue, char* bounce) {
+    for (int64_t at = 0; at < queue.copies; ++at) {
+      const Copy& one = queue.first[at];
+      for (int64_t k = one.first_wait; k < one.first_wait + one.waits; ++k)
+        if (wait(work.waits[k].queue, work.waits[k].number, -1) != 0) return;
+      if (failed.load()) return;
+      starts[one.index] = now();
+      copy(one, bounce);
+      if (failed.load() && failure.copy == one.index) return;  // it was not made
+      ends[one.index] = now();
+      publish(queue.number, one.number);
+    }
+  }
+
+  void serve(int64_t place) {
+    std::unique_ptr<char, Free> bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce)));
+    for (uint64_t round = 0;;) {
+      const Queue* queue = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        begun.wait(lock, [&] { return ends_all || (rounds != round && place < work.count); });
+        if (ends_all) return;
+        round = rounds;
+        queue = &work.queues[place];
+      }
+      if (bounce == nullptr) {
+        fail({queue->copies ? queue->first[0].index : 0, 0, 0, ENOMEM});
+      } else {
+        run(*queue, bounce.get());
+      }
+      const std::lock_guard<std::mutex> guard(mutex);
+      if (--running == 0) idle.notify_all();
+    }
+  }
+
+  std::vector<std::atomic<int64_t>> done;
+  const Called called;
+  const uint64_t* const secrets;
+  std::mutex mutex;
+  std::condition_variable begun, idle;
+  std::vector<Sleeper*> sleepers;
+  std::atomic<int> asleep{0};
+  std::atomic<bool> failed{false};
+  Failure failure{};
+  Work work{};
+  double *starts = nullptr, *ends = nullptr;
+  uint64_t rounds = 0;
+  int64_t running = 0;
+  bool ends_all = false;
+  std::vector<std::thread> threads;
+};
+
+}  // namespace
+
+// The fingerprint of a few pages of a slot's bytes, which has that offset at its home: see checks.py.
+EXPORT uint64_t outofcore_sampled(const void* data, int64_t bytes, int64_t slot, const uint64_t* secrets) noexcept {
+  const int64_t pages = (bytes + kPage - 1) / kPage;
+  int64_t picked[2 + kBetween] = {0, pages - 1};
+  for (int k = 0; k < kBetween; ++k) {
+    const auto spread = static_cast<uint32_t>((slot / kPage + k + 1) * kSpread);
+    picked[2 + k] = static_cast<int64_t>((static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(pages)) >> 32);
+  }
+  uint64_t found = 0;
+  for (const int64_t page : picked) {
+    const auto* at = static_cast<const char*>(data) + page * kPage;
+    found = (found << 13 | found >> 51) ^ outofcore_fingerprint(at, std::min(kPage, bytes - page * kPage), secrets);
+  }
+  return found;
+}
+
+// Threads come with the first step that needs them. ``secrets``: as outofcore_fingerprint takes them.
+EXPORT Copying* outofcore_copying_new(int64_t queues, Called called, const uint64_t* secrets) noexcept try {
+  return new Copying(queues, called, secrets);
+} catch (...) {
+  return nullptr;
+}
+
+// Nothing is under way. Ends the threads.
+EXPORT void outofcore_copying_free(Copying* copying) noexcept {
+  {
+    const std::lock_guard<std::mutex> guard(copying->mutex);
+    copying->ends_all = true;
+  }
+  copying->begun.notify_all();
+  for (std::thread& thread : copying->threads) thread.join();
+  delete copying;
+}
+
+// Begins a step, of which nothing is done yet. 0: the copies are begun; -1: the system gives no threads. What is given
+// stays as it is until outofcore_copying_idle says so.
+EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* starts, double* ends) noexcept {
+  Copying& all = *copying;
+  const auto count = static_cast<size_t>(work->count);
+  if (all.threads.size() < count) {
+    // Signals are for the interpreter's threads.
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    int status = 0;
+    try {
+      all.threads.reserve(count);
+      while (all.threads.size() < count) {
+        const auto place = static_cast<int64_t>(all.threads.size());
+        all.threads.emplace_back([&all, place] { all.serve(place); });
+        pthread_setname_np(all.threads.back().native_handle(), "outofcore-copy");
+      }
+    } catch (...) {
+      status = -1;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (status != 0) return status;
+  }
+  {
+    const std::lock_guard<std::mutex> guard(all.mutex);
+    for (auto& done : all.done) done.store(0);
+    all.failed.store(false);
+    all.failure = {};
+    all.work = *work;
+    for (int64_t k = 0; k < work->summed; ++k) work->sums[k].bytes = -1;
+    all.starts = starts;
+    all.ends = ends;
+    all.running = work->count;
+    ++all.rounds;
+  }
+  all.begun.notify_all();
+  return 0;
+}
+
+EXPORT int outofcore_copying_reached(Copying* copying, int64_t queue, int64_t number) noexcept {
+  return copying->reached(queue, number);
+}
+// 0: the queue is as far; 1: the seconds are over; 2: the step was given up.
+EXPORT int outofcore_copying_wait(Copying* copying, int64_t queue, int64_t number, double seconds) noexcept {
+  return copying->wait(queue, number, seconds);
+}
+EXPORT void outofcore_copying_publish(Copying* copying, int64_t queue, int64_t number) noexcept {
+  copying->publish(queue, number);
+}
+// Gives the step up; 1: it was not given up before.
+EXPORT int outofcore_copying_stop(Copying* copying) noexcept { return copying->fail({-1, -1, 0, kStopped}); }
+// 0: no thread is at work any more; 1: the seconds are over.
+EXPORT int outofcore_copying_idle(Copying* copying, double seconds) noexcept {
+  std::unique_lock<std::mutex> lock(copying->mutex);
+  const bool rests = copying->idle.wait_for(lock, std::chrono::duration<double>(seconds),
+                                            [&] { return copying->running == 0; });
+  return rests ? 0 : 1;
+}
+// Why the step was given up, as copy, piece, bytes moved and what happened; all 0: it was not.
+EXPORT void outofcore_copying_failure(Copying* copying, int64_t* told) noexcept {
+  const std::lock_guard<std::mutex> guard(copying->mutex);
+  const Failure& failure = copying->failure;
+  told[0] = failure.copy, told[1] = failure.piece, told[2] = failure.done, told[3] = failure.code;
+}

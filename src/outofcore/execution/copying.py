@@ -1,0 +1,379 @@
+"""The copies of a step on the CPU in threads of native code (``copying.cpp``), one for each queue of them.
+
+Where a processor's cores compute, copies have no core of their own: what a copy takes beside the transfer itself, it
+takes from ops. Native threads take a tenth of what Python's do, and never wait for the interpreter's lock, nor have
+ops wait for it. They move what lies in memory or in a file that is open here; what only Python can copy, as ranges of
+others' files or slots that are checked byte by byte, is copied by Python, called from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outofcore.errors import StateError
+from outofcore.execution.arena import Arena
+from outofcore.execution.binding import Bound, BoundCopy
+from outofcore.execution.checks import damaged
+from outofcore.execution.fingerprints import secrets
+from outofcore.execution.homes import HomeStore, Location, Remember
+from outofcore.execution.native import without_lock
+from outofcore.execution.slots import Piece
+
+# Signals are handled between two waits.
+_SECONDS = 0.05
+_MEMORY, _CALLED = -1, -2  # in place of a descriptor
+_ENDED, _DAMAGED, _RAISED, _STOPPED = -1, -2, -3, -4  # in place of what the system says
+_NOT_SUMMED = -1
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("place", ctypes.c_int64),
+        ("slot", ctypes.c_int64),
+        ("sum", ctypes.c_int64),
+        ("descriptor", ctypes.c_int32),
+        ("forgets", ctypes.c_int32),
+    )
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = (
+        ("index", ctypes.c_int64),
+        ("number", ctypes.c_int64),
+        ("first_piece", ctypes.c_int64),
+        ("pieces", ctypes.c_int64),
+        ("first_wait", ctypes.c_int64),
+        ("waits", ctypes.c_int64),
+        ("awaited", ctypes.c_int32),
+        ("writes", ctypes.c_int32),
+    )
+
+
+class _Wait(ctypes.Structure):
+    _fields_ = (("queue", ctypes.c_int64), ("number", ctypes.c_int64))
+
+
+class _Sum(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_int64), ("found", ctypes.c_uint64))
+
+
+class _Queue(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int64), ("copies", ctypes.c_int64), ("first", ctypes.POINTER(_Copy)))
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (
+        ("pieces", ctypes.POINTER(_Piece)),
+        ("waits", ctypes.POINTER(_Wait)),
+        ("sums", ctypes.POINTER(_Sum)),
+        ("summed", ctypes.c_int64),
+        ("queues", ctypes.POINTER(_Queue)),
+        ("count", ctypes.c_int64),
+    )
+
+
+class _Source(NamedTuple):
+    """The slot of a piece."""
+
+    home: HomeStore
+    offset: int
+    writes: bool  # whether the copy writes there
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The copies of a bound program as native code takes them.
+
+    Attributes:
+        slots: by instruction, what they were made from.
+        given: to native code.
+        parts: arrays that it refers to.
+        pieces: of all copies.
+        sampled: of the slots of which a few pages are compared: who takes note of what was written, and the offset.
+        sums: of these, what native code has written there.
+        ports: of each copy between the arena and the caller's memory, its storage and its piece.
+        sources: of each piece where it belongs; None: the caller's memory has it.
+        by_python: whether Python is to make any of them.
+        places: of each home that has any, a slot and where it lies; the memory and files are kept with them.
+    """
+
+    slots: Mapping[int, tuple[Piece, ...]]
+    given: _Work
+    parts: tuple[object, ...]
+    pieces: ctypes.Array[_Piece]
+    sampled: tuple[tuple[Remember, int], ...]
+    sums: ctypes.Array[_Sum]
+    ports: tuple[tuple[int, int], ...]
+    sources: tuple[_Source | None, ...]
+    by_python: bool
+    places: tuple[tuple[HomeStore, int, int, Location], ...]
+
+
+@dataclass
+class _Rows:
+    """What becomes arrays, as it is found."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    sources: list[_Source | None] = field(default_factory=list)
+    copies: list[_Copy] = field(default_factory=list)
+    waits: list[_Wait] = field(default_factory=list)
+    ports: list[tuple[int, int]] = field(default_factory=list)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    sampled: list[tuple[Remember, int]] = field(default_factory=list)
+    places: dict[int, tuple[HomeStore, int, int, Location]] = field(default_factory=dict)
+
+    def add(self, piece: _Piece, source: _Source | None) -> None:
+        """One more piece."""
+        self.pieces.append(piece)
+        self.sources.append(source)
+
+
+def copies_of(
+    bound: Bound, arena: Arena, slots: Mapping[int, tuple[Piece, ...]], homes: Sequence[HomeStore], queues: int
+) -> Copies:
+    """Look up where everything lies that a bound program copies.
+
+    Args:
+        bound: the program.
+        arena: the device.
+        slots: by the index of a copy, its pieces at home; without any it goes to or comes from the caller.
+        homes: as the copies name them.
+        queues: how many there are; the last one is that of collectives.
+
+    Raises:
+        TransferError: a slot does not lie in its home.
+        ArenaError: a block does not lie in the arena.
+        StateError: a home is closed.
+    """
+    rows = _Rows()
+    lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
+    for number, work in enumerate(bound.copies, 1):
+        if work:
+            lanes.append((number, len(rows.copies), len(work)))
+        for copy in work:
+            first_piece, first_wait = len(rows.pieces), len(rows.waits)
+            rows.waits += [_Wait(queue % queues, count) for queue, count in copy.waits]
+            at = arena.address + copy.offset
+            arena.memory(copy.offset, copy.bytes)  # refuses what does not lie there
+            found = slots.get(copy.index)
+            if found is None:
+                rows.ports.append((copy.storage, first_piece))
+                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, _MEMORY, 0), None)
+            else:
+                _add_pieces(rows, homes[copy.home], copy, at, found, writes=number % 2 == 1)
+            rows.copies.append(
+                _Copy(
+                    copy.index,
+                    copy.number,
+                    first_piece,
+                    len(rows.pieces) - first_piece,
+                    first_wait,
+                    len(rows.waits) - first_wait,
+                    copy.awaited,
+                    number % 2 == 1,
+                )
+            )
+    pieces, waits = (_Piece * len(rows.pieces))(*rows.pieces), (_Wait * len(rows.waits))(*rows.waits)
+    copies, sums = (_Copy * len(rows.copies))(*rows.copies), (_Sum * len(rows.sums))()
+    table = (_Queue * len(lanes))()
+    size = ctypes.sizeof(_Copy)
+    for row, (number, first, count) in zip(table, lanes, strict=True):
+        row.number, row.copies = number, count
+        row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
+    given = _Work(pieces, waits, sums, len(sums), table, len(lanes))
+    parts = (pieces, waits, copies, sums, table)
+    by_python = any(piece.descriptor == _CALLED for piece in rows.pieces)
+    return Copies(
+        dict(slots),
+        given,
+        parts,
+        pieces,
+        tuple(rows.sampled),
+        sums,
+        tuple(rows.ports),
+        tuple(rows.sources),
+        by_python,
+        tuple(rows.places.values()),
+    )
+
+
+def _add_pieces(
+    rows: _Rows, home: HomeStore, copy: BoundCopy, at: int, found: Sequence[Piece], *, writes: bool
+) -> None:
+    """Add the pieces of a copy; all are Python's if one is."""
+    places = [home.locate(piece.offset, piece.bytes) for piece in found]
+    by_python = None in places
+    for piece, place in zip(found, places, strict=True):
+        source = _Source(home, piece.offset, writes)
+        if by_python or place is None:
+            rows.add(_Piece(at, piece.bytes, 0, piece.offset, _NOT_SUMMED, _CALLED, 0), source)
+            return
+        descriptor = _MEMORY if place.descriptor is None else place.descriptor
+        row = _NOT_SUMMED
+        if place.remember is not None:
+            row = rows.sums.setdefault((copy.home, piece.offset), len(rows.sums))
+            if row == len(rows.sampled):
+                rows.sampled.append((place.remember, piece.offset))
+        rows.places.setdefault(copy.home, (home, piece.offset, piece.bytes, place))
+        made = _Piece(at, piece.bytes, place.start, piece.offset, row, descriptor, place.forgets)
+        rows.add(made, source)
+        at += piece.bytes
+
+
+class Copying:
+    """The threads that copy, and how far all queues of a step are.
+
+    Args:
+        library: see ``load_native``.
+        queues: how many there are, that of ops first and that of collectives last.
+        copy: makes a copy, by the index of its instruction, that native code cannot make.
+
+    Raises:
+        MemoryError: there is none.
+    """
+
+    def __init__(self, library: ctypes.PyDLL, queues: int, copy: Callable[[int], None]) -> None:
+        self._library = library
+        self._queues = queues
+        self._copy = copy
+        self._raised: BaseException | None = None
+        self._copies: Copies | None = None
+        self._times: tuple[array[float], array[float]] | None = None
+        self._process = os.getpid()
+        this = weakref.ref(self)
+
+        def called(index: int) -> int:
+            copying = this()
+            return 1 if copying is None else copying._call(index)
+
+        # Kept with the threads: they may call it as long as they live.
+        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(called)
+        self._wait = without_lock(library, "outofcore_copying_wait")
+        self._idle = without_lock(library, "outofcore_copying_idle")
+        handle = library.outofcore_copying_new(queues, ctypes.cast(callback, ctypes.c_void_p), secrets())
+        if handle is None:
+            raise MemoryError("there is no memory for the copies of a step")
+        self.handle: int = handle
+        self._pointer = ctypes.c_void_p(handle)
+        self._release = weakref.finalize(self, _free, library, handle, callback, self._process)
+        self._release.atexit = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its threads are this process's, and not of one that has been forked."""
+        return os.getpid() == self._process
+
+    @property
+    def functions(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """What waits and what publishes, for other native code that has the handle."""
+        wait, publish = self._library.outofcore_copying_wait, self._library.outofcore_copying_publish
+        return ctypes.cast(wait, ctypes.c_void_p), ctypes.cast(publish, ctypes.c_void_p)
+
+    def begin(
+        self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
+    ) -> None:
+        """Begin the copies of a step; until ``finish`` has returned nothing that was given is to be changed.
+
+        Args:
+            copies: of the program.
+            ports: by storage, address and bytes of the caller's memory.
+            starts: by instruction, are told when it began.
+            ends: likewise, when it ended.
+
+        Raises:
+            StateError: a home is closed.
+            MemoryError: the system gives no threads.
+        """
+        for home, offset, count, place in copies.places:
+            if home.locate(offset, count) != place:
+                raise StateError("a home has been moved since its copies were prepared; please report it")
+        for storage, number in copies.ports:
+            address, count, _ = ports[storage]
+            copies.pieces[number].place, copies.pieces[number].bytes = address, count
+        self._raised = None
+        self._copies, self._times = copies, (starts, ends)
+        begun = self._library.outofcore_copying_begin(
+            self.handle, ctypes.addressof(copies.given), starts.buffer_info()[0], ends.buffer_info()[0]
+        )
+        if begun != 0:
+            raise MemoryError("the system gives no threads for copies; raise the limit on processes (ulimit -u)")
+
+    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
+        """Return when queues are as far.
+
+        Raises:
+            StateError: the step was given up; ``failure`` says why.
+        """
+        for queue, number in waits:
+            at = queue % self._queues
+            if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(at), ctypes.c_int64(number)):
+                continue
+            while status := self._wait(self.handle, at, number, _SECONDS):
+                if status > 1:
+                    raise StateError("another queue of the step failed") from self.failure
+
+    def publish(self, queue: int, number: int) -> None:
+        """Tell how far a queue is."""
+        self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
+
+    def passed(self, queue: int, number: int) -> None:
+        """Of what nobody waits for nobody is told."""
+
+    def fail(self, error: BaseException) -> None:
+        """Give the step up, unless it was given up before."""
+        if self._library.outofcore_copying_stop(self.handle):
+            self._raised = error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the step was given up; None: it was not."""
+        told = (ctypes.c_int64 * 4)()
+        self._library.outofcore_copying_failure(self.handle, told)
+        index, piece, done, code = told
+        if code in (0, _RAISED, _STOPPED) or self._copies is None:
+            return self._raised
+        source = self._copies.sources[piece]
+        if source is None:
+            return StateError(f"copy {index} between arena and caller failed; please report it")
+        count = self._copies.pieces[piece].bytes
+        if code == _DAMAGED:
+            return damaged(source.home, source.offset, count)
+        return source.home.failed(
+            source.offset + done, count - done, None if code == _ENDED else code, writes=source.writes
+        )
+
+    def finish(self) -> None:
+        """Return when no copy is under way any more."""
+        while self._idle(self.handle, _SECONDS):
+            pass
+        if self._copies is not None:
+            for (remember, offset), found in zip(self._copies.sampled, self._copies.sums, strict=True):
+                if found.bytes >= 0:
+                    remember(offset, found.bytes, found.found)
+
+    def close(self) -> None:
+        """End the threads; none is at work. May be called again."""
+        self._release()
+
+    def _call(self, index: int) -> int:
+        try:
+            self._copy(index)
+        except BaseException as error:
+            self._raised = error
+            return 1
+        return 0
+
+
+def _free(library: ctypes.PyDLL, handle: int, callback: object, process: int) -> None:
+    # The child of a fork has no such threads; none could be joined.
+    if os.getpid() == process:
+        library.outofcore_copying_free(handle)
+    del callback

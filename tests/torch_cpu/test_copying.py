@@ -1,0 +1,305 @@
+"""Copies by native threads: what fails there, and that what only Python can copy is copied as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import assert_same, batch, by_python, contents, goes_on, sides, smallest_budget, two_homes
+
+import outofcore
+from outofcore.errors import SpillError, StateError, TransferError
+from outofcore.execution import copying
+from outofcore.execution.checks import Check, checksum
+from outofcore.execution.cpu import CpuEngine
+from outofcore.execution.fingerprints import sampled
+from outofcore.execution.folders import in_memory
+from outofcore.execution.native import load_native
+from outofcore.program import CopyIn, CopyOut
+from outofcore.units import KIB, PAGE_BYTES
+
+pytestmark = pytest.mark.skipif(load_native().library is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def smallest() -> int:
+    return smallest_budget()
+
+
+@pytest.fixture(params=["offload-all", "auto(polish_ops=0)"])
+def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    with two_homes(request.param, smallest, tmp_path) as both:
+        yield both
+
+
+def copiers() -> int:
+    """Native threads of this process that copy."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("outofcore-copy")
+
+
+@contextmanager
+def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
+    """Do something before the ``number``-th op that Python calls; the list counts ops."""
+    seen: list[int] = []
+    cpu = outofcore.execution.cpu  # type: ignore[attr-defined]
+    plain = cpu._Calls.__call__
+
+    def counted(self: Any, scope: int, run: Any) -> None:
+        seen.append(run.op)
+        if len(seen) == number:
+            act()
+        plain(self, scope, run)
+
+    with patch.context() as context:
+        context.setattr(cpu._Calls, "__call__", counted)
+        yield seen
+
+
+def test_native_threads_copy_and_end_with_the_step(smallest: int, tmp_path: Path) -> None:
+    before = copiers()
+    with two_homes("offload-all", smallest, tmp_path) as (plain, ours):
+        engine = ours[2]._session.engine
+        (copies,) = engine._copies.values()
+        assert not copies.by_python
+        assert engine._copiers == []
+        assert copiers() - before == len(copies.parts[-1])  # type: ignore[arg-type]
+        goes_on(plain, ours)
+        ours[2].close()
+        assert copiers() == before
+
+
+@pytest.mark.parametrize("how", ["called", "threads"])
+def test_what_native_code_cannot_copy_python_copies(how: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = compiled
+    engine: CpuEngine = ours[2]._session.engine
+    if how == "called":
+        by_python(monkeypatch, ours[2])
+    else:
+        engine.close()
+        monkeypatch.setattr(engine, "_copies_natively", False)
+    goes_on(plain, ours)
+    assert (engine._copying is None) == (how == "threads")
+    assert how == "threads" or any(copies.by_python for copies in engine._copies.values())
+
+
+def swapped(step: Any, path: str) -> Callable[[], None]:
+    """Has the descriptor of the spill file be another file, and gives what undoes that."""
+    home = step.homes[-1]
+    home = getattr(home, "inner", home)
+    descriptor, other = home.descriptor, os.open(path, os.O_RDWR)
+    kept = os.dup(descriptor)
+    os.dup2(other, descriptor)
+    os.close(other)
+
+    def undo() -> None:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+    return undo
+
+
+@pytest.mark.parametrize(
+    ("instead", "message"),
+    [
+        ("/dev/full", r"could not write .* No space left on device; make room"),
+        ("empty", r"could not read .* the file ends there; check that disk"),
+    ],
+)
+def test_a_disk_that_fails_undoes_the_step_or_tears_it(
+    instead: str, message: str, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = compiled
+    step = ours[2]
+    if instead == "empty":
+        (tmp_path / "empty").touch()
+        instead = str(tmp_path / "empty")
+    before = contents(ours[0], ours[1])
+    ops = sum(isinstance(i, outofcore.program.Run) for i in step.planned.program.instructions)  # type: ignore[attr-defined]
+    failed = 0
+    for number in range(1, ops + 1, 5):
+        undo: list[Callable[[], None]] = []
+        with at_op(monkeypatch, number, lambda undo=undo: undo.append(swapped(step, instead))):  # type: ignore[misc]
+            try:
+                step(batch(9))
+            except TransferError as error:
+                failed += 1
+                assert "could not" in str(error)
+                undo.pop()()
+                if any("as they were before" in note for note in error.__notes__):
+                    assert_same(contents(ours[0], ours[1]), before)
+                    continue
+                with pytest.raises(StateError, match=r"part old and part new"):
+                    step(batch(9))
+                break
+            else:
+                undo.pop()()
+                break  # nothing is copied any more
+    assert failed
+    step.close()
+
+
+def test_damage_between_writing_and_reading_is_noticed(smallest: int, tmp_path: Path) -> None:
+    model, optimizer, step = sides()
+    with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
+        ours(batch(0))
+        before = contents(model, optimizer)
+        (home,) = ours.homes
+        engine = ours._session.engine
+        (copies,) = engine._copies.values()
+        index = {i for i, one in enumerate(ours.planned.program.instructions) if isinstance(one, CopyOut)}
+        again = {i for i, one in enumerate(ours.planned.program.instructions) if isinstance(one, CopyIn)}
+        assert index
+        assert again
+        assert copies.sampled
+
+        def damage() -> None:
+            written = [
+                (offset, found.bytes)
+                for (_, offset), found in zip(copies.sampled, copies.sums, strict=True)
+                if found.bytes > 0
+            ]
+            for offset, count in written:
+                os.pwrite(
+                    home.inner._file._descriptor,
+                    os.urandom(PAGE_BYTES),
+                    offset + (count - 1) // PAGE_BYTES * PAGE_BYTES,
+                )
+
+        patch = pytest.MonkeyPatch()
+        noticed = 0
+        for number in range(2, 40):
+            torch.manual_seed(number)
+            with at_op(patch, number, damage):
+                try:
+                    ours(batch(1))
+                except TransferError as error:
+                    assert "checksum differs" in str(error)
+                    noticed += 1
+                    if any("as they were before" in note for note in error.__notes__):
+                        assert_same(contents(model, optimizer), before)
+                        continue
+                break
+        assert noticed
+
+
+def test_what_native_code_wrote_is_known_to_who_reads_it_later(smallest: int, tmp_path: Path) -> None:
+    model, optimizer, step = sides()
+    with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
+        ours(batch(0))
+        (home,) = ours.homes
+        (copies,) = ours._session.engine._copies.values()
+        known = {offset for (_, offset), found in zip(copies.sampled, copies.sums, strict=True) if found.bytes >= 0}
+        assert known
+        assert known <= set(home._sums)
+
+
+def test_native_code_samples_the_pages_that_python_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pages in (1, 2, 3, 17, 1000):
+        memory = bytearray(os.urandom(pages * PAGE_BYTES - 100))
+        for offset in (0, 7 * PAGE_BYTES, 123456 * PAGE_BYTES):
+            first, natively = checksum(memoryview(memory), offset, Check.SAMPLED), sampled(memoryview(memory), offset)
+            assert first == natively
+            seen = set()
+            for page in range(pages):
+                memory[page * PAGE_BYTES] ^= 1
+                if sampled(memoryview(memory), offset) != first:
+                    seen.add(page)
+                memory[page * PAGE_BYTES] ^= 1
+            with monkeypatch.context() as patch:
+                patch.setattr("outofcore.execution.checks.sampled", lambda *_: None)
+                plain = checksum(memoryview(memory), offset, Check.SAMPLED)
+                by_python = set()
+                for page in range(pages):
+                    memory[page * PAGE_BYTES] ^= 1
+                    if checksum(memoryview(memory), offset, Check.SAMPLED) != plain:
+                        by_python.add(page)
+                    memory[page * PAGE_BYTES] ^= 1
+            assert seen == by_python
+            assert {0, pages - 1} <= seen
+            assert len(seen) <= 4
+
+
+def test_a_home_that_is_closed_is_not_copied_to(smallest: int, tmp_path: Path) -> None:
+    """Its descriptor may be another file's by then."""
+    model, optimizer, step = sides()
+    with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
+        ours(batch(0))
+        copies, arena = next(iter(ours._session.engine._copies.values())), ours._session.arena
+        assert arena is not None
+        home, offset, count, place = copies.places[0]
+        assert place.descriptor is not None
+        file, home.inner._file = home.inner._file, None  # type: ignore[attr-defined]
+        try:
+            with pytest.raises(StateError, match="not open"):
+                home.locate(offset, count)
+            with pytest.raises((StateError, SpillError, TransferError)):
+                ours(batch(1))
+        finally:
+            home.inner._file = file  # type: ignore[attr-defined]
+
+
+def test_the_child_of_a_fork_has_threads_of_its_own(smallest: int, tmp_path: Path) -> None:
+    with two_homes("offload-all", smallest, tmp_path) as (_, ours):
+        engine = ours[2]._session.engine
+        assert engine._copying.is_ours
+        child = os.fork()
+        if child == 0:
+            alive = engine._copying.is_ours
+            found = engine._native_copying()
+            os._exit(0 if not alive and found is not None and found.is_ours else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_pieces_of_all_sizes_arrive_whole(tmp_path: Path) -> None:
+    """Small ones and the ends of large ones go through memory that begins at a page."""
+    from outofcore.execution.homes import DiskHome  # noqa: PLC0415
+
+    if in_memory(tmp_path):
+        pytest.skip("the temporary folder is not on a disk")
+    library = load_native().library
+    assert library is not None
+    home = DiskHome(tmp_path)
+    sizes = [1, 64, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 1024 * KIB, 1024 * KIB + 5, 3 * 1024 * KIB + 4097]
+    for size in sizes:
+        for shift in (0, 64):
+            offset = home.reserve(size)
+            region = torch.empty(size + 2 * PAGE_BYTES, dtype=torch.uint8)
+            start = -region.data_ptr() % PAGE_BYTES + shift
+            region.random_(generator=torch.Generator().manual_seed(size))
+            expected = region[start : start + size].clone()
+            address = region.data_ptr() + start
+            for writes in (True, False):
+                moved(library, home, address, size, offset, writes=writes)
+                if writes:
+                    region[start : start + size].zero_()
+            assert torch.equal(region[start : start + size], expected)
+    home.close()
+
+
+def moved(library: Any, home: Any, address: int, size: int, offset: int, *, writes: bool) -> None:
+    """One copy of one piece, as a step of its own."""
+    from array import array  # noqa: PLC0415
+
+    place = home.locate(offset, size)
+    pieces = (copying._Piece * 1)(copying._Piece(address, size, place.start, offset, -1, place.descriptor, 0))
+    waits, sums = (copying._Wait * 0)(), (copying._Sum * 0)()
+    copies = (copying._Copy * 1)(copying._Copy(0, 1, 0, 1, 0, 0, 1, writes))
+    queues = (copying._Queue * 1)()
+    queues[0].number, queues[0].copies, queues[0].first = 1, 1, copies
+    given = copying._Work(pieces, waits, sums, 0, queues, 1)
+    source = copying._Source(home, offset, writes)
+    made = copying.Copies({}, given, (waits, copies, queues), pieces, (), sums, (), (source,), False, ())
+    threads = copying.Copying(library, 4, lambda _: None)
+    starts, ends = array("d", bytes(8)), array("d", bytes(8))
+    threads.begin(made, {}, starts, ends)
+    threads.wait([(1, 1)])
+    threads.finish()
+    assert threads.failure is None
+    assert 0 < starts[0] <= ends[0]
+    threads.close()
