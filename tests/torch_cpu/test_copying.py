@@ -43,6 +43,17 @@ def copiers() -> int:
     return names.count("outofcore-copy")
 
 
+def only_home(step: Any) -> Any:
+    (home,) = step.homes
+    return home
+
+
+def only_copies(step: Any) -> copying.Copies:
+    (copies,) = step._session.engine._copies.values()
+    found: copying.Copies = copies
+    return found
+
+
 @contextmanager
 def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
     """Do something before the ``number``-th op that Python calls; the list counts ops."""
@@ -149,9 +160,7 @@ def test_damage_between_writing_and_reading_is_noticed(smallest: int, tmp_path: 
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
         before = contents(model, optimizer)
-        (home,) = ours.homes
-        engine = ours._session.engine
-        (copies,) = engine._copies.values()
+        home, copies = only_home(ours), only_copies(ours)
         index = {i for i, one in enumerate(ours.planned.program.instructions) if isinstance(one, CopyOut)}
         again = {i for i, one in enumerate(ours.planned.program.instructions) if isinstance(one, CopyIn)}
         assert index
@@ -192,8 +201,7 @@ def test_what_native_code_wrote_is_known_to_who_reads_it_later(smallest: int, tm
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
-        (home,) = ours.homes
-        (copies,) = ours._session.engine._copies.values()
+        home, copies = only_home(ours), only_copies(ours)
         known = {offset for (_, offset), found in zip(copies.sampled, copies.sums, strict=True) if found.bytes >= 0}
         assert known
         assert known <= set(home._sums)
@@ -230,8 +238,7 @@ def test_a_home_that_is_closed_is_not_copied_to(smallest: int, tmp_path: Path) -
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
-        copies, arena = next(iter(ours._session.engine._copies.values())), ours._session.arena
-        assert arena is not None
+        copies = only_copies(ours)
         home, offset, count, place = copies.places[0]
         assert place.descriptor is not None
         file, home.inner._file = home.inner._file, None  # type: ignore[attr-defined]

@@ -162,3 +162,21 @@ def test_noise_in_every_other_step_decides_nothing(seconds: list[float], first: 
     """Up to the tenth step; whoever stays is as quick as any other, but for the hundredth that counts as as quick."""
     contest, _ = held(len(seconds), machine(seconds, lambda step: noise if step < 10 and step % 2 == first else 1.0))
     assert seconds[contest.winner()] <= min(seconds) * 1.0102
+
+
+def turns(plan: int, *rounds: list[float]) -> list[Turn]:
+    return [Turn(plan, tuple(Sample(seconds, Pace(1.0, 1.0)) for seconds in one)) for one in rounds]
+
+
+@pytest.mark.parametrize(
+    ("own", "winner"),
+    [
+        ([[0.97, 1.03, 0.98], [0.97, 0.99, 1.02]], 0),  # quicker by 2 % by the median, as a plan that is alike may be
+        ([[0.94, 1.03, 0.95], [0.97, 0.99, 1.02]], 1),  # most steps of a round are quicker than the first's quickest
+        ([[0.94, 0.95, 0.95], [1.02, 1.02, 1.02]], 0),  # slower in a round
+    ],
+)
+def test_steps_have_to_stand_out(own: list[list[float]], winner: int) -> None:
+    first = turns(0, [1.0, 0.96, 1.04], [1.01, 0.97, 1.0])
+    rounds = zip(first, turns(1, *own), strict=True)
+    assert Contest(2, tuple(turn for pair in rounds for turn in pair)).winner() == winner

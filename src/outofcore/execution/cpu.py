@@ -362,21 +362,22 @@ class CpuEngine:
         else:
             queues = copying
         begin = perf_counter()
+        # Whose end is waited for is known before it begins: a signal may come in between.
         resting: list[Callable[[], None]] = []
-        if copying is not None:
-            copies = self._copies_of(bound, arena)
-            copying.begin(copies, ports, starts, ends)
-            resting.append(copying.finish)
-        elif inline is None:
-            for copier, work in zip(self._started(), bound.copies, strict=True):
-                if work:
-                    copier.begin(work, queues, starts, ends)
-                    resting.append(copier.finish)
-        if bound.collectives:
-            communicator = self._talking()
-            resting.append(communicator.finish)
-            communicator.begin(bound.collectives, queues, starts, ends)
         try:
+            if copying is not None:
+                copies = self._copies_of(bound, arena)
+                resting.append(copying.finish)
+                copying.begin(copies, ports, starts, ends)
+            elif inline is None:
+                for copier, work in zip(self._started(), bound.copies, strict=True):
+                    if work:
+                        resting.append(copier.finish)
+                        copier.begin(work, queues, starts, ends)
+            if bound.collectives:
+                communicator = self._talking()
+                resting.append(communicator.finish)
+                communicator.begin(bound.collectives, queues, starts, ends)
             with internals.below_autograd():
                 self._compute(bound, queues, table, starts, ends, inline)
             if inline is not None:

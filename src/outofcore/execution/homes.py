@@ -33,7 +33,6 @@ from outofcore.execution.memory import (
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
-
 Remember: TypeAlias = Callable[[int, int, int], None]
 
 
