@@ -59,13 +59,15 @@ def _calm(seconds: list[float]) -> float:
     return statistics.median(sorted(seconds)[: max(len(seconds) // 5, 1)])
 
 
-def _measure(model: str, parts: list[float], rounds: int, warm_up: int, home: str, noise: bool) -> dict[str, Any]:
+def _measure(
+    model: str, parts: list[float], policies: list[str], rounds: int, warm_up: int, home: str, noise: bool
+) -> dict[str, Any]:
     need = survey(Spec(model, {}, home=home))
     whole = need["in_core_budget"]
     print(f"{need['workload']}\nneeds {format_bytes(whole)}, {format_bytes(need['smallest_budget'])} at the least")
     wanted = [("in core", Spec(model, {}, "outofcore", int(_IN_CORE * whole), home))]
     for part in parts:
-        for policy in _POLICIES:
+        for policy in policies:
             label = f"1/{part:g}, {policy}"
             wanted.append((label, Spec(model, {}, "outofcore", int(whole / part), home, policy)))
     refused: dict[str, str] = {}
@@ -135,6 +137,9 @@ def main(
     fraction: Annotated[
         list[float] | None, typer.Option(help="Of what is needed, over budget. [default: 2, 4]")
     ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="How to plan. [default: auto, and auto that compares no plans]")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Steps of each process.")] = 55,
     warm_up: Annotated[int, typer.Option(help="Of these, steps that do not count.")] = 35,
     home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
@@ -144,7 +149,9 @@ def main(
     """Measure, print a table for each model and the medians, and write results/unseen.json or unseen-noise.json."""
     found: dict[str, Any] = {}
     for which in model or list(UNSEEN):
-        found[which] = _measure(which, fraction or list(_PARTS), rounds, warm_up, home, noise)
+        found[which] = _measure(
+            which, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise
+        )
         console().print(_table(f"{which}, {UNSEEN[which].shape}", found[which]["rows"]))
         for row in found[which]["rows"]:
             if row["tried"]:

@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import Sides, assert_same, batch, contents, goes_on, in_the_middle, sides, smallest_budget, two_homes
+from faulty import (
+    Sides,
+    assert_same,
+    batch,
+    by_python,
+    contents,
+    goes_on,
+    in_the_middle,
+    sides,
+    smallest_budget,
+    two_homes,
+)
 from torch import nn
 
 import outofcore
@@ -100,6 +111,7 @@ def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(Deferred, "_note", noting)
+        by_python(patch, step)
         for home in step.homes:  # whichever the plan reads from
             patch.setattr(home, "read", functools.partial(interrupting, home.read))
         torch.manual_seed(9)
@@ -125,11 +137,13 @@ import torch
 sys.path.insert(0, sys.argv[1])
 import faulty as here
 import outofcore
+import pytest
 model, optimizer, step = here.sides()
 ours = outofcore.compile(
     step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
 )
 ours(here.batch(0))
+here.by_python(pytest.MonkeyPatch(), ours)
 original = ours.homes[-1].read
 count = []
 def read(*args):

@@ -122,7 +122,7 @@ def test_what_the_user_changes_while_plans_take_turns_counts() -> None:
     def run(step: Callable[[torch.Tensor], torch.Tensor], model: nn.Module) -> list[float]:
         torch.manual_seed(2)
         stream, found = batches(), []
-        for number in range(24):
+        for number in range(60):
             found.append(step(next(stream)).item())
             with torch.no_grad():
                 if number % 3 == 0:

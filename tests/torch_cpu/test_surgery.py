@@ -413,7 +413,9 @@ def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     def threads() -> int:
-        return sum(thread.name.startswith("outofcore-") for thread in threading.enumerate())
+        native = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        names = [thread.name for thread in threading.enumerate()] + native
+        return sum(name.startswith("outofcore-") for name in names)
 
     gc.collect()
     before = threads(), open_files()

@@ -34,7 +34,7 @@ struct Wait {
 struct Piece {
   int64_t address;  // in the arena
   int64_t bytes;
-  int64_t place;  // an offset in the file, or an address
+  int64_t outside;  // an offset in the file, or an address
   int64_t slot;   // its offset at the home, by which pages are picked for its sum
   int64_t sum;    // its row in the table of sums; negative: nothing is compared
   int32_t descriptor;  // of the file; ``kMemory`` or ``kCalled``
@@ -64,7 +64,7 @@ struct Work {
 // Makes one copy; not 0: it failed, and whoever gave the function knows how.
 using Called = int (*)(int64_t index);
 
-constexpr int32_t kMemory = -1;  // the place is an address
+constexpr int32_t kMemory = -1;  // outside is an address
 constexpr int32_t kCalled = -2;  // Python makes the copy
 constexpr int64_t kPage = 4096;
 // A small piece, or the end of a large one, goes through memory that begins at a page, of so many bytes.
@@ -148,13 +148,13 @@ struct Copying {
   int64_t move(const Piece& piece, bool writes, char* bounce, int64_t& moved) {
     moved = 0;
     if (piece.descriptor == kMemory) {
-      auto *inside = reinterpret_cast<void*>(piece.address), *outside = reinterpret_cast<void*>(piece.place);
+      auto *inside = reinterpret_cast<void*>(piece.address), *outside = reinterpret_cast<void*>(piece.outside);
       std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));
       return 0;
     }
     const int64_t whole = piece.address % kPage == 0 ? piece.bytes / kPage * kPage : 0;
     if (whole != 0) {
-      Transfer transfer{piece.address, whole, piece.place, piece.descriptor, writes, 0, 0, 0, nullptr, nullptr};
+      Transfer transfer{piece.address, whole, piece.outside, piece.descriptor, writes, 0, 0, 0, nullptr, nullptr};
       outofcore_transfer(&transfer);
       moved = transfer.done;
       if (transfer.failure != 0) return transfer.failure;
@@ -163,7 +163,7 @@ struct Copying {
       const int64_t count = std::min(kBounce, piece.bytes - moved), pages = (count + kPage - 1) / kPage * kPage;
       auto* inside = reinterpret_cast<char*>(piece.address) + moved;
       if (writes) std::memcpy(bounce, inside, static_cast<size_t>(count));
-      Transfer transfer{reinterpret_cast<int64_t>(bounce), pages, piece.place + moved, piece.descriptor, writes, 0, 0,
+      Transfer transfer{reinterpret_cast<int64_t>(bounce), pages, piece.outside + moved, piece.descriptor, writes, 0, 0,
                         0, nullptr, nullptr};
       outofcore_transfer(&transfer);
       if (transfer.failure != 0) {
@@ -172,7 +172,7 @@ struct Copying {
       }
       if (!writes) std::memcpy(inside, bounce, static_cast<size_t>(count));
     }
-    if (piece.forgets) posix_fadvise(piece.descriptor, piece.place, piece.bytes, POSIX_FADV_DONTNEED);
+    if (piece.forgets) posix_fadvise(piece.descriptor, piece.outside, piece.bytes, POSIX_FADV_DONTNEED);
     return 0;
   }
 

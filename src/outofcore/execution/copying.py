@@ -36,7 +36,7 @@ class _Piece(ctypes.Structure):
     _fields_ = (
         ("address", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
-        ("place", ctypes.c_int64),
+        ("outside", ctypes.c_int64),
         ("slot", ctypes.c_int64),
         ("sum", ctypes.c_int64),
         ("descriptor", ctypes.c_int32),
@@ -297,7 +297,7 @@ class Copying:
                 raise StateError("a home has been moved since its copies were prepared; please report it")
         for storage, number in copies.ports:
             address, count, _ = ports[storage]
-            copies.pieces[number].place, copies.pieces[number].bytes = address, count
+            copies.pieces[number].outside, copies.pieces[number].bytes = address, count
         self._raised = None
         self._copies, self._times = copies, (starts, ends)
         begun = self._library.outofcore_copying_begin(
