@@ -236,6 +236,10 @@ class Copying:
         queues: how many there are, that of ops first and that of collectives last.
         copy: makes a copy, by the index of its instruction, that native code cannot make.
 
+    Attributes:
+        handle: by which native code knows it.
+        functions: for other native code that has the handle: what waits, and what publishes.
+
     Raises:
         MemoryError: there is none.
     """
@@ -263,6 +267,8 @@ class Copying:
             raise MemoryError("there is no memory for the copies of a step")
         self.handle: int = handle
         self._pointer = ctypes.c_void_p(handle)
+        wait, publish = library.outofcore_copying_wait, library.outofcore_copying_publish
+        self.functions = ctypes.cast(wait, ctypes.c_void_p), ctypes.cast(publish, ctypes.c_void_p)
         self._release = weakref.finalize(self, _free, library, handle, callback, self._process)
         self._release.atexit = False
 
@@ -270,12 +276,6 @@ class Copying:
     def is_ours(self) -> bool:
         """Whether its threads are this process's, and not of one that has been forked."""
         return os.getpid() == self._process
-
-    @property
-    def functions(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-        """What waits and what publishes, for other native code that has the handle."""
-        wait, publish = self._library.outofcore_copying_wait, self._library.outofcore_copying_publish
-        return ctypes.cast(wait, ctypes.c_void_p), ctypes.cast(publish, ctypes.c_void_p)
 
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
@@ -292,6 +292,7 @@ class Copying:
             StateError: a home is closed.
             MemoryError: the system gives no threads.
         """
+        self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
                 raise StateError("a home has been moved since its copies were prepared; please report it")
@@ -367,7 +368,7 @@ class Copying:
         try:
             self._copy(index)
         except BaseException as error:
-            self._raised = error
+            self._raised = self._raised or error
             return 1
         return 0
 
