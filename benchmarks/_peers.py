@@ -117,32 +117,40 @@ def _cells(row: Row, ratios: Iterable[float | None]) -> list[str]:
 
 def _sentences(found: Mapping[str, Any]) -> list[str]:
     """What one may say about a workload, and what may not be left out."""
-    judged = found["verdicts"]
-    faster = sum(verdict["faster"] for verdict in judged)
-    others = {row["name"] for row in found["rows"] if row["same_losses"] is False}
-    lines = [f"At {faster} of the {len(judged)} peaks that peers reached, outofcore is faster at that peak."]
-    lines += [
-        f"- not at that of {verdict['peer']}: "
-        + ("no run stayed below it" if verdict["ratio"] is None else f"{verdict['ratio']:.2f} times its step")
-        + (", with other losses than eager PyTorch's" if verdict["peer"] in others else "")
-        for verdict in judged
-        if not verdict["faster"]
-    ]
-    compiled = [verdict for verdict in found.get("verdicts_compiled", ()) if verdict["faster"]]
-    if compiled:
-        lines.append(f"With Inductor's kernels it is faster at {len(compiled)} of them.")
+    judged, tools = found["verdicts"], {row["tool"] for row in found["rows"]}
+    lines: list[str] = []
+    if OURS in tools:
+        faster = sum(verdict["faster"] for verdict in judged)
+        lines += [f"At {faster} of the {len(judged)} peaks that peers reached, outofcore is faster at that peak."]
+        lines += _slower(found, judged)
+    if COMPILED in tools:
+        compiled = found.get("verdicts_compiled", ())
+        faster = sum(verdict["faster"] for verdict in compiled)
+        lines += [f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.", *_slower(found, compiled)]
     lowest = [row for row in found["rows"] if row["name"] in found["below_all_peers"]]
     if lowest:
         low = min(row["peak"] for row in lowest)
         peers = min(row["peak"] for row in found["rows"] if row["tool"] not in _BOTH)
         lines += ["", f"The lowest peak of a peer is {format_bytes(peers)}, of outofcore {format_bytes(low)}."]
-    else:
+    elif OURS in tools:
         lines += ["", "No run of outofcore has a peak below that of every peer."]
     if not found["losses_identical"]:
         lines += ["", "The losses of outofcore are not those of eager PyTorch to the last bit."]
     if found["missing"]:
         lines += ["", "Without a result:", "", *(f"- {name}: {_line(why)}" for name, why in found["missing"].items())]
     return lines
+
+
+def _slower(found: Mapping[str, Any], judged: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The peaks at which outofcore is not faster."""
+    others = {row["name"] for row in found["rows"] if row["same_losses"] is False}
+    return [
+        f"- not at that of {verdict['peer']}: "
+        + ("no run stayed below it" if verdict["ratio"] is None else f"{verdict['ratio']:.2f} times its step")
+        + (", with other losses than eager PyTorch's" if verdict["peer"] in others else "")
+        for verdict in judged
+        if not verdict["faster"]
+    ]
 
 
 def _line(text: str) -> str:
