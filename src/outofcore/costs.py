@@ -8,7 +8,7 @@ from math import inf
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 
-# Of the contention, borne by copies one way: else those the other way could make them stand still.
+# The least part of the contention that copies either way bear: with all of it they would stop.
 LEAST_PART = 0.05
 
 
@@ -88,8 +88,8 @@ class Costs:
                 )
             if not LEAST_PART <= home.contention_out <= 1 - LEAST_PART:
                 raise GraphError(
-                    f"home {home.name} has copies out bear {home.contention_out} of its contention; that must lie from "
-                    f"{LEAST_PART} to {1 - LEAST_PART}, so that no copies come to rest"
+                    f"home {home.name} has contention_out {home.contention_out}; it must lie from {LEAST_PART} to "
+                    f"{1 - LEAST_PART}, or copies one way would stop while others run the other way"
                 )
 
     @property

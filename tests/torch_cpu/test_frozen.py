@@ -399,7 +399,7 @@ def test_a_failed_step_leaves_frozen_weights_as_they_were(pair: Any, monkeypatch
 
     with monkeypatch.context() as patch:
         by_python(patch, ours.step)
-        patch.setattr(engine, "_copy", fail)
+        patch.setattr(engine._copying, "_copy", fail)
         with pytest.raises(outofcore.errors.TransferError):
             ours.step(batch(50))
     engine._copies.clear()

@@ -155,7 +155,7 @@ def test_what_copies_take_from_others_must_be_possible(contention: float, slowdo
 
 
 @pytest.mark.parametrize("part", [0.0, 1.0, -0.5, nan])
-def test_no_copies_may_come_to_rest(part: float) -> None:
+def test_no_copies_may_be_stopped_by_others(part: float) -> None:
     home = Home("disk", None, 1.0, 1.0, contention=1.0, contention_out=part)
     with pytest.raises(GraphError, match=r"from 0\.05 to 0\.95"):
         Costs((OpCost(1.0), OpCost(1.0)), (home,)).check(TWO_OPS)

@@ -1,9 +1,9 @@
 """The copies of a step on the CPU in threads of native code (``copying.cpp``), one for each queue of them.
 
-Where a processor's cores compute, copies have no core of their own: what a copy takes beside the transfer itself, it
-takes from ops. Native threads take a tenth of what Python's do, and never wait for the interpreter's lock, nor have
-ops wait for it. They move what lies in memory or in a file that is open here; what only Python can copy, as ranges of
-others' files or slots that are checked byte by byte, is copied by Python, called from there.
+Where all cores compute, copies have none to themselves, and what they take beside the transfer itself is taken from
+ops. Native threads take little, and neither wait for the interpreter's lock nor make ops wait for it. They move what
+lies in memory or in a file that is open here. What only Python can copy, such as ranges of others' files or slots that
+are checked byte by byte, they have Python copy.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Copies:
         sums: of these, what native code has written there.
         ports: of each copy between the arena and the caller's memory, its storage and its piece.
         sources: of each piece where it belongs; None: the caller's memory has it.
-        by_python: whether Python is to make any of them.
+        called: by instruction, the copies that Python is to make, and whether they go out.
         places: of each home that has any, a slot and where it lies; the memory and files are kept with them.
     """
 
@@ -113,7 +113,7 @@ class Copies:
     sums: ctypes.Array[_Sum]
     ports: tuple[tuple[int, int], ...]
     sources: tuple[_Source | None, ...]
-    by_python: bool
+    called: Mapping[int, tuple[bool, BoundCopy]]
     places: tuple[tuple[HomeStore, int, int, Location], ...]
 
 
@@ -129,6 +129,7 @@ class _Rows:
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     sampled: list[tuple[Remember, int]] = field(default_factory=list)
     places: dict[int, tuple[HomeStore, int, int, Location]] = field(default_factory=dict)
+    called: dict[int, tuple[bool, BoundCopy]] = field(default_factory=dict)
 
     def add(self, piece: _Piece, source: _Source | None) -> None:
         """One more piece."""
@@ -190,7 +191,6 @@ def copies_of(
         row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
     given = _Work(pieces, waits, sums, len(sums), table, len(lanes))
     parts = (pieces, waits, copies, sums, table)
-    by_python = any(piece.descriptor == _CALLED for piece in rows.pieces)
     return Copies(
         dict(slots),
         given,
@@ -200,7 +200,7 @@ def copies_of(
         sums,
         tuple(rows.ports),
         tuple(rows.sources),
-        by_python,
+        rows.called,
         tuple(rows.places.values()),
     )
 
@@ -215,6 +215,7 @@ def _add_pieces(
         source = _Source(home, piece.offset, writes)
         if by_python or place is None:
             rows.add(_Piece(at, piece.bytes, 0, piece.offset, _NOT_SUMMED, _CALLED, 0), source)
+            rows.called[copy.index] = writes, copy
             return
         descriptor = _MEMORY if place.descriptor is None else place.descriptor
         row = _NOT_SUMMED
@@ -234,7 +235,7 @@ class Copying:
     Args:
         library: see ``load_native``.
         queues: how many there are, that of ops first and that of collectives last.
-        copy: makes a copy, by the index of its instruction, that native code cannot make.
+        copy: makes a copy that native code cannot make, given whether it goes out.
 
     Attributes:
         handle: by which native code knows it.
@@ -244,14 +245,12 @@ class Copying:
         MemoryError: there is none.
     """
 
-    def __init__(self, library: ctypes.PyDLL, queues: int, copy: Callable[[int], None]) -> None:
+    def __init__(self, library: ctypes.PyDLL, queues: int, copy: Callable[[bool, BoundCopy], None]) -> None:
         self._library = library
         self._queues = queues
         self._copy = copy
         self._raised: BaseException | None = None
         self._copies: Copies | None = None
-        self._times: tuple[array[float], array[float]] | None = None
-        self._process = os.getpid()
         this = weakref.ref(self)
 
         def called(index: int) -> int:
@@ -269,18 +268,13 @@ class Copying:
         self._pointer = ctypes.c_void_p(handle)
         wait, publish = library.outofcore_copying_wait, library.outofcore_copying_publish
         self.functions = ctypes.cast(wait, ctypes.c_void_p), ctypes.cast(publish, ctypes.c_void_p)
-        self._release = weakref.finalize(self, _free, library, handle, callback, self._process)
+        self._release = weakref.finalize(self, _free, library, handle, callback, os.getpid())
         self._release.atexit = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether its threads are this process's, and not of one that has been forked."""
-        return os.getpid() == self._process
 
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Begin the copies of a step; until ``finish`` has returned nothing that was given is to be changed.
+        """Begin the copies of a step; what is given is to stay as it is until ``finish`` has returned.
 
         Args:
             copies: of the program.
@@ -300,7 +294,7 @@ class Copying:
             address, count, _ = ports[storage]
             copies.pieces[number].outside, copies.pieces[number].bytes = address, count
         self._raised = None
-        self._copies, self._times = copies, (starts, ends)
+        self._copies = copies
         begun = self._library.outofcore_copying_begin(
             self.handle, ctypes.addressof(copies.given), starts.buffer_info()[0], ends.buffer_info()[0]
         )
@@ -365,8 +359,10 @@ class Copying:
         self._release()
 
     def _call(self, index: int) -> int:
+        if self._copies is None:
+            return 1
         try:
-            self._copy(index)
+            self._copy(*self._copies.called[index])
         except BaseException as error:
             self._raised = self._raised or error
             return 1
@@ -374,7 +370,7 @@ class Copying:
 
 
 def _free(library: ctypes.PyDLL, handle: int, callback: object, process: int) -> None:
-    # The child of a fork has no such threads; none could be joined.
+    # The child of a fork has none of the threads, and would wait for them for ever.
     if os.getpid() == process:
         library.outofcore_copying_free(handle)
     del callback

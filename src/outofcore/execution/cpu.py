@@ -274,9 +274,9 @@ class CpuEngine:
         self._copies_natively = copying
         self._copying: Copying | None = None
         self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
-        self._by_index: dict[int, tuple[bool, BoundCopy]] = {}
         self._homes = tuple(homes)
-        self._progress = _Progress(2 + 2 * len(self._homes))
+        self._queues = 2 + 2 * len(self._homes)  # ops, two for each home, collectives
+        self._progress = _Progress(self._queues)
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
         self._ports: dict[int, Port] = {}
         self._arena: Arena | None = None
@@ -308,7 +308,6 @@ class CpuEngine:
     def forget(self) -> None:
         """See ``Engine.forget``."""
         self._arena, self._slots, self._ports = None, {}, {}
-        self._by_index = {}
 
     def _started(self) -> list[_Worker[BoundCopy]]:
         if not self._copiers:
@@ -408,26 +407,15 @@ class CpuEngine:
 
     def _native_copying(self) -> Copying | None:
         """What copies in native code; None: Python does."""
-        if self._copying is not None and not self._copying.is_ours:
-            self._copying = None  # the child of a fork has none of its threads
         if self._copying is None and self._copies_natively and (library := load_native().library) is not None:
-            self._copying = Copying(library, 2 + 2 * len(self._homes), self._copy_by_index)
+            self._copying = Copying(library, self._queues, self._copy)
         return self._copying
 
     def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
         found = self._copies.get(bound)
         if found is None or found.slots != self._slots:
-            queues = 2 + 2 * len(self._homes)
-            found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, queues)
-        self._by_index = {}
-        if found.by_python:
-            self._by_index = {
-                copy.index: (number % 2 == 0, copy) for number, work in enumerate(bound.copies) for copy in work
-            }
+            found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
         return found
-
-    def _copy_by_index(self, index: int) -> None:
-        self._copy(*self._by_index[index])
 
     def _inline(self, bound: Bound) -> _Inline:
         turns = (partial(self._copy, True), partial(self._copy, False))
@@ -466,7 +454,7 @@ class CpuEngine:
                 self._run_all(bound, queues, calls, None, table, starts, ends, inline)
             for number, run in enumerate(bound.runs):
                 if replayed.taken[number]:
-                    waits = [(queue % (2 + 2 * len(self._homes)), count) for queue, count in run.waits]
+                    waits = [(queue % self._queues, count) for queue, count in run.waits]
                     replayed.replay.order(number, waits, run.number if run.awaited else None)
             replayed.until = spans(bound.runs, replayed.taken)
             replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)

@@ -44,8 +44,8 @@ class Location:
         descriptor: of a file that is open; None: the slot is memory.
         start: the offset in the file, or the address.
         forgets: whether the page cache is to be told to let go of what was copied.
-        remember: a few of its pages are compared when it is read, and whoever reads it later has to know their sum:
-            takes the offset of the slot, how many bytes were written and their sum. None: nothing is compared.
+        remember: is told the offset of a slot that native code has written, how many bytes, and the sum of a few of its
+            pages, which are compared when it is read. None: nothing is compared.
         owner: keeps the memory, or the file, from being given back.
     """
 
@@ -371,7 +371,7 @@ class HostHome:
         return Location(None, region.address + offset, forgets=False, remember=None, owner=region)
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """See ``HomeStore.failed``: memory does not fail, processes do."""
+        """See ``HomeStore.failed``: copying memory returns no errors, so nothing should ask for this."""
         verb, why = "write" if writes else "read", "no reason was given" if code is None else os.strerror(code)
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
