@@ -157,7 +157,8 @@ class Worker:
 
 def survey(spec: Spec) -> dict[str, Any]:
     """What the workload needs, from a process of its own: ``in_core_budget`` and ``smallest_budget``, in bytes."""
-    with Worker("survey", Spec(spec.model, spec.options, "survey", home=spec.home)) as worker:
+    asked = Spec(spec.model, spec.options, "survey", home=spec.home, kernels=spec.kernels)
+    with Worker("survey", asked) as worker:
         return worker.facts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,19 @@ def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: 
     return sorted(chosen, reverse=True)
 
 
+def ratio_of(ours: Row, other: Row) -> float:
+    """One row's step time over another's: the median of the ratios of the rounds in which both took a turn.
+
+    A round in which the machine was slow was slow for both, which a ratio of two medians does not know.
+    """
+    pairs = zip(_timed(ours), _timed(other), strict=True)
+    return statistics.median(mine / its for mine, its in pairs)
+
+
+def _timed(row: Row) -> Sequence[float]:
+    return row["steps"]["seconds"][row["warm_up"] :]
+
+
 def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
     """For each peer: that of our runs whose peak was the next below it, or the same, and whether it was faster.
 
@@ -55,13 +69,16 @@ def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
             continue
         below = [row for row in ours if row["peak"] <= peer["peak"]]
         best = max(below, key=lambda row: row["peak"], default=None)
-        ratio = None if best is None else best["seconds"] / peer["seconds"]
+        ratio = None if best is None else ratio_of(best, peer)
+        half = max((row for row in ours if row["peak"] <= peer["peak"] / 2), key=lambda row: row["peak"], default=None)
         found.append(
             {
                 "peer": peer["name"],
                 "peak": peer["peak"],
                 "ours": None if best is None else best["name"],
                 "ratio": ratio,
+                "at_half": None if half is None else half["name"],
+                "ratio_at_half": None if half is None else ratio_of(half, peer),
                 "faster": ratio is not None and ratio < 1,
             }
         )
@@ -82,7 +99,8 @@ def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
         "By `make bench-peers`. Each row is a process of its own; the processes of a workload take turns step by step.",
         "*Step*: the median. *Peak*: the most memory (RSS) of the process, above that of plain PyTorch after a step of",
         "a tiny model. *Ours over it*: the step time of the outofcore run with the next lower peak, over this one's:",
-        "both measured, nothing interpolated. *Eager's losses*: whether they are those of plain PyTorch, bit for bit.",
+        "both measured, nothing interpolated, the median of the ratios round by round; so is *over eager*. *Eager's",
+        "losses*: whether they are those of plain PyTorch, bit for bit.",
     ]
     for name, found in workloads.items():
         machine = found["machine"]
@@ -127,6 +145,14 @@ def _sentences(found: Mapping[str, Any]) -> list[str]:
         compiled = found.get("verdicts_compiled", ())
         faster = sum(verdict["faster"] for verdict in compiled)
         lines += [f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.", *_slower(found, compiled)]
+        lines += [
+            f"- within half of the peak of {verdict['peer']} ({verdict['at_half']}): {verdict['ratio_at_half']:.2f} "
+            "times its step"
+            for verdict in compiled
+            if verdict["peer"].startswith("compile") and verdict.get("ratio_at_half") is not None
+        ]
+        same = "the same, to the last bit," if found.get("compiled_losses_identical", True) else "not the same"
+        lines += ["", f"Its losses with Inductor's kernels are {same} at all of its budgets."]
     lowest = [row for row in found["rows"] if row["name"] in found["below_all_peers"]]
     if lowest:
         low = min(row["peak"] for row in lowest)

@@ -167,7 +167,13 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
     facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if spec["mode"] == "survey":
         found = subject_of(plain_step(work), home=spec["home"])
-        answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": found.smallest_budget})
+        smallest = found.smallest_budget
+        if spec["kernels"] != "eager":
+            model = work.build()
+            optimizer = work.optimizer(model)
+            given = {"inputs": next(work.batches()), "kernels": spec["kernels"]}
+            smallest = outofcore.smallest_budget(work.make_step(model, optimizer), model, optimizer, **given)
+        answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": smallest})
         return
     training = _Training(work, spec)
     answer(facts)

@@ -40,7 +40,7 @@ from _common import (
     write_result,
 )
 from _curves import Curve, Panel, Point, draw
-from _peers import COMPILED, OURS, below_all_peers, choose_budgets, markdown, verdicts
+from _peers import COMPILED, OURS, below_all_peers, choose_budgets, markdown, ratio_of, verdicts
 
 from outofcore.report.machine import available_memory_bytes
 from outofcore.units import GIB, format_bytes
@@ -49,6 +49,7 @@ _PICTURE = Path(__file__).parents[1] / "docs" / "assets" / "peers.svg"
 _OUR_WARM_UP = 5  # captured, planned, measured three times and, where the prediction was off, planned again
 _PEERS_WARM_UP = 2
 _IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
+_HALF = 0.48  # of torch.compile's peak, so that our own stays below half of it
 _BESIDE = GIB // 2  # what a process of ours takes beside its budget: the interpreter and its libraries
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
@@ -72,6 +73,7 @@ _TOOLS = {
     OURS: "outofcore",
     COMPILED: "outofcore, Inductor's kernels",
 }
+_OUR_TOOLS = {OURS: ("eager", "outofcore"), COMPILED: ("inductor", "outofcore with Inductor's kernels")}
 _VERSIONS = ("torch", "transformers", "outofcore")
 
 
@@ -192,27 +194,46 @@ def _measure(model: str, options: dict[str, Any], asked: Asked, base: int) -> di
         for entry in _peers(spec, asked.tools, asked.shares, asked.segments):
             start(entry)
         peaks = [worker.facts["first_peak"] - base for _, worker in pairs]
+        # What torch.compile reaches at its own peak is also asked for at half of it.
+        peaks += [
+            int(_HALF * (worker.facts["first_peak"] - base))
+            for entry, worker in pairs
+            if entry.tool == "compile" and entry.spec.share == 1
+        ]
         in_core = int(_IN_CORE * need["in_core_budget"])
-        budgets = choose_budgets(need["smallest_budget"], in_core, map(budget_below, peaks), asked.parts)
-        kernels = {OURS: ("eager", "outofcore"), COMPILED: ("inductor", "outofcore with Inductor's kernels")}
-        for tool, budget in [(tool, budget) for budget in budgets for tool in kernels if tool in asked.tools]:
-            name = f"{kernels[tool][1]}, {format_bytes(budget)}"
-            free = available_memory_bytes()
-            if free is not None and free < budget + _BESIDE:
-                missing[name] = f"not run: beside the other processes {format_bytes(free)} of memory are left"
+        for tool, (kernels, title) in _OUR_TOOLS.items():
+            if tool not in asked.tools:
                 continue
-            ours = replace(spec, mode=OURS, budget=budget, kernels=kernels[tool][0])
-            start(Entry(tool, name, ours, None, _OUR_WARM_UP))
+
+            def run(budget: int, tool: str = tool, kernels: str = kernels, title: str = title) -> None:
+                name = f"{title}, {format_bytes(budget)}"
+                free = available_memory_bytes()
+                if free is not None and free < budget + _BESIDE:
+                    missing[name] = f"not run: beside the other processes {format_bytes(free)} of memory are left"
+                    return
+                start(Entry(tool, name, replace(spec, mode=OURS, budget=budget, kernels=kernels), None, _OUR_WARM_UP))
+
+            smallest = need["smallest_budget"]
+            if kernels != "eager":
+                smallest = survey(replace(spec, kernels=kernels))["smallest_budget"]
+            run(in_core)
+            # What our process takes beside its step, libraries and data: as that with room for everything shows.
+            beside = [w.facts["first_peak"] - base - need["in_core_budget"] for e, w in pairs if e.tool == tool]
+            below = [budget_below(peak) if not beside else peak - beside[0] for peak in peaks]
+            for budget in choose_budgets(smallest, in_core, below, asked.parts):
+                if budget != in_core:
+                    run(budget)
         if not pairs:
             raise typer.BadParameter(f"{model}: nothing could be run: {missing}")
         done = _rounds([worker for _, worker in pairs], asked.rounds, deadline)
         rows = [_row(entry, worker, worker.ask("report"), base) for entry, worker in pairs]
         plain = next((worker.steps for entry, worker in pairs if entry.tool == "eager"), None)
+        compiled = [worker.steps for entry, worker in pairs if entry.tool == COMPILED]
         for row, (_, worker) in zip(rows, pairs, strict=True):
             row["same_losses"] = None if plain is None else _same_losses(worker.steps, plain)
-    eager = next((row["seconds"] for row in rows if row["tool"] == "eager"), None)
+    eager = next((row for row in rows if row["tool"] == "eager"), None)
     for row in rows:
-        row["to_eager"] = None if eager is None else row["seconds"] / eager
+        row["to_eager"] = None if eager is None else ratio_of(row, eager)
     versions = {package: importlib.metadata.version(package) for package in _VERSIONS}
     return {
         **need,
@@ -221,6 +242,7 @@ def _measure(model: str, options: dict[str, Any], asked: Asked, base: int) -> di
         "rounds": done,
         "tiny_rss": base,
         "losses_identical": all(row["same_losses"] is not False for row in rows if row["tool"] == OURS),
+        "compiled_losses_identical": all(_same_losses(steps, compiled[0]) for steps in compiled),
         "rows": rows,
         "verdicts": verdicts(rows),
         "verdicts_compiled": verdicts(rows, COMPILED),

@@ -1,12 +1,13 @@
-"""Step times of models that no other benchmark uses, at parts of what they need, beside our own in-core step.
+"""Step times of models that no other benchmark uses, at parts of plain PyTorch's peak, beside our own in-core step.
 
 Models of transformers with random weights (``_unseen.py``), with plans compared by running them and without that
-(``auto(trials=0)``). All processes of a model exist at once and take turns step by step. The medians of quotients,
-round by round, leave out the first rounds, in which plans are made, measured and compared. For machines that are never
-at rest there are beside them: quotients of the quickest fifths of steps, and of processor time, which does not count
-what other processes take but neither counts waits; of these the share is told. With ``--noise`` something else keeps a
-core busy in every other second of the first ten rounds, as when a machine is shared: what is decided then should not
-stay.
+(``auto(trials=0)``). Budgets are parts of the memory that a process of plain PyTorch has at its peak above one that
+trains a tiny model (RSS); with ``--of step`` of what our step needs where all of it fits, which is less. All processes
+of a model exist at once and take turns step by step. The medians of quotients, round by round, leave out the first
+rounds, in which plans are made, measured and compared. For machines that are never at rest there are beside them:
+quotients of the quickest fifths of steps, and of processor time, which does not count what other processes take but
+neither counts waits; of these the share is told. With ``--noise`` something else keeps a core busy in every other
+second of the first ten rounds, as when a machine is shared: what is decided then should not stay.
 """
 
 from __future__ import annotations
@@ -16,10 +17,22 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from _common import Spec, Worker, WorkerError, console, round_by_round, survey, take_turns, write_result
+from _common import (
+    TINY,
+    Spec,
+    Worker,
+    WorkerError,
+    console,
+    peak_of,
+    round_by_round,
+    survey,
+    take_turns,
+    write_result,
+)
 from _unseen import UNSEEN
 from rich.table import Table
 
@@ -30,6 +43,7 @@ _PARTS = (2.0, 4.0)
 _POLICIES = ("auto", "auto(trials=0)")
 _QUOTIENTS = ("to_in_core", "calm_to_in_core", "processor_to_in_core")
 _NOISY_ROUNDS = 10
+_EAGER_STEPS = 4  # its peak is that of the second one or a later one
 # Keeps one core busy in every other second.
 _NOISE = """
 import time
@@ -39,6 +53,13 @@ while True:
         pass
     time.sleep(1)
 """
+
+
+class Whole(Enum):
+    """What budgets are parts of."""
+
+    EAGER = "eager"  # the peak of a process of plain PyTorch
+    STEP = "step"  # what our own step needs where all of it fits
 
 
 @contextlib.contextmanager
@@ -60,12 +81,16 @@ def _calm(seconds: list[float]) -> float:
 
 
 def _measure(
-    model: str, parts: list[float], policies: list[str], rounds: int, warm_up: int, home: str, noise: bool
+    model: str, parts: list[float], policies: list[str], rounds: int, warm_up: int, home: str, noise: bool, of: Whole
 ) -> dict[str, Any]:
     need = survey(Spec(model, {}, home=home))
-    whole = need["in_core_budget"]
-    print(f"{need['workload']}\nneeds {format_bytes(whole)}, {format_bytes(need['smallest_budget'])} at the least")
-    wanted = [("in core", Spec(model, {}, "outofcore", int(_IN_CORE * whole), home))]
+    eager_peak = peak_of(Spec(model, {}), _EAGER_STEPS) - peak_of(Spec("gpt", TINY), 1)
+    whole = eager_peak if of is Whole.EAGER else need["in_core_budget"]
+    print(
+        f"{need['workload']}\nneeds {format_bytes(need['in_core_budget'])}, {format_bytes(need['smallest_budget'])} at "
+        f"the least; plain PyTorch takes {format_bytes(eager_peak)}"
+    )
+    wanted = [("in core", Spec(model, {}, "outofcore", int(_IN_CORE * need["in_core_budget"]), home))]
     for part in parts:
         for policy in policies:
             label = f"1/{part:g}, {policy}"
@@ -108,7 +133,7 @@ def _measure(
                 "steps": seconds,
             }
         )
-    return {**need, "rows": rows, "refused": refused}
+    return {**need, "eager_peak": eager_peak, "rows": rows, "refused": refused}
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -135,8 +160,9 @@ def main(
     *,
     model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="Of what is needed, over budget. [default: 2, 4]")
+        list[float] | None, typer.Option(help="What budgets are parts of, over budget. [default: 2, 4]")
     ] = None,
+    of: Annotated[Whole, typer.Option(help="What budgets are parts of.")] = Whole.EAGER,
     policy: Annotated[
         list[str] | None, typer.Option(help="How to plan. [default: auto, and auto that compares no plans]")
     ] = None,
@@ -150,7 +176,7 @@ def main(
     found: dict[str, Any] = {}
     for which in model or list(UNSEEN):
         found[which] = _measure(
-            which, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise
+            which, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise, of
         )
         console().print(_table(f"{which}, {UNSEEN[which].shape}", found[which]["rows"]))
         for row in found[which]["rows"]:
@@ -166,7 +192,7 @@ def main(
             f"{medians[name]['processor_to_in_core']:.3f} in processor time"
         )
     name = "unseen-noise" if noise else "unseen"
-    facts = {"noise": noise, "home": home, "rounds": rounds, "warm_up": warm_up}
+    facts = {"noise": noise, "of": of.value, "home": home, "rounds": rounds, "warm_up": warm_up}
     print(f"written to {write_result(name, {**facts, 'medians': medians, 'models': found}, date)}")
 
 

@@ -104,13 +104,13 @@ def test_fused_ops_take_no_scratch_memory_and_lie_where_they_are_planned() -> No
 
 def test_equal_ops_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    compile_one = kernels._compiled
+    compile_one = kernels.compiled
 
     def counted(recipe: kernels.Recipe, threads: int) -> Any:
         texts.append(recipe.text)
         return compile_one(recipe, threads)
 
-    monkeypatch.setattr(kernels, "_compiled", counted)
+    monkeypatch.setattr(kernels, "compiled", counted)
     step, batches, _ = compiled("convolutional", IN_CORE)
     told: list[tuple[str, int, int]] = []
     step.on_progress = lambda *what: told.append(what)
@@ -150,7 +150,7 @@ def test_what_inductor_refuses_stays_as_it_is(
     def refuse(recipe: kernels.Recipe, threads: int) -> Any:
         raise RuntimeError("not today\nand more")
 
-    monkeypatch.setattr(kernels, "_compiled", refuse)
+    monkeypatch.setattr(kernels, "compiled", refuse)
     with caplog.at_level(logging.WARNING, logger="outofcore"):
         losses, _, step = trained("perceptron", IN_CORE)
     assert losses == trained("perceptron", IN_CORE, kernels="eager")[0]
@@ -174,7 +174,7 @@ def test_an_estimate_for_a_device_that_is_not_here_compiles_nothing(monkeypatch:
     model, optimizer, step, batches = world("perceptron")
     how = {"inputs": batches[0], "device": "h100", "policy": "offload-all"}
     plain = outofcore.estimate(step, model, optimizer, **how)
-    monkeypatch.setattr(kernels, "_compiled", lambda *_: pytest.fail("something was compiled"))
+    monkeypatch.setattr(kernels, "compiled", lambda *_: pytest.fail("something was compiled"))
     found = outofcore.estimate(step, model, optimizer, kernels="inductor", **how)
     assert found.compute_seconds < plain.compute_seconds
 

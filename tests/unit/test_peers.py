@@ -28,7 +28,8 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def row(tool: str, name: str, peak: int, seconds: float) -> dict[str, Any]:
     told = {"to_eager": 1.0, "first_step_s": 1.0, "same_losses": tool != "compile"}
-    return {"tool": tool, "name": name, "peak": peak * MIB, "seconds": seconds, **told}
+    steps = {"seconds": [100.0, seconds, 3 * seconds, seconds]}  # a first one, and three of which the machine slows one
+    return {"tool": tool, "name": name, "peak": peak * MIB, "seconds": seconds, "warm_up": 1, "steps": steps, **told}
 
 
 ROWS = [
@@ -47,6 +48,19 @@ def test_a_verdict_rests_on_the_run_next_below_the_peak(peers: Any) -> None:
     assert (found["eager"]["ours"], found["eager"]["ratio"], found["eager"]["faster"]) == ("ours, high", 0.75, True)
     assert (found["checkpoint"]["ours"], found["checkpoint"]["faster"]) == ("ours, middle", True)
     assert (found["compile"]["ours"], found["compile"]["ratio"], found["compile"]["faster"]) == ("ours, low", 4, False)
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds(peers: Any) -> None:
+    ours = row("outofcore", "ours", 1, 0) | {"warm_up": 2, "steps": {"seconds": [9.0, 9.0, 1.0, 6.0, 1.0]}}
+    other = row("eager", "eager", 1, 0) | {"warm_up": 1, "steps": {"seconds": [9.0, 2.0, 10.0, 3.0]}}
+    assert peers.ratio_of(ours, other) == 0.5  # of 0.5, 0.6 and a third
+
+
+def test_a_verdict_tells_of_half_of_the_peak(peers: Any) -> None:
+    found = {verdict["peer"]: verdict for verdict in peers.verdicts(ROWS)}
+    assert (found["eager"]["at_half"], found["eager"]["ratio_at_half"]) == ("ours, middle", 0.6)
+    assert (found["compile"]["at_half"], found["compile"]["ratio_at_half"]) == ("ours, low", 4.0)
+    assert (found["sequential"]["at_half"], found["sequential"]["ratio_at_half"]) == (None, None)
 
 
 def test_without_a_run_below_a_peak_nothing_is_claimed(peers: Any) -> None:

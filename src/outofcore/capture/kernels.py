@@ -11,7 +11,9 @@ full precision throughout, and adds up in another order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
 from outofcore.analysis.windows import Derivation, Window, derivation
 from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.compiled_ahead import compiling_ahead
 from outofcore.capture.operators import by_name, value_text, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.capture.tables import map_leaves
@@ -64,6 +67,8 @@ class Recipe:
 
 
 _NAMES = 4
+# The second kernel tells whether they are in Inductor's cache: the first of a process takes seconds in any case.
+_TRIED, _CACHED_SECONDS = 1, 0.5
 
 
 def described(recipe: Recipe) -> str:
@@ -130,11 +135,15 @@ class Kernels:
         threads = torch.get_num_threads()
         wanted = {recipe.text: recipe for recipe in recipes}
         new = [recipe for text, recipe in wanted.items() if (text, threads) not in self._known]
-        for number, recipe in enumerate(new):
-            if self._missing:
-                break
-            tell("compile kernels", number, len(new))
-            self._known[recipe.text, threads] = self._made(recipe, threads)
+        with contextlib.ExitStack() as stack:
+            for number, recipe in enumerate(new):
+                if self._missing:
+                    break
+                tell("compile kernels", number, len(new))
+                begin = time.monotonic()
+                self._known[recipe.text, threads] = self._made(recipe, threads)
+                if number == _TRIED and self.compiles and time.monotonic() - begin > _CACHED_SECONDS:
+                    stack.enter_context(compiling_ahead(new[number + 1 :], threads))
         if new:
             tell("compile kernels", len(new), len(new))
         found = {text: self._known.get((text, threads)) for text in wanted}
@@ -145,7 +154,7 @@ class Kernels:
             return Kernel(recipe, threads, _not_compiled)
         try:
             with TURN:
-                return Kernel(recipe, threads, _compiled(recipe, threads))
+                return Kernel(recipe, threads, compiled(recipe, threads))
         except CompilerMissingError as error:
             self._missing = True
             _log.warning(
@@ -163,7 +172,17 @@ def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     raise RuntimeError("a kernel that was made for an estimate was run; please report it")
 
 
-def _compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """What a recipe computes, compiled by Inductor or found in its cache.
+
+    Args:
+        recipe: what to compute.
+        threads: on how many its loops run.
+
+    Raises:
+        CompilerMissingError: there is no compiler.
+        Exception: Inductor cannot compile it.
+    """
     given = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.dtype, device) for value, device in given]
     return compile_traced(_Traced(recipe), layouts, threads)

@@ -1,0 +1,112 @@
+"""Kernels compiled in processes of their own: what they are given, in which order, and that none is left behind."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outofcore.capture import compiled_ahead, kernels
+from outofcore.capture.compiled_ahead import compiling_ahead, packed, serve
+from outofcore.capture.fusing import fused
+from outofcore.capture.step import capture_step
+from outofcore.progress import Tell, silent
+
+
+class _Recipes(kernels.Kernels):
+    """Keeps recipes, and compiles none."""
+
+    def of(self, recipes: Iterable[kernels.Recipe], tell: Tell = silent) -> Mapping[str, kernels.Kernel]:
+        self.seen = list({recipe.text: recipe for recipe in recipes}.values())
+        return {}
+
+
+@pytest.fixture(scope="module")
+def recipes() -> list[kernels.Recipe]:
+    """Those of a step, with operators, numbers, data types and views."""
+    layers = [layer for width in range(8, 32, 2) for layer in (nn.Linear(width, width + 2), nn.GELU(), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).softmax(1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    found = _Recipes()
+    fused(capture_step(step, [model], [optimizer], (torch.ones(4096, 8),), {}, torch.device("cpu")), found)
+    assert len(found.seen) >= 8
+    return found.seen
+
+
+def test_recipes_reach_a_helper_as_they_are(recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[kernels.Recipe, int]] = []
+    monkeypatch.setattr(kernels, "compiled", lambda recipe, threads: seen.append((recipe, threads)))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed(recipes, 1))))
+    threads = torch.get_num_threads()
+    try:
+        serve()
+    finally:
+        torch.set_num_threads(threads)
+    assert [recipe for recipe, _ in seen] == recipes
+    assert {count for _, count in seen} == {1}
+    assert all(kernels.described(recipe) == recipe.text for recipe, _ in seen)
+
+
+def test_a_helper_goes_on_after_what_cannot_be_compiled(
+    recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def refuse(recipe: kernels.Recipe, threads: int) -> None:
+        tried.append(recipe.text)
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(kernels, "compiled", refuse)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed(recipes[:2], torch.get_num_threads()))))
+    serve()
+    assert tried == [recipe.text for recipe in recipes[:2]]
+
+
+@pytest.mark.parametrize(("cores", "helpers"), [(1, 0), (2, 1), (3, 2), (64, 2)])
+def test_helpers_share_recipes_from_the_last_one_on_and_end_with_the_block(
+    recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch, cores: int, helpers: int
+) -> None:
+    shares: list[list[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def packing(share: Any, threads: int) -> bytes:
+        shares.append([recipe.text for recipe in share])
+        return b""
+
+    def start(work: bytes) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return started[-1]
+
+    monkeypatch.setattr(compiled_ahead, "packed", packing)
+    monkeypatch.setattr(compiled_ahead, "_started", start)
+    with compiling_ahead(recipes[:8], 2, cores) as count:
+        assert count == len(started) == helpers
+        assert all(helper.poll() is None for helper in started)
+    assert all(helper.returncode is not None for helper in started)
+    assert sorted(text for share in shares for text in share) == sorted(r.text for r in recipes[:8] if helpers)
+    order = [recipe.text for recipe in recipes[:8]]
+    for place, share in enumerate(shares):
+        assert share == order[::-1][place::helpers]
+
+
+def test_a_helper_that_cannot_start_leaves_its_recipes_to_this_process(
+    recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with compiling_ahead(recipes, 2, 8) as count:
+        assert count == 0
