@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
+.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
 	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
@@ -82,6 +82,9 @@ bench-generate: setup  ## text from a checkpoint of 8 GB in FOLDER=... (made the
 
 bench-replay: setup  ## steps of a few milliseconds: ops called by native code, by Python, and plain PyTorch
 	$(BIN)/python benchmarks/replay.py
+
+bench-kernels: setup  ## what compiling kernels takes, and their losses at three budgets; half an hour
+	$(BIN)/python benchmarks/kernels.py
 
 bench-unseen: setup  ## models that no other benchmark uses, with plans compared by running them and without
 	$(BIN)/python benchmarks/unseen.py

@@ -32,7 +32,7 @@ from outofcore.capture.fusing import fused, fusing
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.partial_sums import in_partial_sums, summing
-from outofcore.capture.passes import fastest, leanest
+from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.costs import Costs, Home
@@ -667,7 +667,7 @@ class Session:
             return None
         # There are some forms of a step, and a plan fits one of them alone.
         in_parts = partial(self._in_parts, room=room, most=most or 0, workspaces={})
-        for form in (fastest, leanest) if most is None else (in_parts,):
+        for form in (fastest, partial(lean, room=room), leanest) if most is None else (in_parts,):
             captured = form(traced).aligned(self.backend.alignment)
             if len(captured.graph.ops) != len(costs.ops):
                 continue
@@ -765,9 +765,14 @@ class Session:
             if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
                 found = plan_in_core(*self._measured(captured, room), room, stores)
             if found is None:
-                measured = self._measured(leanest(traced).aligned(alignment), room)
-                workspaces = workspaces_of(measured[0], measured[2])
-                found = plan(*measured, room, self.policy, stores)
+                captured, costs, profiles = self._measured(lean(traced, room).aligned(alignment), room)
+                workspaces = workspaces_of(captured, profiles)
+                try:
+                    found = plan(captured, costs, profiles, room, self.policy, stores)
+                except BudgetError:
+                    # Updates that were joined need a little more than each alone.
+                    captured, costs, profiles = self._measured(leanest(traced).aligned(alignment), room)
+                    found = plan(captured, costs, profiles, room, self.policy, stores)
                 found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
             found, error, most = self._planned_in_parts(self._splitting(traced, workspaces), room, error)

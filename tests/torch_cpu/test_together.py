@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from exactness import CASES, check_exact
 
 from outofcore.analysis import live_bytes
 from outofcore.capture import OptimizerUpdate, capture_step
 from outofcore.capture.captured import Captured
-from outofcore.capture.passes import TOGETHER_BYTES, together
+from outofcore.capture.passes import TOGETHER_BYTES, delayed, lean, leanest, together
 
 
 def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
@@ -83,3 +85,49 @@ def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytes
     monkeypatch.setattr("outofcore.capture.passes._SMALL_PART", 1)
     assert len(updates(together(before))) == len(updates(before))
     assert len(updates(together(replace(before, device=torch.device("cuda"))))) == 1
+
+
+LAYER = (300 * 300 + 300) * 4
+
+
+def test_where_memory_is_short_updates_wait_for_those_that_come_soon() -> None:
+    before = captured_with(torch.optim.AdamW)
+    apart, after = leanest(before), lean(before, 64 * 2 * LAYER)
+    assert 1 < len(updates(after)) < len(updates(apart))
+    assert sum(len(one.members) for one in updates(after)) == sum(len(one.members) for one in updates(apart))
+    sizes = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]
+    assert max(sizes) <= 2 * LAYER
+    assert live_bytes(after.graph) <= live_bytes(apart.graph) + 2 * LAYER
+
+
+def test_with_hardly_any_memory_updates_stay_apart() -> None:
+    before = captured_with(torch.optim.AdamW)
+    assert len(updates(lean(before, 64))) == len(updates(leanest(before)))
+
+
+def test_what_looks_at_a_parameter_finds_it_updated() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(300, 300) for _ in range(4))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+        return layers[2].weight.square().sum().detach()
+
+    captured = leanest(capture_step(step, [layers], [optimizer], (torch.randn(2, 300),), {}))
+    moved = delayed(captured, 1 << 40)
+    weight = next(s.id for s in moved.graph.storages if s.name.endswith("2.weight"))
+    ops = moved.graph.ops
+    writes = next(op.id for op in ops if weight in op.mutates)
+    reads = [op.id for op in ops if weight in op.reads and weight not in op.mutates]
+    assert max(reads) > writes
+    assert len(updates(together(moved, 1 << 40))) < len(updates(captured))
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_net", "gpt", "gan", "accumulation_across", "llama"])
+@pytest.mark.parametrize("room", [64 << 10, 64 << 20])
+def test_joined_where_memory_is_short_they_are_exact(name: str, room: int) -> None:
+    check_exact(CASES[name], functools.partial(lean, room=room))

@@ -299,17 +299,53 @@ TOGETHER_BYTES = 4 * MIB
 # On a device they pass in less time than the host takes to issue the op. There optimizers go over all parameters at
 # once, with scratch memory for as many: of what the step holds at once, it is no more than a small part.
 DEVICE_TOGETHER_BYTES, _SMALL_PART = 64 * MIB, 8
+# Parameters that are updated together, where memory is short, are of this part of it at most. With their gradients and
+# state they take about four times as much.
+_SHARE_OF_UPDATES = 64
 
 
-def together(captured: Captured) -> Captured:
+def delayed(captured: Captured, most: int) -> Captured:
+    """The same step, to the bit, with each update that may be joined with later ones moved down to the last of these.
+
+    Args:
+        captured: the step; what is delayed is what can be joined, of one optimizer.
+        most: bytes of parameters whose updates wait at most.
+    """
+    order: list[int] = []
+    waiting: list[tuple[Op, Call]] = []
+    held: set[int] = set()
+    at_once = captured.device.type != "cpu"
+    for pair in zip(captured.graph.ops, captured.calls, strict=True):
+        op = pair[0]
+        updates = _update(*pair, at_once=at_once) is not None
+        if waiting and (
+            not held.isdisjoint(op.touched) if not updates else not _follows(waiting, pair, most, at_once=at_once)
+        ):
+            order += [one.id for one, _ in waiting]
+            waiting, held = [], set()
+        if updates:
+            waiting.append(pair)
+            held.update(op.touched)
+        else:
+            order.append(op.id)
+    return reordered(captured, [*order, *(one.id for one, _ in waiting)])
+
+
+def together(captured: Captured, most: int | None = None) -> Captured:
     """The same step, to the bit, with updates that follow one another joined, so far as they need little more memory.
 
     An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
     Those that go over all at once are joined on a device alone, where their fixed price is what counts.
+
+    Args:
+        captured: the step.
+        most: bytes of parameters that an op updates; None: so many that it needs little of what the step holds at once.
     """
-    most, at_once = TOGETHER_BYTES, captured.device.type != "cpu"
-    if at_once:
-        most = max(most, min(live_bytes(captured.graph) // _SMALL_PART, DEVICE_TOGETHER_BYTES))
+    at_once = captured.device.type != "cpu"
+    if most is None:
+        most = TOGETHER_BYTES
+        if at_once:
+            most = max(most, min(live_bytes(captured.graph) // _SMALL_PART, DEVICE_TOGETHER_BYTES))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         if rows and _follows(rows[-1], pair, most, at_once=at_once):
@@ -375,3 +411,19 @@ def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
     captured = reuse(split(by_shape(traced)))
     return reordered(captured, hoisting(captured))
+
+
+def lean(traced: Captured, room: int) -> Captured:
+    """A trace that needs little memory: as ``leanest``, but for updates that are joined where room is hardly missed.
+
+    Each update has a fixed price, of some hundred microseconds, and one that comes alone finds its optimizer's code out
+    of the processor's caches. So those of parameters whose gradients come soon after one another are made together,
+    for which the gradients of the first are held a little longer.
+
+    Args:
+        traced: the step.
+        room: bytes that there are for all of it.
+    """
+    captured = leanest(traced)
+    most = min(room // _SHARE_OF_UPDATES, TOGETHER_BYTES if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)
+    return together(delayed(captured, most), most)

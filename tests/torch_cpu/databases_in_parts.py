@@ -1,0 +1,208 @@
+"""PyTorch's own databases of modules and operators, with every op that can be cut in 2, 3 and 5 parts: the same bits.
+
+Each sample is captured as a step, forward and backward, and all its ops are cut that the rules know, storages of any
+size. Cuts that are not exact on this machine, as a trial tells, are left out, as they are in a step that is compiled.
+Samples are counted that nothing in them can be cut, that cannot be captured, or that plain PyTorch computes otherwise
+when it runs twice.
+
+    python tests/torch_cpu/databases_in_parts.py modules operators
+    python tests/torch_cpu/databases_in_parts.py operators --only nn.functional.conv2d --parts 3
+
+Prints one line of JSON, with what failed; exits with 1 if anything did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from databases import LEFT_OUT, equal, fresh, kept, scalar
+from replay import Replay
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from outofcore.capture import Captured, capture_step
+from outofcore.capture.passes import hoisting, reordered, reuse
+from outofcore.capture.tiles import tiled
+from outofcore.execution.backend import CpuBackend
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.equality import refuted
+
+ROOM = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call.
+
+    Attributes:
+        name: for people.
+        call: takes what was given, with tensors in their places.
+        given: arguments and keyword arguments.
+        model: what has the parameters, if anything has.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    model: nn.Module | None = None
+
+
+def operators(only: str, first: int) -> Iterator[Sample]:
+    for info in op_db:
+        if (only and info.name != only) or info.name in LEFT_OUT:
+            continue
+        if torch.float32 not in info.supported_dtypes("cpu"):
+            continue
+        torch.manual_seed(0)
+        try:
+            samples = list(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd))
+        except Exception:
+            continue
+        for number, one in enumerate(samples[: first or None]):
+            yield Sample(f"{info.name} {number}", info.op, ((one.input, *one.args), one.kwargs))
+
+
+def modules(only: str, first: int) -> Iterator[Sample]:
+    for info in module_db:
+        if only and info.name != only:
+            continue
+        torch.manual_seed(0)
+        try:
+            listed = list(
+                info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
+            )
+        except Exception:
+            continue
+        for number, one in enumerate(listed[: first or None]):
+            torch.manual_seed(2)
+            made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
+            made = made.to(torch.float32).train() if any(True for _ in made.parameters()) else made.train()
+            given = (one.forward_input.args, one.forward_input.kwargs)
+            yield Sample(f"{info.name} {number} {one.desc}".strip(), made, given, made)
+
+
+def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Forward and backward as a function of tensors alone, and those."""
+    leaves, tree = tree_flatten(fresh(sample.given))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    needed = [leaves[place].requires_grad for place in places]
+
+    def step(*tensors: Tensor) -> Any:
+        own = list(leaves)
+        wanted: list[Tensor] = []
+        for place, tensor, needs in zip(places, tensors, needed, strict=True):
+            own[place] = tensor.detach().requires_grad_() if needs else tensor
+            wanted += [own[place]] if needs else []
+        args, kwargs = tree_unflatten(own, tree)
+        out = sample.call(*args, **kwargs)
+        loss = scalar(out)
+        wanted += [] if sample.model is None else list(sample.model.parameters())
+        gradients = () if loss is None or not wanted else torch.autograd.grad(loss, wanted, allow_unused=True)
+        return [leaf for leaf in tree_flatten((out, gradients))[0] if isinstance(leaf, Tensor)]
+
+    return step, [leaves[place].detach() for place in places]
+
+
+def in_parts(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
+    """The step cut in so many parts, how many claims that rests on, and how many did not hold; None: nothing is cut."""
+    refused: frozenset[str] = frozenset()
+    while True:
+        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        if not found.claims:
+            return None
+        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
+        if not wrong:
+            break
+        refused |= wrong
+    done = reuse(found.captured, least=1)
+    return reordered(done, hoisting(done)), len(found.claims), len(refused)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
+    arguments.add_argument("--only", default="", help="the name of one entry")
+    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
+    arguments.add_argument("--start", type=int, default=0, help="the first of these")
+    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
+    arguments.add_argument("--parts", type=int, action="append", help="how many; may be given several times")
+    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
+    given = arguments.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    both = {"modules": modules, "operators": operators}
+    samples = itertools.chain.from_iterable(both[which](given.only, given.first) for which in given.which)
+    told: dict[str, Any] = {"samples": 0, "not captured": 0, "unsteady": 0, "nothing to cut": 0, "steps in parts": 0}
+    told |= {"claims": 0, "refuted": 0, "failed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        verdicts = Cache(Path(folder))
+        for number, sample in enumerate(samples):
+            if number % given.every == given.start:
+                _try(sample, tuple(given.parts or (2, 3, 5)), verdicts, told, verbose=given.verbose)
+    print(json.dumps(told, indent=1))
+    return bool(told["failed"] or not told["steps in parts"])
+
+
+def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str, Any], *, verbose: bool) -> None:
+    if verbose:
+        print(sample.name, file=sys.stderr, flush=True)
+    told["samples"] += 1
+    models = [] if sample.model is None else [sample.model]
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+
+    def plain() -> list[Any]:
+        torch.manual_seed(1)
+        for model, state in zip(models, before, strict=True):
+            model.load_state_dict(state)
+        step, tensors = step_of(sample)
+        return kept(step(*tensors))
+
+    try:
+        wanted = plain()
+        again = plain()
+        step, tensors = step_of(sample)
+        captured = capture_step(step, models, [], tuple(tensors), {})
+    except Exception:
+        told["not captured"] += 1
+        return
+    if not all(map(equal, again, wanted)):
+        told["unsteady"] += 1
+        return
+    for count in parts:
+        try:
+            found = in_parts(captured, count, verdicts)
+            if found is None:
+                told["nothing to cut"] += 1
+                continue
+            cut, claims, wrong = found
+            told["claims"] += claims
+            told["refuted"] += wrong
+            for model, state in zip(models, before, strict=True):
+                model.load_state_dict(state)
+            torch.manual_seed(1)
+            seen = kept(Replay(cut)(*step_of(sample)[1]))
+        except Exception:
+            last = traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]
+            told["failed"].append(f"{sample.name}, {count} parts: {last}")
+            continue
+        told["steps in parts"] += 1
+        if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
+            told["failed"].append(f"{sample.name}, {count} parts: other bits")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
