@@ -92,8 +92,9 @@ bench-unseen: setup  ## models that no other benchmark uses, with plans compared
 bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (7 GB), beside PEFT in core
 	$(BIN)/python benchmarks/lora.py $(FOLDER)
 
-databases: setup  ## PyTorch's databases of modules and operators, trained within tiny budgets; half an hour
+databases: setup  ## PyTorch's databases of modules and operators, trained within tiny budgets and in parts; an hour
 	$(BIN)/python tests/torch_cpu/databases.py modules operators
+	$(BIN)/python tests/torch_cpu/databases_in_parts.py modules operators
 
 growth: setup  ## followed loops for 10,000 steps each: resident memory against the budget; hours
 	$(BIN)/python tools/growth.py
