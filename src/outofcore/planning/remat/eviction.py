@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outofcore.planning.problem import Ints
 from outofcore.planning.remat.chains import AGAIN, Chain, Choices
 from outofcore.planning.remat.selection import Snapshot
 
@@ -24,12 +25,13 @@ from outofcore.planning.remat.selection import Snapshot
 _LEAST_STALE = 1e-9
 
 
-def evicted_online(choices: Choices, limit: int) -> Snapshot | None:
+def evicted_online(choices: Choices, limit: int, bound: Ints | None = None) -> Snapshot | None:
     """What is computed again if the step is followed with greedy eviction.
 
     Args:
         choices: of the step; only read.
         limit: bytes of large blocks that may be held.
+        bound: as of ``Choices``.
 
     Returns:
         The gaps that are computed again, as a change to choices in which all are kept; None if an op does not fit with
@@ -37,13 +39,14 @@ def evicted_online(choices: Choices, limit: int) -> Snapshot | None:
         the first of them, and of several times that it is there again between two uses only the last remains. So it may
         take more bytes, and more seconds.
     """
-    return _Following(choices, limit).run()
+    return _Following(choices, limit, bound).run()
 
 
 @dataclass
 class _Following:
     like: Choices
     limit: int
+    bound: Ints | None = None
     clock: float = 0.0
     known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its chain at present
     seen_by: dict[int, set[int]] = field(
@@ -55,7 +58,7 @@ class _Following:
 
     def __post_init__(self) -> None:
         like = self.like
-        self.state = state = Choices(like.problem, like.contents, like=like)
+        self.state = state = Choices(like.problem, like.contents, like=like, bound=self.bound)
         count = len(state.kind)
         self.can = np.array(state.can, dtype=np.bool_)
         self.size = np.array(state.bytes, dtype=np.float64)
@@ -134,7 +137,7 @@ class _Following:
         """Find what computing a gap's content again would take now."""
         state = self.state
         self.stale[g] = False
-        found = state.chain(op, (g,))
+        found = state.once(op, (g,))
         content = state.content[g]
         old = self.known.pop(g, None)
         if old is not None:
