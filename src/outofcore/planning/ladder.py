@@ -43,6 +43,8 @@ _RUNGS = 64
 _SEARCHED_EVERY = 4
 # Every so many the best is annealed.
 _ANNEALED_EVERY = 6
+# Steps of more ops have chains nested in one way alone.
+_MANY_OPS = 1000
 # Random changes there at most.
 _CHANGES = 6_000
 # Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
@@ -101,7 +103,8 @@ class Ladder:
             everything_leaves[self.like.start[g] + 1 : self.like.end[g]] -= self.like.bytes[g]
         self.lasting = everything_leaves
         self._below: list[Found] = []
-        self.ways: tuple[float | None, ...] = (None, *self.params.nested)
+        self.nested = self.params.nested[: 1 if len(graph.ops) > _MANY_OPS else None]
+        self.ways: tuple[float | None, ...] = (None, *self.nested)
         bound = self.beside + int((everything_leaves + self.like.alone).max(initial=0))
         lowest, highest = min(round_up(bound, PAGE_BYTES), self.in_core), self.in_core
         count = _RUNGS
@@ -293,7 +296,7 @@ class Ladder:
     def _up_to(self, rung: int) -> list[Found]:
         """All that was found on the rungs up to this one."""
         found = self._climbed(rung, (None,))
-        return [*found, *self._climbed(rung, self.params.nested)] if self.params.nested else found
+        return [*found, *self._climbed(rung, self.nested)] if self.nested else found
 
     def _climbed(self, rung: int, ways: Sequence[float | None]) -> list[Found]:
         """What is found in some ways on the rungs up to one, the best of each rung after what it comes from."""
