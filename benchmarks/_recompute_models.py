@@ -55,7 +55,7 @@ class Inception(nn.Module):
 
     def __init__(self, blocks: int = 12, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
-        self.stem = nn.Sequential(_convolution(3, 4 * width, 7), nn.MaxPool2d(4))
+        self.stem = nn.Sequential(nn.Conv2d(3, 4 * width, 7, stride=4, padding=3), nn.ReLU(inplace=True))
         self.blocks = nn.ModuleList(Branches(4 * width, width) for _ in range(blocks))
         self.head = nn.Linear(4 * width, classes)
 
