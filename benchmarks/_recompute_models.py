@@ -1,4 +1,4 @@
-"""Steps for ``recompute.py`` that the zoo has not: what ``outofcore plan FILE:FUNCTION`` takes, with contents missing."""
+"""Steps for ``recompute.py`` that the zoo has not: functions that ``outofcore plan FILE:FUNCTION`` takes."""
 
 from __future__ import annotations
 

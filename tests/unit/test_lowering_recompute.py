@@ -56,9 +56,7 @@ def costs(graph: StepGraph) -> Costs:
     return Costs(tuple(OpCost(1.0 + op.id) for op in graph.ops), (Home("disk", None, 1e6, 1e6),))
 
 
-def program_of(
-    *decisions: Decision, graph: StepGraph | None = None, chains: tuple[ChainOrder, ...] = ()
-) -> Program:
+def program_of(*decisions: Decision, graph: StepGraph | None = None, chains: tuple[ChainOrder, ...] = ()) -> Program:
     graph = graph or step()
     program = wire(graph, place(lower(graph, costs(graph), Plan("test", 0, decisions, (), chains))))
     validate(graph, program, program.arena_bytes, costs(graph))
@@ -199,9 +197,7 @@ def test_an_order_may_not_run_what_may_run_once_only() -> None:
     graph = step()
     ops = (*graph.ops[:2], replace(graph.ops[2], rerunnable=False), *graph.ops[3:])
     with pytest.raises(GraphError, match=r"runs op 2 \(empty_like\), which may run once only"):
-        program_of(
-            recompute(MASK, 4, 9, 9), graph=replace(graph, ops=ops), chains=(ChainOrder(9, (2, 3)),)
-        )
+        program_of(recompute(MASK, 4, 9, 9), graph=replace(graph, ops=ops), chains=(ChainOrder(9, (2, 3)),))
 
 
 def test_files_keep_the_orders_of_chains(tmp_path: Path) -> None:

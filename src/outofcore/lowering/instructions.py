@@ -367,9 +367,10 @@ def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     Before each op come the copies-in that the plan fetches there, after it the copies-out of what
     leaves. A storage whose home copy is up to date leaves without a copy; one that is used no more
     is dropped. Before the op at which a plan wants a storage computed again, and after the copies-in of
-    that op, come the runs that make it, in the order that the plan has for them or else each once. A persistent storage that is resident when the step ends counts
-    as changed when the next one starts, since the user may have written to it in between; unless it is frozen
-    (``StepGraph.frozen``): then the executor keeps its home up to date, and it leaves without a copy.
+    that op, come the runs that make it, in the order that the plan has for them or else each once. A persistent
+    storage that is resident when the step ends counts as changed when the next one starts, since the user may have
+    written to it in between; unless it is frozen (``StepGraph.frozen``): then the executor keeps its home up to date,
+    and it leaves without a copy.
 
     Raises:
         GraphError: a decision's times are out of order, it names a gap that the graph has not, or it

@@ -14,6 +14,7 @@ chains that run some several times where they would take more than a share of th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,6 +51,7 @@ _CHANGES = 6_000
 # Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
 # are the same for all params.
 _SEARCHED_EACH, _SEARCHED = 200, 20_000
+_EVICTED = "greedy eviction"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ class Found:
     seconds: float
     snapshot: Snapshot
     share: float | None = None
+
+
+@dataclass(frozen=True)
+class _Lowest:
+    """The first rung with a plan, that plan, and what was found below and could not be placed there."""
+
+    rung: int
+    planned: Planned
+    below: tuple[Found, ...]
 
 
 @dataclass
@@ -102,7 +113,6 @@ class Ladder:
         for g in self.like.free:
             everything_leaves[self.like.start[g] + 1 : self.like.end[g]] -= self.like.bytes[g]
         self.lasting = everything_leaves
-        self._below: list[Found] = []
         self.nested = self.params.nested[: 1 if len(graph.ops) > _MANY_OPS else None]
         self.ways: tuple[float | None, ...] = (None, *self.nested)
         bound = self.beside + int((everything_leaves + self.like.alone).max(initial=0))
@@ -157,7 +167,7 @@ class Ladder:
             snapshot = evicted_online(self.like, limit, self._bound(limit, share))
             choices = None if snapshot is None else self._from(rung, snapshot, share)
             if choices is not None and (not choices.over().any() or Greedy(choices).drop()):
-                found = self._found("greedy eviction", rung, choices, share)
+                found = self._found(_EVICTED, rung, choices, share)
             self._evicted[rung, share] = found
         return self._evicted[rung, share]
 
@@ -170,7 +180,7 @@ class Ladder:
             starts: list[tuple[str, Snapshot]] = [("greedy search", ())]
             if evicted is not None:
                 found.append(evicted)
-                starts.append(("greedy eviction, settled", evicted.snapshot))
+                starts.append((f"{_EVICTED}, settled", evicted.snapshot))
             fits = [snapshot for _, most, snapshot in self._checkpoints if most <= limit]
             starts += [("recursive checkpoints, settled", snapshot) for snapshot in fits[:1]]
             for how, start in starts:
@@ -179,7 +189,9 @@ class Ladder:
                     continue
                 Greedy(choices).settle()
                 found.append(self._found(how, rung, choices, share))
-            if not found and (passed := self._searched(rung, share)) is not None:
+            # Eviction takes the first way that it comes upon.
+            alone = all(each.how.startswith(_EVICTED) for each in found)
+            if (alone if share is None else not found) and (passed := self._searched(rung, share)) is not None:
                 found.append(passed)
             self._fresh[rung, share] = found
         return self._fresh[rung, share]
@@ -234,15 +246,27 @@ class Ladder:
         return None, outcomes
 
     @cached_property
-    def _lowest(self) -> tuple[int, Planned] | None:
-        """The first rung with a plan, by halving; None if there is none below what everything takes."""
-        first, last = 0, len(self.budgets)
+    def _lowest_once(self) -> _Lowest | None:
+        return self._lowest_of((None,))
+
+    @cached_property
+    def _lowest_nested(self) -> _Lowest | None:
+        return self._lowest_of(self.nested, self._lowest_once) if self.nested else None
+
+    def _lowest_of(self, ways: Sequence[float | None], known: _Lowest | None = None) -> _Lowest | None:
+        """The first rung with a plan in some ways, by halving; None if there is none below what everything takes.
+
+        Args:
+            ways: that are tried.
+            known: what is known in other ways; then only rungs up to its first are looked at.
+        """
+        first, last = 0, len(self.budgets) if known is None else known.rung + 1
         placed: dict[int, Planned] = {}
         below: list[Found] = []  # too high for their rungs once they had addresses, and perhaps not for those above
         while first < last:
             middle = (first + last) // 2
             planned, found = None, list(below)
-            for share in self.ways:
+            for share in ways:
                 found += self.fresh(middle, share)
                 planned, _ = self._first_placed(middle, found)
                 if planned is not None:
@@ -252,19 +276,13 @@ class Ladder:
             else:
                 placed[middle] = planned
                 last = middle
-        self._below = below
-        return (first, placed[first]) if first in placed else None
+        return _Lowest(first, placed[first], tuple(below)) if first in placed else known
 
     @property
     def smallest(self) -> int:
         """The smallest budget in bytes for which there is a plan."""
-        return self.in_core if self._lowest is None else self._lowest[1].program.arena_bytes
-
-    def _rung_of(self, budget: int) -> int | None:
-        """The highest rung that a budget reaches, the lowest for all from the smallest budget on."""
-        if self._lowest is None or budget < self.smallest:
-            return None
-        return max((k for k, reached in enumerate(self.budgets) if reached <= budget), default=0)
+        lowest = [each.planned.program.arena_bytes for each in (self._lowest_once, self._lowest_nested) if each]
+        return min(lowest, default=self.in_core)
 
     def plan(self, budget: int) -> Planned | None:
         """The best plan for a budget, with the candidates that were placed; None if there is none.
@@ -272,36 +290,62 @@ class Ladder:
         Args:
             budget: bytes of the arena.
         """
-        rung = self._rung_of(budget)
-        if rung is None or self._lowest is None:
+        once, nested = self._lowest_once, self._lowest_nested
+        found = [
+            planned
+            for lowest, ways in ((once, (None,)), (nested, self.nested))
+            if lowest is not None and (planned := self._plan(budget, lowest, ways)) is not None
+        ]
+        if not found:
             return None
-        first, lowest = self._lowest
-        if rung <= first:
-            return lowest
-        planned, outcomes = self._first_placed(rung, self._up_to(rung))
-        planned = planned or lowest
-        return replace(planned, candidates=tuple(outcomes))
+        if (evicted := self._by_eviction(budget)) is not None:
+            found.append(evicted)
+        best = min(found, key=lambda planned: planned.timeline.step_seconds)
+        others = [
+            replace(outcome, verdict="slower than the best") if outcome.verdict == "chosen" else outcome
+            for planned in found
+            if planned is not best
+            for outcome in planned.candidates
+        ]
+        return replace(best, candidates=(*others, *best.candidates))
+
+    def _plan(self, budget: int, lowest: _Lowest, ways: Sequence[float | None]) -> Planned | None:
+        """The best plan in some ways."""
+        if budget < lowest.planned.program.arena_bytes:
+            return None
+        # The highest rung that the budget reaches, the lowest for all from the smallest budget on.
+        rung = max((k for k, reached in enumerate(self.budgets) if reached <= budget), default=0)
+        if rung <= lowest.rung:
+            return lowest.planned
+        planned, outcomes = self._first_placed(rung, self._climbed(lowest, rung, ways))
+        return replace(planned or lowest.planned, candidates=tuple(outcomes))
 
     def plan_by_eviction(self, budget: int) -> Planned | None:
         """The quickest plan for a budget of those that greedy eviction comes to on the rungs up to it, or None."""
+        planned = self._by_eviction(budget)
+        return None if planned is None else replace(planned, candidates=())
+
+    def _by_eviction(self, budget: int) -> Planned | None:
         rung = next((k for k in reversed(range(len(self.budgets))) if self.budgets[k] <= budget), None)
         if rung is None:
             return None
-        found: list[Found] = []
-        for k in range(rung + 1):
-            evicted = (self.evicted(k, share) for share in self.ways)
-            found += [each for each in evicted if each is not None][:1]
-        return self._first_placed(rung, found)[0]
+        found = [self._evicted_somehow(k) for k in range(self._first_evicted, rung + 1)]
+        planned, outcomes = self._first_placed(rung, [each for each in found if each is not None])
+        return None if planned is None else replace(planned, candidates=tuple(outcomes))
 
-    def _up_to(self, rung: int) -> list[Found]:
-        """All that was found on the rungs up to this one."""
-        found = self._climbed(rung, (None,))
-        return [*found, *self._climbed(rung, self.nested)] if self.nested else found
+    def _evicted_somehow(self, rung: int) -> Found | None:
+        """What greedy eviction comes to on a rung, in the first way in which it fits."""
+        return next((found for share in self.ways if (found := self.evicted(rung, share)) is not None), None)
 
-    def _climbed(self, rung: int, ways: Sequence[float | None]) -> list[Found]:
+    @cached_property
+    def _first_evicted(self) -> int:
+        """The first rung that greedy eviction has something for, by halving: for each it takes a while to have none."""
+        rungs = range(len(self.budgets))
+        return bisect_left(rungs, True, key=lambda rung: self._evicted_somehow(rung) is not None)
+
+    def _climbed(self, lowest: _Lowest, rung: int, ways: Sequence[float | None]) -> list[Found]:
         """What is found in some ways on the rungs up to one, the best of each rung after what it comes from."""
-        first = 0 if self._lowest is None else self._lowest[0]
-        found = [] if None in ways else list(self._below)
+        first, found = lowest.rung, list(lowest.below)
         best: Found | None = None
         each = self.params.annealing
         for k in range(first, rung + 1):

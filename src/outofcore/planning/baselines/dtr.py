@@ -37,8 +37,8 @@ class DTR(Checked):
     and runs ops several times, where it would take more than a share of the room (``remat.nesting``): by when each
     content is read next, and not by its age. Where an evicted tensor cannot be computed again for lack of room, the
     step is followed anew with that kept. Where the plan then takes more bytes than were followed, more is computed
-    again by the greedy search of ``auto``. It is asked on the rungs of ``planning.ladder``, of which the quickest plan up
-    to the budget is taken, so that a larger budget is never slower. What exists before the step stays, nothing is
+    again by the greedy search of ``auto``. It is asked on the rungs of ``planning.ladder``, of which the quickest plan
+    up to the budget is taken, so that a larger budget is never slower. What exists before the step stays, nothing is
     copied but inputs and outputs, and storages below 64 KiB stay. Left out: the cheaper approximations of the
     heuristic, since planning has the time.
 

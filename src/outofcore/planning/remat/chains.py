@@ -162,7 +162,7 @@ class Choices:
         return found if found.seconds <= limit else None
 
     def _within(self, at: int, chain: Chain, targets: frozenset[int], bound: int) -> Chain:
-        """A chain with ops that run several times, so that its op takes no more than a bound with it, or little more."""
+        """A chain with ops that run several times, so that its op takes no more than a bound, or about so many."""
         c = self.contents
         # What it has seen and does not make it has found, at home or on the device.
         found = chain.seen - chain.made
