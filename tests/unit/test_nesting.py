@@ -21,6 +21,7 @@ from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.nesting import Surroundings, nested
+from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 
 _NOTHING = frozenset[int]()
@@ -82,7 +83,7 @@ def test_chains_hold_what_the_search_says(data: st.DataObject) -> None:
     program = wire(graph, lower(graph, costs, plan))
     beside = Ladder(graph, costs).beside
     validate(graph, program, int((choices.held + choices.need).max(initial=0)) + beside, costs)
-    seconds = sum(costs.ops[run.op].seconds for run in program.instructions if getattr(run, "again", False))
+    seconds = recompute_seconds(costs, program)
     assert abs(seconds - choices.seconds) < 1e-9
 
 
