@@ -231,7 +231,7 @@ class PlanTrial:
         before = self.plans[self.current]
         self.plans, self.current, self._has_others = [_best(planned)], 0, False
         self._measured_plan = 0
-        if planned.plan.decisions != before.planned.plan.decisions and self._most:
+        if _said(planned) != _said(before.planned) and self._most:
             self.plans.append(replace(before, how=f"{before.how.removesuffix(_BEFORE)}{_BEFORE}"))
             self._measured_plan = 1
         return self._consider()
@@ -252,8 +252,8 @@ class PlanTrial:
             self._spent += seconds
         self._seconds_of_others = seconds
         self._has_others = True
-        known = [plan.planned.plan.decisions for plan in self.plans]
-        self.plans += [plan for plan in others if plan.planned.plan.decisions not in known]
+        known = [_said(plan.planned) for plan in self.plans]
+        self.plans += [plan for plan in others if _said(plan.planned) not in known]
         return self._compared()
 
     # Measuring
@@ -442,6 +442,11 @@ class PlanTrial:
         if (otherwise or self._is_due) and self._spent + cost <= self._allowed:
             self.phase = Phase.MEASURING
         return None
+
+
+def _said(planned: Planned) -> object:
+    """What makes a plan another than one that decides otherwise; how it was found, and for what budget, does not."""
+    return planned.plan.decisions, planned.plan.chains
 
 
 def _best(planned: Planned) -> Alternative:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from outofcore.graphfile import Capacity, Key
 from outofcore.jsonfile import decode_json, refuse, write_json
-from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Queue, Run, Wait
 
 FORMAT = "outofcore-plan/1"
@@ -56,11 +56,17 @@ class _Decision(Struct, omit_defaults=True):
     home: _Index = 0
 
 
+class _ChainOrder(Struct):
+    fetch_at: _Index
+    ops: tuple[_Index, ...]
+
+
 class _Plan(Struct):
     policy: str
     budget: _Whole
     decisions: tuple[_Decision, ...]
     staying: tuple[Key, ...] = ()
+    chains: tuple[_ChainOrder, ...] = ()
 
 
 class _Wait(Struct, omit_defaults=True):
@@ -174,6 +180,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
                     for d in plan.decisions
                 ),
                 named(plan.staying),
+                tuple(_ChainOrder(chain.fetch_at, chain.ops) for chain in plan.chains),
             ),
             _Program(
                 tuple(map(instruction, program.instructions)),
@@ -242,6 +249,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
                 for index, d in enumerate(plan.decisions)
             ),
             all_of(plan.staying, "$.plan.staying"),
+            tuple(ChainOrder(chain.fetch_at, chain.ops) for chain in plan.chains),
         ),
         Program(
             tuple(map(_instruction, program.instructions)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from outofcore.analysis.gaps import gaps_of, is_fetched, placed_bytes, renewals_of
@@ -45,6 +46,7 @@ class _Lowering:
         self.clean: set[int] = set()
         recomputes = any(d.residency is Residency.RECOMPUTE for d in self.plan.decisions)
         self.history = History.of(self.graph) if recomputes else None
+        self.orders = self._checked_orders()
 
     def run(self) -> Program:
         graph, n = self.graph, len(self.graph.ops)
@@ -117,7 +119,7 @@ class _Lowering:
                     raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
                 self.instructions.append(CopyIn(self.block_of[storage], held, home=decision.home))
             if op.id in replays:
-                self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
+                self._materialise(op.id, [decision.gap.storage for decision in replays.pop(op.id)])
             for storage in renewed.pop(op.id, ()):
                 self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
             self._run_op(op)
@@ -221,12 +223,32 @@ class _Lowering:
         if decision.release_by != gap.start + 1:
             raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
 
-    def _materialise(self, storages: list[int]) -> None:
+    def _checked_orders(self) -> dict[int, tuple[int, ...]]:
+        """By the op before which it runs, each chain for which the plan has an order of its own."""
+        graph = self.graph
+        replayed = {d.fetch_at for d in self.plan.decisions if d.residency is Residency.RECOMPUTE}
+        found: dict[int, tuple[int, ...]] = {}
+        for chain in self.plan.chains:
+            at = chain.fetch_at
+            if at in found:
+                raise GraphError(f"the plan has two chains before op {at}; there can be one, for all that it makes")
+            if at not in replayed:
+                raise GraphError(f"the plan has a chain before op {at}, where nothing is computed again: leave it out")
+            for index in chain.ops:
+                if not 0 <= index < at:
+                    raise GraphError(f"the chain before op {at} runs op {index}, which has not run before")
+                if not graph.ops[index].rerunnable:
+                    name = graph.ops[index].name
+                    raise GraphError(f"the chain before op {at} runs op {index} ({name}), which may run once only")
+            found[at] = chain.ops
+        return found
+
+    def _materialise(self, at: int, storages: list[int]) -> None:
         """Run again what makes these storages, at the versions they have now, and give each its block.
 
         What that takes and is neither on the device nor a target gets blocks of its own, which hold it
-        from the run or copy-in that brings it to the last run that reads it. What is on the device is
-        read in place: it is at the version of now, so no op that runs again writes it.
+        from the run or copy-in that brings it to the last run that reads it before it is made anew, if it is. What is
+        on the device is read in place: it is at the version of now, so no op that runs again writes it.
         """
         graph, history, version, homes = self.graph, self.history, self.version, self.homes
         if history is None:
@@ -241,17 +263,26 @@ class _Lowering:
         def at_home(content: Content) -> bool:
             return content[1] in homes[content[0]].values()
 
+        ordered = self.orders.get(at)
         runs = replay(history, targets, lambda content: on_device(content) or at_home(content))
-        last_need = {content: op for op in runs for content in history.needs(graph.ops[op])}
+        runs = runs if ordered is None else ordered
+        let_go = _let_go(history, runs, targets)
         blocks: dict[Content, int] = {}
-        for index in runs:
+        for position, index in enumerate(runs):
             op = graph.ops[index]
             needs = dict(history.needs(op))
             for storage, needed in needs.items():
-                if (storage, needed) not in blocks and not on_device((storage, needed)):
-                    blocks[storage, needed] = self._new_stay(storage)
-                    nearest = min(home for home, held in homes[storage].items() if held == needed)
-                    self.instructions.append(CopyIn(blocks[storage, needed], needed, home=nearest))
+                if (storage, needed) in blocks or on_device((storage, needed)):
+                    continue
+                holders = [home for home, held in homes[storage].items() if held == needed]
+                if not holders:
+                    raise GraphError(
+                        f"the chain before op {at} runs op {index} ({op.name}) at position {position}, which needs "
+                        f"version {needed} of storage {storage} ({graph.storages[storage].name}): it is neither on the "
+                        "device nor at home then, and no run before makes it; run what makes it first"
+                    )
+                blocks[storage, needed] = self._new_stay(storage)
+                self.instructions.append(CopyIn(blocks[storage, needed], needed, home=min(holders)))
             makes = dict(history.makes(op))
             used: dict[int, int] = {}
             for storage in op.touched:
@@ -266,10 +297,18 @@ class _Lowering:
             blocks.update({content: used[content[0]] for content in makes.items()})
             for storage in op.discards:
                 self._end(used[storage])
-            for content in set(blocks) - targets:
-                if last_need.get(content, -1) <= index or on_device(content):
+            for content in let_go[position]:
+                if content in blocks:
+                    self._end(blocks.pop(content))
+            for content in makes.items():
+                if content in blocks and content not in targets and on_device(content):
                     self._end(blocks.pop(content))
         for storage in storages:
+            if (storage, version[storage]) not in blocks:
+                raise GraphError(
+                    f"the chain before op {at} does not make version {version[storage]} of storage {storage} "
+                    f"({graph.storages[storage].name}), which is to be computed again there"
+                )
             self.block_of[storage] = blocks[storage, version[storage]]
 
     def _run_op(self, op: Op) -> None:
@@ -309,18 +348,33 @@ class _Lowering:
         )
 
 
+def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
+    """For each run of a chain what is held no longer after it: nobody reads it before it is made anew, or ever."""
+    ops = history.graph.ops
+    read_next = set(targets)  # contents whose next event is a run that reads them, or the end
+    found: list[list[Content]] = []
+    for index in reversed(runs):
+        needs, makes = history.needs(ops[index]), history.makes(ops[index])
+        found.append([content for content in (*needs, *makes) if content not in read_next])
+        read_next.difference_update(makes)
+        read_next.update(needs)
+    return found[::-1]
+
+
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     """Turn a plan into instructions on blocks that have no addresses yet.
 
     Before each op come the copies-in that the plan fetches there, after it the copies-out of what
     leaves. A storage whose home copy is up to date leaves without a copy; one that is used no more
     is dropped. Before the op at which a plan wants a storage computed again, and after the copies-in of
-    that op, come the runs that make it. A persistent storage that is resident when the step ends counts
-    as changed when the next one starts, since the user may have written to it in between; unless it is frozen
-    (``StepGraph.frozen``): then the executor keeps its home up to date, and it leaves without a copy.
+    that op, come the runs that make it, in the order that the plan has for them or else each once. A persistent
+    storage that is resident when the step ends counts as changed when the next one starts, since the user may have
+    written to it in between; unless it is frozen (``StepGraph.frozen``): then the executor keeps its home up to date,
+    and it leaves without a copy.
 
     Raises:
         GraphError: a decision's times are out of order, it names a gap that the graph has not, or it
-            recomputes what cannot be computed again.
+            recomputes what cannot be computed again; or a chain of its own lacks what a run of it needs, does not make
+            what it is for, or runs what may not run again.
     """
     return _Lowering(graph, costs, plan).run()

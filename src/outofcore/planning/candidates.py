@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from outofcore.costs import Costs
-from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
 from outofcore.planning.relaxation import solve
@@ -163,6 +163,30 @@ def decisions_again(choices: Choices) -> tuple[Decision, ...]:
         for g in choices.free
         if choices.kind[g] == AGAIN
     )
+
+
+def arrivals(choices: Choices) -> tuple[Decision, ...]:
+    """When inputs come that cannot be there from the start of the step: as early as there is room for them.
+
+    Inputs about which nothing is said come before the first op.
+    """
+    room = choices.limit - (choices.held + choices.need)
+    found: list[Decision] = []
+    for info in choices.problem.gaps:
+        if not info.arriving:
+            continue
+        first = info.gap.end
+        while first > 0 and room[first - 1] >= info.bytes:
+            first -= 1
+        room[first : info.gap.end] -= info.bytes
+        if first:
+            found.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
+    return tuple(found)
+
+
+def orders_again(choices: Choices) -> tuple[ChainOrder, ...]:
+    """The orders of the chains in which ops run several times."""
+    return tuple(ChainOrder(at, chain.ops) for at, chain in sorted(choices.chains.items()) if chain.is_nested)
 
 
 def _readers(choices: Choices, content: int) -> list[int]:

@@ -33,11 +33,12 @@ class DTR(Checked):
     Different from the paper: the step is followed before it runs, with the costs of its ops, and what comes of it is a
     plan. A plan says less than a run does: what is evicted between two uses is dropped right after the first; of
     several times that it comes back between two uses only the last remains, so that ops between run again for
-    themselves; what has had its last use is gone, and is made again for each chain; and a chain of ops runs each of
-    them once and holds what it needs until it is done, where DTR evicts within it and runs ops twice. Where the plan
-    then takes more bytes than were followed, more is computed again by the greedy search of ``auto``; where a chain
-    alone does not fit, there is no plan. It is asked on the rungs of ``planning.ladder``, of which the quickest plan up
-    to the budget is taken, so that a larger budget is never slower. What exists before the step stays, nothing is
+    themselves; and what has had its last use is gone, and is made again for each chain. A chain evicts within itself,
+    and runs ops several times, where it would take more than a share of the room (``remat.nesting``): by when each
+    content is read next, and not by its age. Where an evicted tensor cannot be computed again for lack of room, the
+    step is followed anew with that kept. Where the plan then takes more bytes than were followed, more is computed
+    again by the greedy search of ``auto``. It is asked on the rungs of ``planning.ladder``, of which the quickest plan
+    up to the budget is taken, so that a larger budget is never slower. What exists before the step stays, nothing is
     copied but inputs and outputs, and storages below 64 KiB stay. Left out: the cheaper approximations of the
     heuristic, since planning has the time.
 

@@ -3,18 +3,20 @@
 The state says of each gap: kept, offloaded, or computed again right before the op ``fetch`` and held from there to its
 next use. Everything fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on
 what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap
-changes the chains that looked at its content and no others.
+changes the chains that looked at its content and no others. A chain that would take more than a bound at its op runs
+some ops several times (``nesting``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.contents import AT_HOME, Contents
+from outofcore.planning.remat.nesting import Nested, Surroundings, nested
 
 KEPT, AWAY, AGAIN = 0, 1, 2
 
@@ -27,10 +29,12 @@ class Chain:
         seconds: of all its runs.
         bytes: the most that it holds beside what is there already.
         held: bytes of what it was run for, which stay.
-        ops: that run.
+        ops: that run, in that order.
         made: contents that it makes.
         seen: contents that it makes, or found and needs: what it depends on.
         copied: bytes of each content that it reads from home.
+        home: those contents.
+        is_nested: whether ops run several times, or in another order than the step's.
     """
 
     seconds: float
@@ -40,6 +44,8 @@ class Chain:
     made: frozenset[int]
     seen: frozenset[int]
     copied: tuple[int, ...]
+    home: frozenset[int]
+    is_nested: bool = False
 
 
 @dataclass
@@ -56,6 +62,8 @@ class Choices:
         seconds: of all chains.
         work: ops in all chains looked at so far; effort is counted in these.
         like: other choices for the same problem, with which what never changes is shared.
+        bound: by op, of shape (ops,), the bytes that it may take with its chain, or about so many, beside what is held
+            over it; None: chains run each op once.
     """
 
     problem: Problem
@@ -67,6 +75,7 @@ class Choices:
     seconds: float = 0.0
     work: int = 0
     like: Choices | None = None
+    bound: Ints | None = None
 
     def __post_init__(self) -> None:
         problem, contents, like = self.problem, self.contents, self.like
@@ -92,6 +101,8 @@ class Choices:
         self.held: Ints = problem.held(problem.nothing_leaves() == -1)
         # Chains for single gaps while everything else is kept: by gap and the op before which they run.
         self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
+        # Chains within a bound, by what they depend on.
+        self.within: dict[tuple[object, ...], Nested] = {} if like is None else like.within
         self.sent = False  # whether any gap has been offloaded
         self.can: list[bool] = (
             like.can
@@ -144,6 +155,30 @@ class Choices:
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
+        found = self.once(at, gaps, limit)
+        if self.bound is None or found is None or self._after(at, found) <= self.bound[at]:
+            return found
+        found = self._within(at, found, frozenset(self.content[g] for g in gaps), int(self.bound[at]))
+        return found if found.seconds <= limit else None
+
+    def _within(self, at: int, chain: Chain, targets: frozenset[int], bound: int) -> Chain:
+        """A chain with ops that run several times, so that its op takes no more than a bound, or about so many."""
+        c = self.contents
+        # What it has seen and does not make it has found, at home or on the device.
+        found = chain.seen - chain.made
+        bytes_left = bound - c.before[at] + chain.held
+        key = (chain.ops, targets, chain.home, bytes_left)
+        lean = self.within.get(key)
+        if lean is None:
+            around = Surroundings(targets, chain.home, found - chain.home)
+            lean = self.within[key] = nested(c, chain.ops, around, bytes_left)
+            self.work += lean.work
+        if lean.bytes >= chain.bytes:
+            return chain
+        return replace(chain, seconds=lean.seconds, bytes=lean.bytes, ops=lean.ops, is_nested=True)
+
+    def once(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+        """That chain if each op runs once, however much it takes."""
         c = self.contents
         maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
         kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
@@ -215,12 +250,14 @@ class Choices:
                     used -= size[m]
         held = sum(size[t] for t in targets)
         copied = tuple(size[x] for x in sorted(home))
-        return Chain(seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied)
+        return Chain(
+            seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home)
+        )
 
     def _single(self, g: int, at: int) -> Chain | None:
         """The chain for one gap where nothing else is computed again."""
         if (g, at) not in self.single:
-            self.single[g, at] = self.chain(at, (g,))
+            self.single[g, at] = self.once(at, (g,))
         return self.single[g, at]
 
     def _after(self, at: int, chain: Chain | None) -> int:
@@ -324,7 +361,7 @@ class Choices:
                 if not again[at]:
                     made[at] = None
                     continue
-                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
+                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch and self.bound is None
                 chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]), most - total + 1e-12)
                 if chain is None or chain.seconds > most - total + 1e-12:
                     return None

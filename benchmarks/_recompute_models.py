@@ -1,0 +1,128 @@
+"""Steps for ``recompute.py`` that the zoo has not: functions that ``outofcore plan FILE:FUNCTION`` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Step = tuple[Any, nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
+
+
+class Unrolled(nn.Module):
+    """An LSTM cell that is called once for each element of (batch, length, width), and a linear layer on all states."""
+
+    def __init__(self, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.read, self.carry = nn.Linear(width, 4 * hidden), nn.Linear(hidden, 4 * hidden)
+        self.head = nn.Linear(hidden, classes)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = cell = x.new_zeros(x.shape[0], self.hidden)
+        for step in range(x.shape[1]):
+            inner, forget, new, out = (self.read(x[:, step]) + self.carry(state)).chunk(4, 1)
+            cell = torch.sigmoid(forget) * cell + torch.sigmoid(inner) * torch.tanh(new)
+            state = torch.sigmoid(out) * torch.tanh(cell)
+        return self.head(state)
+
+
+class Branches(nn.Module):
+    """Four ways through one block of Szegedy et al., "Going Deeper with Convolutions", with batch norm."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.one = _convolution(channels, width, 1)
+        self.three = nn.Sequential(_convolution(channels, width, 1), _convolution(width, width, 3))
+        self.five = nn.Sequential(_convolution(channels, width // 2, 1), _convolution(width // 2, width, 5))
+        self.pooled = _convolution(channels, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
+        return torch.cat([self.one(x), self.three(x), self.five(x), pooled], 1)
+
+
+def _convolution(channels: int, width: int, size: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, size, padding=size // 2, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+    )
+
+
+class Inception(nn.Module):
+    """A stem, twelve blocks of four branches with two poolings between, and a classifier."""
+
+    def __init__(self, blocks: int = 12, width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4 * width, 7, stride=4, padding=3), nn.ReLU(inplace=True))
+        self.blocks = nn.ModuleList(Branches(4 * width, width) for _ in range(blocks))
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index in (3, 7):
+                x = F.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Five levels of two convolutions each way, with batch norm, after arXiv 1505.04597."""
+
+    def __init__(self, base: int = 32, levels: int = 5, classes: int = 3) -> None:
+        super().__init__()
+        widths = [base << level for level in range(levels)]
+        self.down = nn.ModuleList(
+            _twice(before, width) for before, width in zip([3, *widths[:-1]], widths, strict=True)
+        )
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
+        self.merge = nn.ModuleList(_twice(2 * w, w) for w in reversed(widths[:-1]))
+        self.head = nn.Conv2d(base, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped: list[Tensor] = []
+        for level, block in enumerate(self.down):
+            x = block(x if level == 0 else F.max_pool2d(x, 2))
+            skipped.append(x)
+        skipped.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat([skipped.pop(), up(x)], 1))
+        return self.head(x)
+
+
+def _twice(channels: int, width: int) -> nn.Sequential:
+    return nn.Sequential(_convolution(channels, width, 3), _convolution(width, width, 3))
+
+
+def _trained(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer, (inputs, labels)
+
+
+def _labels(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.long)
+
+
+def lstm() -> Step:
+    """64 steps, batch 256."""
+    return _trained(Unrolled(128, 512, 10), torch.empty(256, 64, 128), _labels(256))
+
+
+def inception() -> Step:
+    """Batch 16."""
+    return _trained(Inception(), torch.empty(16, 3, 128, 128), _labels(16))
+
+
+def unet() -> Step:
+    """Batch 8, images of 128 by 128."""
+    return _trained(UNet(), torch.empty(8, 3, 128, 128), _labels(8, 128, 128))
