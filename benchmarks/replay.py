@@ -34,7 +34,7 @@ _GPTS: dict[str, dict[str, int]] = {
     "gpt-124m": {"batch": 1, "layers": 12, "width": 768, "heads": 12, "context": 64, "vocab": 50257},
 }
 # A step of it takes a hundred times as long.
-_FEWER = {"gpt-124m": 10}
+_FEWER = {"gpt-124m": 20}
 
 
 def _perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -90,8 +90,9 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     kernels: list[float] = []  # what ops take as native code calls them
     rounds = max(rounds // _FEWER.get(name, 1), 10)
+    warm_up = max(_WARM_UP // _FEWER.get(name, 1), 5)
     order = list(ways)
-    for turn in range(_WARM_UP + rounds):
+    for turn in range(warm_up + rounds):
         losses: dict[str, Any] = {}
         for way in order[turn % 3 :] + order[: turn % 3]:
             begin = time.perf_counter()
@@ -104,9 +105,9 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     ops = len(opened[0].captured.graph.ops)
     for step in opened:
         step.close()
-    steady = {way: found[_WARM_UP:] for way, found in seconds.items()}
+    steady = {way: found[warm_up:] for way, found in seconds.items()}
     beside = {
-        way: statistics.median(whole - own for whole, own in zip(found, kernels[_WARM_UP:], strict=True))
+        way: statistics.median(whole - own for whole, own in zip(found, kernels[warm_up:], strict=True))
         for way, found in steady.items()
     }
     return {

@@ -44,8 +44,8 @@ _RUNGS = 64
 _SEARCHED_EVERY = 4
 # Every so many the best is annealed.
 _ANNEALED_EVERY = 6
-# Steps of more ops have chains nested in one way alone.
-_MANY_OPS = 1000
+# In steps of more ops chains run each op once: to nest them there takes minutes.
+_MOST_NESTED_OPS = 1000
 # Random changes there at most.
 _CHANGES = 6_000
 # Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
@@ -113,7 +113,7 @@ class Ladder:
         for g in self.like.free:
             everything_leaves[self.like.start[g] + 1 : self.like.end[g]] -= self.like.bytes[g]
         self.lasting = everything_leaves
-        self.nested = self.params.nested[: 1 if len(graph.ops) > _MANY_OPS else None]
+        self.nested = self.params.nested if len(graph.ops) <= _MOST_NESTED_OPS else ()
         self.ways: tuple[float | None, ...] = (None, *self.nested)
         bound = self.beside + int((everything_leaves + self.like.alone).max(initial=0))
         lowest, highest = min(round_up(bound, PAGE_BYTES), self.in_core), self.in_core

@@ -48,8 +48,7 @@ class SearchParams:
         annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
         nested: where nothing can be offloaded, shares of what is left at an op beside what cannot leave that a chain of
             runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
-            way to plan of its own, of steps with more than a thousand ops the first alone. Empty: chains run each op
-            once.
+            way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
         spans: spans of time that the linear program of a long step is cut into.
         trials: how many plans of other kinds a compiled step runs in turn with the best, early on, of which the
             quickest stays (``plan_trial``); 0: the best by simulation stays, and only measured costs change that, once.
