@@ -311,24 +311,26 @@ def delayed(captured: Captured, most: int) -> Captured:
         captured: the step; what is delayed is what can be joined, of one optimizer.
         most: bytes of parameters whose updates wait at most.
     """
-    order: list[int] = []
-    waiting: list[tuple[Op, Call]] = []
+    # By op, what runs in its place. The updates of a row all do so in that of its last one.
+    places: list[list[int]] = [[op.id] for op in captured.graph.ops]
+    row: list[tuple[Op, Call]] = []
     held: set[int] = set()
     at_once = captured.device.type != "cpu"
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
-        updates = _update(*pair, at_once=at_once) is not None
-        if waiting and (
-            not held.isdisjoint(op.touched) if not updates else not _follows(waiting, pair, most, at_once=at_once)
-        ):
-            order += [one.id for one, _ in waiting]
-            waiting, held = [], set()
-        if updates:
-            waiting.append(pair)
-            held.update(op.touched)
+        if _update(*pair, at_once=at_once) is None:
+            if not held.isdisjoint(op.touched):
+                row, held = [], set()
+            continue
+        if row and _follows(row, pair, most, at_once=at_once):
+            before = places[row[-1][0].id]
+            places[op.id] = [*before, op.id]
+            before.clear()
         else:
-            order.append(op.id)
-    return reordered(captured, [*order, *(one.id for one, _ in waiting)])
+            row, held = [], set()
+        row.append(pair)
+        held.update(op.touched)
+    return reordered(captured, [op for place in places for op in place])
 
 
 def together(captured: Captured, most: int | None = None) -> Captured:
