@@ -10,7 +10,10 @@ where functions such as ``exp`` may round otherwise. Few elements are concerned,
 alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over. So
 are those that round otherwise where there are gaps between elements: they are cut where there are none.
 
-Limits: random numbers, drawn once. A kernel that rounds otherwise for other numbers would not be noticed.
+Few numbers tell little: sums of a few terms in another order mostly round to the same. So what makes few elements is
+tried several times, each time on other numbers.
+
+Limits: random numbers. A kernel that rounds otherwise for other numbers alone would not be noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ _LANES = 64
 _SCRAP, _SCRAPS = 7, 7 * 1024
 # In so many ways arguments are placed at most: where they lie, or in memory of their own.
 _MOST_PLACINGS = 8
+# Parts are tried on new numbers until so many elements were compared, or so many bytes given and made, or so often.
+_COMPARED, _TRIED_BYTES, _MOST_DRAWS = 4_096, 64 << 20, 64
 # Whole numbers of as many bytes as others.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -69,7 +74,7 @@ def refuted(
     found: set[str] = set()
     for claim in claims:
         # A claim that was tried on less memory says less.
-        key = hashlib.sha256(f"as it lies: {claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"several draws: {claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
         holds = known.get(key)
         if not isinstance(holds, bool):
             holds = new[key] = _holds(claim, values, backend, most)
@@ -133,12 +138,23 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
         try:
             if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, backend.device):
                 return False
-            trial = Trial(claim, values, backend.device, ends[0], ends[-1])
-            return trial.holds(ends)
+            draws = _draws(claim, values, ends)
+            return all(Trial(claim, values, backend.device, ends[0], ends[-1], d).holds(ends) for d in range(draws))
         except (RuntimeError, ValueError, IndexError) as error:
             # What does not run in parts is not cut.
             _log.info("parts could not be tried: %s: %s", claim.key, error)
             return False
+
+
+def _draws(claim: Claim, values: Sequence[Value], ends: Sequence[int]) -> int:
+    """How often parts are tried: what makes few elements more often."""
+    written = written_arguments(_operator(claim.call), by_name(_operator(claim.call), claim.call.args, claim.call.kwargs))
+    made = [prod(values[v].shape) for v in claim.call.results if v is not None]
+    made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
+    share = (ends[-1] - ends[0]) / claim.way.extent
+    wanted = ceil(_COMPARED / max(min(made, default=1) * share, 1))
+    affordable = _TRIED_BYTES // max(_bytes(claim, values, ends[0], ends[-1]), 1)
+    return max(min(wanted, affordable, _MOST_DRAWS), 1)
 
 
 def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
@@ -235,13 +251,15 @@ Same = Callable[[torch.Tensor, Any], bool]
 
 
 class Trial:
-    """A stretch of an op on random numbers, and parts of it on the same."""
+    """A stretch of an op on random numbers, and parts of it on the same; each draw has other numbers."""
 
-    def __init__(self, claim: Claim, values: Sequence[Value], device: torch.device, low: int, high: int) -> None:
+    def __init__(
+        self, claim: Claim, values: Sequence[Value], device: torch.device, low: int, high: int, draw: int = 0
+    ) -> None:
         self.claim, self.way, self.func = claim, claim.way, _operator(claim.call)
         self.low, self.high, self.device = low, high, device
         self.whole = (low, high) == (claim.ends[0], claim.ends[-1]) and (low, high) == (0, self.way.extent)
-        self.generator = torch.Generator(device).manual_seed(_SEED)
+        self.generator = torch.Generator(device).manual_seed(_SEED + draw)
         self.given = {name: self._made(name, value) for name, value in _tensors(claim.call, values).items()}
         fit(self.func, self._named(self.given, low, high))
 
