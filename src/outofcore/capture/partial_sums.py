@@ -208,7 +208,9 @@ def _product(given: Given) -> Sum | None:
 def _added_up(given: Given) -> Sum | None:
     """The sum over the first dimension, and maybe others."""
     one, dims = given.value("self"), given.named.get("dim")
-    if one is None or not dims or 0 not in {d % len(one.shape) for d in dims} or given.named.get("dtype") is not None:
+    if one is None or not one.shape or not dims or given.named.get("dtype") is not None:
+        return None
+    if 0 not in {d % len(one.shape) for d in dims}:
         return None
     return Sum(one.shape[0], {("self", -1): Cut((0, 1))})
 

@@ -309,6 +309,8 @@ def _reduced(given: Given) -> list[Way]:
     if value is None or result is None or len(given.results()) != 1 or len(given.tensors()) != 1:
         return []
     count = len(value.shape)
+    if not count:
+        return []
     dims = given.named.get("dim")
     mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
     if not mixed:

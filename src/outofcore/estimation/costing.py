@@ -29,7 +29,7 @@ from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
-from outofcore.capture.operators import by_name
+from outofcore.capture.operators import by_name, traits
 from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
@@ -56,6 +56,10 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 # Rows in groups, each by a matrix of its own.
 _GROUPED = "_grouped_mm"
+# Operators that give memory and run nothing.
+_ALLOCATES = frozenset(
+    ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+)
 # Products of matrices in fused attention; backward computes the scores again.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
 
@@ -281,16 +285,34 @@ def estimated_costs(captured: Captured, device: Device) -> Costs:
 
 def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
     values = [captured.values[index] for index in _values_of(call)]
-    if not op.touched or not values:
+    if not op.touched or not values or _only_allocates(call):
         return 0.0
+    # What is written in place is read as well; what is written over as a whole is not.
+    both = set(op.mutates) - {captured.values[index].storage for index in _written_over(call)}
     # What is expanded is read from the same bytes again.
     moved = sum(
-        value.dtype.itemsize * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
+        value.dtype.itemsize
+        * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
+        * (2 if value.storage in both else 1)
         for value in values
         if prod(value.shape)
     )
     work, operations = operations_of(captured, op, call)
     return device.seconds(work, _number([value.dtype for value in values], work), operations, moved)
+
+
+def _only_allocates(call: Call) -> bool:
+    """Whether an operator leaves the bytes of its result as they are."""
+    return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATES
+
+
+def _written_over(call: Call) -> list[int]:
+    """The values that an operator writes without reading them."""
+    func = call.func
+    if not isinstance(func, OpOverload):
+        return []
+    named, over = by_name(func, call.args, call.kwargs), traits(func).overwritten
+    return [ref.value for name in over for ref in leaves_in(named.get(name), Ref)]
 
 
 def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:

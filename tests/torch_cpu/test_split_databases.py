@@ -1,0 +1,32 @@
+"""A few of PyTorch's samples with every op in parts; all of them: ``make databases``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("databases_in_parts.py")
+
+
+def told(*arguments: str) -> dict[str, object]:
+    found = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=SCRIPT.parent, capture_output=True, text=True)
+    assert found.stdout, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_samples_have_the_same_bits_in_parts() -> None:
+    found = told("modules", "operators", "--first", "1", "--every", "37", "--start", "5")
+    assert found["failed"] == [] and found["otherwise as a whole"] == []
+    assert isinstance(found["steps in parts"], int) and found["steps in parts"] >= 6
+
+
+def test_sums_of_few_terms_are_told_apart() -> None:
+    found = told("operators", "--only", "nn.functional.conv2d", "--first", "2")
+    assert found["failed"] == [] and isinstance(found["refuted"], int) and found["refuted"] > 0
+
+
+def test_what_has_no_dimensions_is_left_as_it_is() -> None:
+    found = told("operators", "--only", "sum", "--first", "2")
+    assert found["failed"] == [] and found["samples"] == 2
