@@ -29,7 +29,7 @@ from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
-from outofcore.capture.operators import by_name, traits
+from outofcore.capture.operators import by_name
 from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
@@ -287,13 +287,9 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
     values = [captured.values[index] for index in _values_of(call)]
     if not op.touched or not values or _only_allocates(call):
         return 0.0
-    # What is written in place is read as well; what is written over as a whole is not.
-    both = set(op.mutates) - {captured.values[index].storage for index in _written_over(call)}
     # What is expanded is read from the same bytes again.
     moved = sum(
-        value.dtype.itemsize
-        * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
-        * (2 if value.storage in both else 1)
+        value.dtype.itemsize * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
         for value in values
         if prod(value.shape)
     )
@@ -304,15 +300,6 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
 def _only_allocates(call: Call) -> bool:
     """Whether an operator leaves the bytes of its result as they are."""
     return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATES
-
-
-def _written_over(call: Call) -> list[int]:
-    """The values that an operator writes without reading them."""
-    func = call.func
-    if not isinstance(func, OpOverload):
-        return []
-    named, over = by_name(func, call.args, call.kwargs), traits(func).overwritten
-    return [ref.value for name in over for ref in leaves_in(named.get(name), Ref)]
 
 
 def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
