@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
-	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-replay: setup  ## steps of a few milliseconds: ops called by native code, 
 
 bench-kernels: setup  ## what compiling kernels takes, and their losses at three budgets; half an hour
 	$(BIN)/python benchmarks/kernels.py
+
+bench-updates: setup  ## what joining optimizer updates gives where memory is short; ten minutes
+	$(BIN)/python benchmarks/updates.py
 
 bench-unseen: setup  ## models that no other benchmark uses, with plans compared by running them and without
 	$(BIN)/python benchmarks/unseen.py

@@ -338,7 +338,26 @@ def volume() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     )
 
 
-@pytest.mark.parametrize(("make", "share"), [(language, 0.5), (volume, 0.9)])
+def labelled_volume() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Conv3d(1, 256, 3, padding=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def batch(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(k)
+        return torch.randn(1, 1, 8, 32, 32, generator=draw), torch.randint(256, (1, 8, 32, 32), generator=draw)
+
+    return model, optimizer, step, batch
+
+
+@pytest.mark.parametrize(("make", "share"), [(language, 0.5), (volume, 0.9), (labelled_volume, 0.1)])
 def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
     model, optimizer, step, batch = make()
     whole = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0), split="off")

@@ -11,7 +11,8 @@ SCRIPT = Path(__file__).with_name("databases_in_parts.py")
 
 
 def told(*arguments: str) -> dict[str, object]:
-    found = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=SCRIPT.parent, capture_output=True, text=True)
+    command = [sys.executable, SCRIPT, *arguments]
+    found = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
     assert found.stdout, found.stderr
     return json.loads(found.stdout)
 

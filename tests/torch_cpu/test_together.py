@@ -92,7 +92,7 @@ LAYER = (300 * 300 + 300) * 4
 
 def test_where_memory_is_short_updates_wait_for_those_that_come_soon() -> None:
     before = captured_with(torch.optim.AdamW)
-    apart, after = leanest(before), lean(before, 64 * 2 * LAYER)
+    apart, after = leanest(before), lean(before, 16 * 2 * LAYER)
     assert 1 < len(updates(after)) < len(updates(apart))
     assert sum(len(one.members) for one in updates(after)) == sum(len(one.members) for one in updates(apart))
     sizes = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]

@@ -299,9 +299,9 @@ TOGETHER_BYTES = 4 * MIB
 # On a device they pass in less time than the host takes to issue the op. There optimizers go over all parameters at
 # once, with scratch memory for as many: of what the step holds at once, it is no more than a small part.
 DEVICE_TOGETHER_BYTES, _SMALL_PART = 64 * MIB, 8
-# Parameters that are updated together, where memory is short, are of this part of it at most. With their gradients and
-# state they take about four times as much.
-_SHARE_OF_UPDATES = 64
+# Parameters that are updated together, where memory is short, are of this part of it at most, and on the CPU of no more
+# bytes. With their gradients and state they take about four times as much (`benchmarks/updates.py` compares others).
+SHARE_OF_UPDATES, MOST_UPDATED = 16, 16 * MIB
 
 
 def delayed(captured: Captured, most: int) -> Captured:
@@ -427,5 +427,5 @@ def lean(traced: Captured, room: int) -> Captured:
         room: bytes that there are for all of it.
     """
     captured = leanest(traced)
-    most = min(room // _SHARE_OF_UPDATES, TOGETHER_BYTES if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)
+    most = min(room // SHARE_OF_UPDATES, MOST_UPDATED if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)
     return together(delayed(captured, most), most)

@@ -598,13 +598,19 @@ def _by_groups(given: Given) -> list[Way]:
 
 
 def _nll_backward(given: Given) -> list[Way]:
+    """Rows; of images and volumes, places as well. Of what classes there are, each has its own part of the result."""
     one = given.value("self")
     if one is None or len(one.shape) < 2:
         return []
-    cuts: dict[Name, Cut] = {("self", -1): _one(0), ("target", -1): _one(0)}
-    if given.named.get("reduction", 1) == 0:
-        cuts["grad_output", -1] = _one(0)
-    return [Way("rows", one.shape[0], cuts, {0: _one(0)}, None, frozenset({"self"}))]
+    found: list[Way] = []
+    for dim in (0, *range(2, len(one.shape))):
+        there = max(dim - 1, 0)  # targets have no classes
+        cuts: dict[Name, Cut] = {("self", -1): _one(dim), ("target", -1): _one(there)}
+        if given.named.get("reduction", 1) == 0:
+            cuts["grad_output", -1] = _one(there)
+        name = "rows" if dim == 0 else f"dimension {dim}"
+        found.append(Way(name, one.shape[dim], cuts, {0: _one(dim)}, None, frozenset({"self"})))
+    return found
 
 
 def _attention(given: Given) -> list[Way]:

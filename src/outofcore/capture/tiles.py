@@ -1088,19 +1088,20 @@ def _halved(captured: Captured, most: int, refused: Set[str]) -> tuple[Captured,
 def _small_losses(captured: Captured, most: int) -> Captured:
     """The same step, to the bit, in which losses of large log-probabilities look at those of the targets alone.
 
-    ``nll_loss`` adds up one number of each row. On a matrix of one column, that holds these numbers, it does the same.
+    ``nll_loss`` adds up one number of each row, or of each place of an image. On a tensor with one class, that holds
+    these numbers, it does the same.
     """
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(storages[s].bytes for s in op.touched)
-        if call.func is not _aten.nll_loss_forward.default or need <= most or call.kwargs:
+        if call.func not in _LOSSES or need <= most or call.kwargs:
             pairs.append((op, call))
             continue
         logs, target, weight, reduction, ignored = call.args
         given, wanted = values[logs.value], values[target.value]
-        if weight is not None or len(given.shape) != 2 or wanted.dtype is not torch.int64:
+        if weight is not None or len(given.shape) != _LOSSES[call.func] or wanted.dtype is not torch.int64:
             pairs.append((op, call))
             continue
 
@@ -1125,16 +1126,17 @@ def _small_losses(captured: Captured, most: int) -> Captured:
             )
             return len(values) - 1
 
-        rows = given.shape[0]
+        shape = wanted.shape
+        column = (shape[0], 1, *shape[1:])
         places = wanted.storage
-        counts = made(_aten.ne.Scalar, (target, ignored), [places], torch.bool, (rows,))
-        kept = made(_aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, (rows,))
-        column = Value(values[kept].storage, torch.int64, (rows, 1), (1, 1))
-        values.append(column)
-        reads = [given.storage, column.storage]
-        own = made(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), reads, given.dtype, (rows, 1))
-        out = made(_aten.eq.Scalar, (target, ignored), [places], torch.bool, (rows,))
-        first = made(_aten.mul.Scalar, (Ref(out), _NOWHERE), [values[out].storage], torch.int64, (rows,))
+        counts = made(_aten.ne.Scalar, (target, ignored), [places], torch.bool, shape)
+        kept = made(_aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, shape)
+        index = replace(values[kept], shape=column, stride=(values[kept].stride[0], *values[kept].stride))
+        values.append(index)
+        reads = [given.storage, index.storage]
+        own = made(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), reads, given.dtype, column)
+        out = made(_aten.eq.Scalar, (target, ignored), [places], torch.bool, shape)
+        first = made(_aten.mul.Scalar, (Ref(out), _NOWHERE), [values[out].storage], torch.int64, shape)
         args = (Ref(own), Ref(first), None, reduction, _NOWHERE)
         reads = [values[own].storage, values[first].storage]
         family = family_text(op.name, args, {}, values)
@@ -1151,6 +1153,8 @@ def _small_losses(captured: Captured, most: int) -> Captured:
 
 
 _NOWHERE = -100  # a target that is left out
+# Losses that look at one class of each row or place, with the dimensions of their log-probabilities.
+_LOSSES = {_aten.nll_loss_forward.default: 2, _aten.nll_loss2d_forward.default: 4}
 
 
 def _has_box(axes: Axes, place: Placed, value: Value) -> bool:

@@ -148,7 +148,8 @@ def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -
 
 def _draws(claim: Claim, values: Sequence[Value], ends: Sequence[int]) -> int:
     """How often parts are tried: what makes few elements more often."""
-    written = written_arguments(_operator(claim.call), by_name(_operator(claim.call), claim.call.args, claim.call.kwargs))
+    func = _operator(claim.call)
+    written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
     made = [prod(values[v].shape) for v in claim.call.results if v is not None]
     made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
     share = (ends[-1] - ends[0]) / claim.way.extent

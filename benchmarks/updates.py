@@ -1,0 +1,126 @@
+"""What it gives to join optimizer updates where memory is short: steps with updates joined in several ways.
+
+Where memory is short, each parameter is updated as soon as its gradient is there, so that the gradient can go. Updates
+whose gradients come soon after one another are made together, up to a share of the room and so many bytes of parameters
+(``capture.passes.lean``). Here one process holds the step in core and, at parts of plain PyTorch's peak, with other
+shares and bytes; all take turns step by step, and all losses are the same, or it fails. Medians of quotients over the
+step in core, round by round, and quotients of the quickest fifths of steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from _bert import workload
+from _common import TINY, Spec, console, peak_of, round_by_round, survey, write_result
+from _unseen import UNSEEN
+from rich.table import Table
+
+import outofcore
+from outofcore.capture import passes
+from outofcore.units import MIB, format_bytes, format_seconds
+
+_EAGER_STEPS = 4  # of plain PyTorch, after which its peak is read
+_FIRST = 5  # steps in which plans are made and corrected
+# Share of the room, and bytes of parameters, that updates made together may have.
+_WAYS: dict[str, tuple[int, int]] = {
+    "apart": (1, 0),
+    "a 64th, 4 MiB": (64, 4 * MIB),
+    "a 16th, 16 MiB": (16, 16 * MIB),
+    "an 8th, 64 MiB": (8, 64 * MIB),
+}
+
+
+def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[Any]]:
+    before = passes.SHARE_OF_UPDATES, passes.MOST_UPDATED
+    passes.SHARE_OF_UPDATES, passes.MOST_UPDATED = way
+    try:
+        torch.manual_seed(0)
+        work = workload(model, {})
+        own = work.build()
+        optimizer = work.optimizer(own)
+        # Plans that are compared by running them would take turns of their own.
+        step = outofcore.compile(
+            work.make_step(own, optimizer), own, optimizer, budget=budget, policy="auto(trials=0)", dynamic=False
+        )
+        stream = work.batches()
+        batches = [next(stream) for _ in range(2)]
+        for turn in range(_FIRST):
+            step(*batches[turn % 2])
+        return step, batches
+    finally:
+        passes.SHARE_OF_UPDATES, passes.MOST_UPDATED = before
+
+
+def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]]:
+    whole = peak_of(Spec(model, {}), _EAGER_STEPS) - peak_of(Spec("gpt", TINY), 1)
+    in_core = 2 * survey(Spec(model, {}, "outofcore"))["in_core_budget"]
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        budget = int(whole / part)
+        runs = {"in core": _opened(model, in_core, _WAYS["apart"])}
+        runs |= {name: _opened(model, budget, way) for name, way in _WAYS.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        names = list(runs)
+        for turn in range(rounds):
+            at = turn % len(names)
+            losses: set[float] = set()
+            for name in names[at:] + names[:at]:
+                step, batches = runs[name]
+                begin = time.perf_counter()
+                losses.add(step(*batches[turn % 2]).item())
+                seconds[name].append(time.perf_counter() - begin)
+            if len(losses) != 1:
+                raise AssertionError(f"{model} within {budget} bytes: losses differ in round {turn}: {losses}")
+        for step, _ in runs.values():
+            step.close()
+        fifth = max(rounds // 5, 1)
+        quick = {name: statistics.mean(sorted(found)[:fifth]) for name, found in seconds.items()}
+        rows += [
+            {
+                "model": model,
+                "part": part,
+                "budget": budget,
+                "way": name,
+                "step_seconds": statistics.median(seconds[name]),
+                "over_in_core": round_by_round(seconds[name], seconds["in core"]),
+                "quickest_over_in_core": quick[name] / quick["in core"],
+                "seconds": seconds[name],
+            }
+            for name in names
+        ]
+    return rows
+
+
+def main(
+    *,
+    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
+    part: Annotated[list[float] | None, typer.Option(help="Budgets are these parts. [default: 2, 4]")] = None,
+    rounds: Annotated[int, typer.Option(min=5, help="In which each step runs once.")] = 40,
+    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+) -> None:
+    """Measure, print tables, and write the numbers to benchmarks/results/updates.json."""
+    found: list[dict[str, Any]] = []
+    for name in model or list(UNSEEN):
+        rows = _measure(name, part or [2.0, 4.0], rounds)
+        table = Table(name, "budget", "step", "over in core", "quickest fifths")
+        for row in rows:
+            label = row["way"] if row["way"] == "in core" else f"1/{row['part']:g}, {row['way']}"
+            table.add_row(
+                label,
+                format_bytes(row["budget"]),
+                format_seconds(row["step_seconds"]),
+                f"{row['over_in_core']:.3f}",
+                f"{row['quickest_over_in_core']:.3f}",
+            )
+        console().print(table)
+        found += rows
+    console().print(f"written to {write_result('updates', {'rows': found}, date)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
