@@ -71,6 +71,7 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
             losses: set[float] = set()
             for name in names[at:] + names[:at]:
                 step, batches = runs[name]
+                torch.manual_seed(turn)  # for dropout
                 begin = time.perf_counter()
                 losses.add(step(*batches[turn % 2]).item())
                 seconds[name].append(time.perf_counter() - begin)
