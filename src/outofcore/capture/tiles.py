@@ -1096,12 +1096,13 @@ def _small_losses(captured: Captured, most: int) -> Captured:
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(storages[s].bytes for s in op.touched)
-        if call.func not in _LOSSES or need <= most or call.kwargs:
+        rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
+        if rank is None or need <= most or call.kwargs:
             pairs.append((op, call))
             continue
         logs, target, weight, reduction, ignored = call.args
         given, wanted = values[logs.value], values[target.value]
-        if weight is not None or len(given.shape) != _LOSSES[call.func] or wanted.dtype is not torch.int64:
+        if weight is not None or len(given.shape) != rank or wanted.dtype is not torch.int64:
             pairs.append((op, call))
             continue
 
@@ -1154,7 +1155,7 @@ def _small_losses(captured: Captured, most: int) -> Captured:
 
 _NOWHERE = -100  # a target that is left out
 # Losses that look at one class of each row or place, with the dimensions of their log-probabilities.
-_LOSSES = {_aten.nll_loss_forward.default: 2, _aten.nll_loss2d_forward.default: 4}
+_LOSSES: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 2, _aten.nll_loss2d_forward.default: 4}
 
 
 def _has_box(axes: Axes, place: Placed, value: Value) -> bool:
