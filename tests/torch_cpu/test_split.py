@@ -300,6 +300,25 @@ def test_verdicts_are_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert refuted(claims, [x, y], CpuBackend(), ROOM) == {claims[0].key}
 
 
+@pytest.mark.parametrize(("rows", "is_seen"), [(2, True), (8192, False)])
+def test_what_makes_few_elements_is_tried_again(rows: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of few terms in another order mostly round alike: here the first draw shows nothing, and the second does."""
+    x, y = (Value(n, torch.float32, (rows, 4), (4, 1)) for n in (0, 1))
+    call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
+    claim = Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, rows // 2, rows))
+    tried: list[torch.Tensor] = []
+
+    def holds(trial: Trial, *_: Any) -> bool:
+        (given,) = trial.given.values()
+        tried.append(given)
+        return len(tried) < 2
+
+    monkeypatch.setattr(Trial, "holds", holds)
+    assert refuted([claim], [x, y], CpuBackend(), ROOM) == ({claim.key} if is_seen else set())
+    assert len(tried) == (2 if is_seen else 1)
+    assert not is_seen or not torch.equal(*tried)
+
+
 # Whole steps.
 
 

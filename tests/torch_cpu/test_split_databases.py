@@ -23,9 +23,9 @@ def test_samples_have_the_same_bits_in_parts() -> None:
     assert isinstance(found["steps in parts"], int) and found["steps in parts"] >= 6
 
 
-def test_sums_of_few_terms_are_told_apart() -> None:
+def test_convolutions_of_few_elements_have_the_same_bits_in_parts() -> None:
     found = told("operators", "--only", "nn.functional.conv2d", "--first", "2")
-    assert found["failed"] == [] and isinstance(found["refuted"], int) and found["refuted"] > 0
+    assert found["failed"] == [] and found["steps in parts"]
 
 
 def test_what_has_no_dimensions_is_left_as_it_is() -> None:

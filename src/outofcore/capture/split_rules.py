@@ -598,7 +598,7 @@ def _by_groups(given: Given) -> list[Way]:
 
 
 def _nll_backward(given: Given) -> list[Way]:
-    """Rows; of images and volumes, places as well. Of what classes there are, each has its own part of the result."""
+    """Rows, and the places of an image or a volume; classes stay together."""
     one = given.value("self")
     if one is None or len(one.shape) < 2:
         return []

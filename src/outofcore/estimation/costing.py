@@ -56,7 +56,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 # Rows in groups, each by a matrix of its own.
 _GROUPED = "_grouped_mm"
-# Operators that give memory and run nothing.
+# Operators that allocate memory and run no kernel.
 _ALLOCATES = frozenset(
     ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 )
@@ -298,7 +298,7 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
 
 
 def _only_allocates(call: Call) -> bool:
-    """Whether an operator leaves the bytes of its result as they are."""
+    """Whether an operator allocates its result and writes nothing to it."""
     return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATES
 
 

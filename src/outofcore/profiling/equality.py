@@ -10,8 +10,8 @@ where functions such as ``exp`` may round otherwise. Few elements are concerned,
 alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over. So
 are those that round otherwise where there are gaps between elements: they are cut where there are none.
 
-Few numbers tell little: sums of a few terms in another order mostly round to the same. So what makes few elements is
-tried several times, each time on other numbers.
+A few results prove little: sums of a few terms in another order mostly round to the same. So an op that makes few
+elements is tried several times, each time on other numbers.
 
 Limits: random numbers. A kernel that rounds otherwise for other numbers alone would not be noticed.
 """
