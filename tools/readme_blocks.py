@@ -1,6 +1,6 @@
 """Run the Python blocks of the README, so that what it shows is what happens.
 
-The blocks run in order, in one namespace and in an empty folder. A block whose fence reads ``python no-run``
+The blocks run in order, in one namespace and in an empty folder. A block whose fence reads ``python {.no-run}``
 is only compiled. A failure shows the line of the README.
 
     python tools/readme_blocks.py [FILE...]
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_BLOCK = re.compile(r"^```python(?P<skip> no-run)?[ \t]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```python(?P<skip> \{\.no-run\})?[ \t]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def run_blocks(path: Path) -> int:

@@ -447,7 +447,11 @@ def elastic(
         seed: of the workers' random generators. Those of the process itself are never used.
         timeout: seconds that a process waits for another.
         device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
-        home, host_budget, policy, cache, check: as for ``compile``. Processes may differ in these, and in the budget.
+        home: as for ``compile``. Processes may differ in this and the following, and in the budget.
+        host_budget: as for ``compile``.
+        policy: as for ``compile``.
+        cache: as for ``compile``.
+        check: as for ``compile``.
 
     Returns:
         A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
