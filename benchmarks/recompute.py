@@ -3,6 +3,9 @@
 Steps are captured once each, in a process of their own, for a device that is not here (a preset; nothing is run), and
 kept as graph files if ``--graphs`` names a folder. Each is planned with ``SearchParams.nested`` as it is and empty, at
 parts of what everything takes and at the smallest budget of each. Every plan is validated.
+
+``--sweep 20`` plans at so many budgets instead, without homes and with that of the preset, and tells where a plan is
+slower than that for the budget before.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import typer
 from _common import console
 
 from outofcore.costs import Costs
+from outofcore.estimation.sweep import budgets_between
 from outofcore.graph import StepGraph
 from outofcore.graphfile import read_graph, write_graph
-from outofcore.planning import SearchParams
+from outofcore.planning import SearchParams, in_core_budget, plan_step, smallest_budget
 from outofcore.planning.ladder import Ladder
 from outofcore.planning.placing import Planned
 from outofcore.validator import validate
@@ -83,9 +87,30 @@ def compared(model: str, graph: StepGraph, costs: Costs) -> None:
         tell(f"| {model} | {name} | {' | '.join(row)} |")
 
 
+def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
+    """Print steps over their ops at budgets of equal ratios, and where a larger budget has the slower plan."""
+    ladder = None if costs.homes else Ladder(graph, costs)
+    low, high = smallest_budget(graph, costs) if ladder is None else ladder.smallest, in_core_budget(graph, costs)
+    where, tell, before = "with a home" if costs.homes else "without homes", console().print, float("inf")
+    shown: list[str] = []
+    for budget in budgets_between(low, high, count):
+        planned = plan_step(graph, costs, budget) if ladder is None else ladder.plan(budget)
+        if planned is None:
+            tell(f"{model} {where}: no plan at {budget / high:.3f}")
+            continue
+        validate(graph, planned.program, budget, costs)
+        seconds = planned.timeline.step_seconds
+        if seconds > before:
+            tell(f"{model} {where}: slower at {budget / high:.3f}, {seconds / before:.4f} of the budget before")
+        before = seconds
+        shown.append(f"{budget / high:.3f}: {seconds / costs.compute_seconds:.3f}")
+    tell(f"{model} {where}: {', '.join(shown)}")
+
+
 def main(
     model: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
     graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
+    sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
 ) -> None:
     """Print, for each step and budget, auto, dtr and planning's processor time: each op once, then nested."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -96,7 +121,12 @@ def main(
             if not path.exists():
                 subprocess.run([sys.executable, __file__, "capture", which, str(path)], check=True)
             file = read_graph(path)
-            compared(which, file.graph, replace(file.costs, homes=()))
+            alone = replace(file.costs, homes=())
+            if sweep:
+                swept(which, file.graph, alone, sweep)
+                swept(which, file.graph, file.costs, sweep)
+            else:
+                compared(which, file.graph, alone)
 
 
 if __name__ == "__main__":
