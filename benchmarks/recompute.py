@@ -4,8 +4,8 @@ Steps are captured once each, in a process of their own, for a device that is no
 kept as graph files if ``--graphs`` names a folder. Each is planned with ``SearchParams.nested`` as it is and empty, at
 parts of what everything takes and at the smallest budget of each. Every plan is validated.
 
-``--sweep 20`` plans at so many budgets instead, without homes and with that of the preset, and tells where a plan is
-slower than that for the budget before.
+``--sweep 20`` plans at 20 budgets instead, without homes and with the preset's, and says where a plan is slower than
+the one for the budget before.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main(
     graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
     sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
 ) -> None:
-    """Print, for each step and budget, auto, dtr and planning's processor time: each op once, then nested."""
+    """Print, for each step and budget, auto, dtr and planning's processor time: each op once, then nested; or sweep."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = graphs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
