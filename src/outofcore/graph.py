@@ -23,7 +23,12 @@ class StorageKind(Enum):
     INPUT = "input"  # handed to the step by its caller; its contents are new in each step
     OUTPUT = "output"  # returned to the caller
     CONSTANT = "constant"  # a value baked into the step; always resident
+    # Bytes in a row of a persistent tensor that is at home between steps: they come from there, and go back there.
+    STATE_RANGE = "state_range"
 
+
+# Kinds of which a step begins with the bytes at the first home, and brings them back there if it has changed them.
+ARRIVING_KINDS = frozenset({StorageKind.INPUT, StorageKind.STATE_RANGE})
 
 # Kinds whose bytes, where no op of the step creates them, are the same storage in the next step.
 PERSISTENT_KINDS = frozenset(
@@ -42,6 +47,11 @@ class Storage:
     # Persistent: whether the executor finds out what was written to it between two steps, by whatever way. Then a copy
     # at home can be relied on from step to step, as long as no op writes to it (see ``Program.clean``).
     watched: bool = False
+
+    @property
+    def arrives(self) -> bool:
+        """Whether it comes from the first home in every step, and goes back there if an op changes it."""
+        return self.kind in ARRIVING_KINDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from outofcore.costs import LEAST_PART, Costs, Home, OpCost
 from outofcore.errors import GraphError
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graph import ARRIVING_KINDS, Op, StepGraph, Storage, StorageKind
 from outofcore.jsonfile import decode_json, refuse, write_json
 
 FORMAT = "outofcore-graph/1"
@@ -171,7 +171,7 @@ def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Stora
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
         refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")
-    if created and kind is StorageKind.INPUT:
+    if created and kind in ARRIVING_KINDS:
         kind = StorageKind.ACTIVATION
     if not created and kind in (StorageKind.ACTIVATION, StorageKind.OUTPUT):
         kind = StorageKind.INPUT

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outofcore.contention import beside_each_other
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, Timeline, lane_of
 
 
@@ -132,7 +132,7 @@ def recompute_seconds(costs: Costs, program: Program) -> float:
 
 
 def _of_callers(graph: StepGraph) -> frozenset[int]:
-    return frozenset(graph.outputs) | {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
+    return frozenset(graph.outputs) | {s.id for s in graph.storages if s.arrives}
 
 
 def _homeless(index: int, instruction: Instruction, storage: int | None) -> ValidationError:

@@ -95,7 +95,7 @@ class Splitting:
         refused: frozenset[str] = frozenset()
         while True:
             found = tiled(self.traced, most, refused=refused, limit=MOST_OPS, workspaces=self.workspaces)
-            if not found.claims:
+            if not found.is_cut:
                 return None
             wrong = self._wrong(found, room)
             if not wrong:

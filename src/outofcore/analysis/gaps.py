@@ -31,13 +31,12 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     Between a use and an op that overwrites a large storage as a whole lies no gap: nothing is held there, and there is
     nothing to decide. A gap over the end of the step there is all the same, since the user sees the contents then.
     """
-    kind = graph.storages[storage].kind
     uses = graph.uses[storage]
-    if not uses or kind is StorageKind.CONSTANT:
+    if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()
     renewed = renewals_of(graph, storage)
     found = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
-    if kind is StorageKind.INPUT and uses[0] not in renewed:
+    if graph.storages[storage].arrives and uses[0] not in renewed:
         found.insert(0, Gap(storage, -1, uses[0]))
     if storage in graph.persistent:
         found.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))

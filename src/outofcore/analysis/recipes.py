@@ -14,12 +14,12 @@ from functools import cached_property
 
 from outofcore.analysis.gaps import renewals_of
 from outofcore.errors import GraphError
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import ARRIVING_KINDS, Op, StepGraph, StorageKind
 
 Content = tuple[int, int]
 
 # What exists before the step and is no persistent storage.
-_LASTING = (StorageKind.INPUT, StorageKind.CONSTANT)
+_LASTING = ARRIVING_KINDS | {StorageKind.CONSTANT}
 # After all ops of any step.
 _EVER = 1 << 62
 
@@ -147,7 +147,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
     What exists before the step cannot: after a step that fails, its home is what the user has.
     """
-    if storage in history.graph.persistent or history.graph.storages[storage].kind is StorageKind.INPUT:
+    if storage in history.graph.persistent or history.graph.storages[storage].arrives:
         return False
     return history.chances.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at
 

@@ -110,6 +110,7 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     value = {old: new for new, old in enumerate(sorted(named))}
     used = {s for op in graph.ops for s in op.touched} | set(graph.outputs)
     used |= {captured.values[old].storage for old in value}
+    used |= {captured.ranges[s].whole for s in used if s in captured.ranges}
     storage = {old: new for new, old in enumerate(sorted({instead.get(s, s) for s in used}))}
     left = tuple(replace(graph.storages[old], id=new) for old, new in storage.items())
     storage |= {old: storage[instead[old]] for old in used if old in instead}
@@ -138,6 +139,11 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
         gradients_left=tuple(replace(binding, value=value[binding.value]) for binding in captured.gradients_left),
         constants={storage[old]: tensor for old, tensor in captured.constants.items() if old in storage},
         exact={storage[old]: count for old, count in captured.exact.items() if old in storage},
+        ranges={
+            storage[old]: replace(found, whole=storage[found.whole])
+            for old, found in captured.ranges.items()
+            if old in storage
+        },
         outputs=tuple(
             replace(leaf, index=value[leaf.index]) if leaf.kind is LeafKind.VALUE else leaf for leaf in captured.outputs
         ),

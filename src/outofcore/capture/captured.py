@@ -139,6 +139,14 @@ class GradientLeft:
 
 
 @dataclass(frozen=True)
+class StateRange:
+    """Where the bytes of a storage of kind STATE_RANGE lie: in the storage of a state, from an offset on."""
+
+    whole: int  # its storage, which no op of the step touches
+    offset: int  # in bytes
+
+
+@dataclass(frozen=True)
 class Captured:
     """One training step, captured for one signature of inputs and state.
 
@@ -155,6 +163,7 @@ class Captured:
         device: where the step runs.
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
+        ranges: what the storages of kind STATE_RANGE are part of. These begin and end at pages, or where that ends.
         replicas: what the step does with each ``DistributedDataParallel``.
         lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
     """
@@ -172,6 +181,7 @@ class Captured:
     device: torch.device = CPU
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
+    ranges: Mapping[int, StateRange] = field(default_factory=dict[int, StateRange])
     lazy: LazyInitialisation | None = None
     replicas: tuple[ReplicaEnd, ...] = ()
 

@@ -370,7 +370,7 @@ class StepRecorder:
             CaptureError: an optimizer keeps state where it cannot be planned.
         """
         layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
-        created: list[set[tuple[int, str]]] = [set() for _ in self._optimizers]
+        created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
         known: dict[tuple[int, int, str], int] = {}
         for pending in self._pending:
             members, values = self._states_of(pending, layouts[pending.optimizer], known)
@@ -428,26 +428,39 @@ class StepRecorder:
         params = [state.lasting[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
         args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
-        rehearsal = Rehearsal(update)
         written = [*params, *(value for own in states for value in own)]
         read = [*written, *(grad.value for grad in grads if grad is not None)]
         if not is_torchs_own(update.optimizer):
             # Nothing is known of the class: it may well add weight decay to the gradient in place.
             written = read
-        texts = ",".join(
-            f"{value_text(values[p])}:{'-' if g is None else value_text(values[g.value])}:"
-            + "+".join(value_text(values[value]) for value in own)
-            for p, g, own in zip(params, grads, states, strict=True)
-        )
         op, _ = self._tables.ops[pending.place]
         op = replace(
             op,
             reads=tuple(dict.fromkeys(values[value].storage for value in read)),
             mutates=tuple(dict.fromkeys(values[value].storage for value in written)),
-            family=f"{op.name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})",
+            family=family_of_update(op.name, update, args, values),
         )
-        call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
-        self._tables.ops[pending.place] = op, call
+        self._tables.ops[pending.place] = op, call_of_update(update, args)
+
+
+# The arguments of an update: parameters, gradients, and the state of each.
+UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[Ref]]]
+
+
+def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
+    """How to run an update."""
+    rehearsal = Rehearsal(update)
+    return Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
+
+
+def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
+    """The family of an update op of that name."""
+    texts = ",".join(
+        f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
+        + "+".join(value_text(values[ref.value]) for ref in own)
+        for p, g, own in zip(*args, strict=True)
+    )
+    return f"{name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
 
 
 def _settings(update: OptimizerUpdate) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -81,12 +81,16 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
     ]
 
 
+def _goes_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Whether an optimizer computes each element by itself, and goes from parameter to parameter."""
+    return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _AT_ONCE)
+
+
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) -> bool:
     parameter, gradient = whole.parameter, whole.gradient
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
-        or type(optimizer) not in _ELEMENTWISE
-        or any(settings.get(name) for name in _AT_ONCE)
+        or not _goes_one_by_one(optimizer, settings)
         or parameter.device.type != "cpu"
         or parameter.dtype not in _DTYPES
         or parameter.ndim == 0
@@ -122,11 +126,23 @@ class StateOwner:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of an update: the user's own object, its group, and the names of its state tensors."""
+    """One parameter of an update, or a range of one: the user's own object, its group, and the names of its state.
+
+    Attributes:
+        start: the element with which the range begins.
+        is_last: no other range of it comes later in the step. Counts, and what else its ranges share, change with the
+            last one alone: until then all have to find it as it was.
+    """
 
     parameter: torch.Tensor
     group: int
     names: tuple[str, ...]
+    start: int = 0
+    is_last: bool = True
+
+    def key(self, name: str) -> tuple[int, str, int]:
+        """Names the member's part of a state tensor."""
+        return id(self.parameter), name, self.start
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:
@@ -204,8 +220,8 @@ class OptimizerUpdate:
         forgotten: how often ``forget`` was called.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str]]) -> None:
-        """``created`` holds (id of parameter, name) of state that exists by now; a capture's updates share it."""
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str, int]]) -> None:
+        """``created`` holds the keys of state that exists by now; a capture's updates share it."""
         self.optimizer = optimizer
         self.members = tuple(members)
         self._created = created
@@ -216,6 +232,19 @@ class OptimizerUpdate:
         """One update of the parameters of several of one capture and one optimizer, in their order."""
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
+
+    def has_ranges(self) -> bool:
+        """Whether ranges of its only parameter are updated, to the bit, as they are in the whole."""
+        if len(self.members) != 1:
+            return False
+        (member,) = self.members
+        one_by_one = _goes_one_by_one(self.optimizer, self.optimizer.param_groups[member.group])
+        return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
+
+    def of_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
+        """The update of a range of the only parameter, that begins with element ``start``."""
+        (member,) = self.members
+        return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
 
     @property
     def name(self) -> str:
@@ -230,13 +259,12 @@ class OptimizerUpdate:
         """Make the state anew at the next call, unless it is in the user's ``optimizer.state``."""
         self.forgotten += 1
         for member in self.members:
-            self._created.difference_update((id(member.parameter), name) for name in member.names)
+            self._created.difference_update(map(member.key, member.names))
 
     def _present(self, member: Member) -> list[bool]:
         entries = self.optimizer.state.get(member.parameter, {})
         return [
-            (id(member.parameter), name) in self._created or isinstance(entries.get(name), torch.Tensor)
-            for name in member.names
+            member.key(name) in self._created or isinstance(entries.get(name), torch.Tensor) for name in member.names
         ]
 
     def on(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> UpdateOn:
@@ -245,7 +273,8 @@ class OptimizerUpdate:
 
     def _own_entries(self, member: Member) -> dict[str, Any]:
         entries = self.optimizer.state.get(member.parameter, {})
-        return {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
+        own = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
+        return own if member.is_last else copy.deepcopy(own)
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Update ``params`` and ``states`` in place.
@@ -255,10 +284,14 @@ class OptimizerUpdate:
         """
         present = [self._present(member) for member in self.members]
         own = [self._own_entries(member) for member in self.members]
-        shadow, left = self._run(params, grads, states, present, own)
+        given = [
+            tensors if member.is_last else [tensor if tensor.ndim else tensor.clone() for tensor in tensors]
+            for member, tensors in zip(self.members, states, strict=True)
+        ]
+        shadow, left = self._run(params, grads, given, present, own)
         for member, entries in zip(self.members, left, strict=True):
-            self._created.update((id(member.parameter), n) for n in member.names if n not in entries)
-            if entries:
+            self._created.update(member.key(name) for name in member.names if name not in entries)
+            if entries and member.is_last:
                 self.optimizer.state[member.parameter].update(entries)
         if not is_torchs_own(self.optimizer):
             self._mirror(shadow)
@@ -421,6 +454,8 @@ class UpdateOn:
     def _may_be_kept(self) -> bool:
         update, groups = self._update, self._update.optimizer.param_groups
         given = zip(update.members, self._params, self._grads, self._states, strict=True)
+        if not all(member.is_last for member in update.members):
+            return False
         return is_torchs_own(update.optimizer) and not any(
             _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, own, {}))
             for place, (member, param, grad, own) in enumerate(given)

@@ -25,7 +25,8 @@ from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.operators import by_name, family_text, traits
-from outofcore.capture.optimizers import OptimizerUpdate, Rehearsal, is_torchs_own
+from outofcore.capture.optimizer_steps import call_of_update
+from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
@@ -390,15 +391,13 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     parts, calls = [op for op, _ in row], [call for _, call in row]
     update = OptimizerUpdate.joined([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     args = tuple([item for call in calls for item in call.args[place]] for place in range(3))
-    rehearsal = Rehearsal(update)
-    call = Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
     op = replace(
         parts[0],
         reads=tuple(dict.fromkeys(s for part in parts for s in part.reads)),
         mutates=tuple(dict.fromkeys(s for part in parts for s in part.mutates)),
         family=" ".join(part.family for part in parts),
     )
-    return op, call
+    return op, call_of_update(update, args)
 
 
 def fastest(traced: Captured) -> Captured:

@@ -69,6 +69,7 @@ class Way:
         settle: what else changes from part to part.
         unread: arguments of which nothing but shape and dtype matters.
         grain: what parts had better begin at multiples of.
+        strict: parts begin nowhere else.
         least: the length of the shortest part.
     """
 
@@ -79,6 +80,7 @@ class Way:
     settle: Settle | None = None
     unread: frozenset[str] = frozenset()
     grain: int = 1
+    strict: bool = False
     least: int = 1
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
@@ -91,6 +93,8 @@ class Way:
         if self.extent % unit or count < 2 or parts < 2:
             return (0, self.extent)
         grain = self.grain // gcd(self.grain, unit)
+        if self.strict:
+            parts = max(min(parts, count // grain), 1)
         while grain > 1 and count // grain < parts:
             grain //= 2
         blocks = -(-count // grain)

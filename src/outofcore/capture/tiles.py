@@ -46,12 +46,15 @@ from outofcore.analysis.boxes import (
 )
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.captured import Call, Captured, Ref, StateBinding, StateRange, Value
 from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
+from outofcore.capture.optimizer_steps import call_of_update, family_of_update
+from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.passes import PASSING, by_shape, halves_of_norm, split, with_ops
 from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.units import PAGE_BYTES
 
 T = TypeVar("T")
 
@@ -96,11 +99,13 @@ class Tiled:
         captured: the step.
         claims: what its bits rely on, each once.
         values: what the refs of the claims' calls name.
+        is_cut: whether an op is in parts; claims there may be none all the same.
     """
 
     captured: Captured
     claims: tuple[Claim, ...]
     values: tuple[Value, ...]
+    is_cut: bool = False
 
 
 def tiled(
@@ -112,6 +117,7 @@ def tiled(
     least: int = LARGE_BYTES,
     limit: int | None = None,
     workspaces: Mapping[str, int] | None = None,
+    homes: bool = True,
 ) -> Tiled:
     """The same step in which ops that need more bytes than ``most`` run in parts.
 
@@ -123,26 +129,27 @@ def tiled(
         least: storages of fewer bytes stay whole.
         limit: with more ops than this the step stays as it is.
         workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
+        homes: whether there is one for all optimizer state. Then what an update changes of it comes and goes in ranges.
     """
     captured = _small_losses(split(by_shape(traced)), most if parts is None else 0)
     unfit = set(refused)
     captured, halved = _halved(captured, most if parts is None else 0, unfit)
     while True:
-        search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {})
+        search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {}, homes)
         chosen = search.chosen()
         try:
             found = _Builder(captured, search, chosen, limit).built() if chosen else None
         except _UnfitError as error:
-            if error.op not in chosen:
+            if error.op not in chosen or search.is_update(error.op):
                 return Tiled(captured, (), captured.values)
             unfit.add(search.claim(error.op, chosen[error.op]).key)
             continue
         break
     if found is None:
         return Tiled(captured, (), captured.values)
-    cut = [search.claim(op, chosen[op]) for op in sorted(chosen)]
+    cut = [search.claim(op, chosen[op]) for op in sorted(chosen) if not search.is_update(op)]
     claims = {claim.key: claim for claim in (*halved, *cut, *search.gathered(chosen))}
-    return Tiled(found, tuple(claims.values()), captured.values)
+    return Tiled(found, tuple(claims.values()), captured.values, is_cut=True)
 
 
 # --- what to cut, and how --------------------------------------------------------------------------------------------
@@ -166,12 +173,14 @@ class _Search:
         parts: int | None,
         least: int,
         workspaces: Mapping[str, int],
+        homes: bool,
     ) -> None:
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
         self.most, self.parts, self.least, self.workspaces = most, parts, least, workspaces
         self.refused = refused
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
+        self.ranged = self._rangeable() if homes else {}
         self.lines = self._cuttable()
         self.places = {
             index: place
@@ -210,11 +219,64 @@ class _Search:
                 found[storage.id] = lines
         return found
 
+    def _rangeable(self) -> dict[int, Value]:
+        """The storages of optimizer state that may be at home as a whole, while an update changes a range of each."""
+        graph, captured = self.graph, self.captured
+        bound: dict[int, list[StateBinding]] = {}
+        for binding in captured.states:
+            bound.setdefault(self.values[binding.value].storage, []).append(binding)
+        found: dict[int, Value] = {}
+        for storage, bindings in bound.items():
+            value = self.values[bindings[0].value]
+            if (
+                len(bindings) == 1
+                and bindings[0].kind is StorageKind.OPTIMIZER_STATE
+                and len(graph.uses[storage]) == 1
+                and self.is_update(graph.uses[storage][0])
+                and storage not in graph.outputs
+                and _is_flat(value, captured.own_bytes(storage))
+            ):
+                found[storage] = value
+        return found
+
+    def is_update(self, op: int) -> bool:
+        """Whether an op is the update of a parameter that may be updated range by range."""
+        call = self.captured.calls[op]
+        return (
+            isinstance(call.func, OptimizerUpdate)
+            and call.func.has_ranges()
+            and self.captured.device.type == "cpu"
+            and call.args[1][0] is not None
+        )
+
+    def _ways_of_update(self, op: int) -> list[Way]:
+        """Ranges of the elements: of the parameter, its gradient and all state but counts."""
+        named = [(name, self.values[index]) for name, index in _named_refs(self.captured.calls[op])]
+        whole = named[0][1]
+        cut = Cut((0, len(whole.shape)))
+        if any(value.shape not in (whole.shape, ()) or value.dtype != whole.dtype for _, value in named if value.shape):
+            return []
+        size = whole.dtype.itemsize
+        return [
+            Way(
+                "elements",
+                prod(whole.shape),
+                {name: cut for name, value in named if value.shape},
+                {},
+                grain=PAGE_BYTES // size,
+                strict=True,
+                # What is smaller has no place of its own at home.
+                least=2 * LARGE_BYTES // size,
+            )
+        ]
+
     def ways(self, op: int) -> list[Way]:
         """The ways in which an op can be cut that are not refused."""
         if op not in self._ways:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             found = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
+            if self.is_update(op):
+                found = self._ways_of_update(op)
             self._ways[op] = [
                 way
                 for way in found
@@ -319,6 +381,9 @@ class _Search:
             storage = value.storage
             kind = storages[storage].kind
             if kind is StorageKind.CONSTANT:
+                return
+            if storage in self.ranged and cut is not None:
+                counted += self._size(index) * width / way.extent
                 return
             if storage not in self.lines or cut is None:
                 seen[storage] = max(seen.get(storage, 0), storages[storage].bytes if storage not in self.lines else 0)
@@ -485,6 +550,9 @@ class _Search:
             if len(ends) < 3 or not self._is_placeable(op, way, ends):
                 unfit.add(op)
             self._ends[op] = ends
+        for op, way in ways.items():
+            if way.strict and op not in unfit:
+                self._ends[op] = self._ends_as_made(op, way, ways)
         # What cannot be looked at through a box by all its users has no cells.
         unboxed = {
             self.values[index].storage
@@ -504,6 +572,29 @@ class _Search:
             whole |= crowded | written
             return set()
         return None
+
+    def _ends_as_made(self, op: int, way: Way, ways: Mapping[int, Way]) -> tuple[int, ...]:
+        """Where the parts of an update begin: where those of its gradient are made, as far as they may."""
+        mine = self._ends[op]
+        for index, _ in self._cut_values(op, way):
+            value = self.values[index]
+            maker = self.graph.creator[value.storage]
+            made = ways[maker].made if maker in ways else {}
+            for place, cut in made.items():
+                result = self.captured.calls[maker].results[place]
+                if result is None or self.values[result].storage != value.storage or not cut.plain:
+                    continue
+                shape = self.values[result].shape
+                row = prod(shape[cut.dims[1] :])
+                ends = [0]
+                for end in self._ends[maker]:
+                    if end * row % way.grain == 0 and end * row - ends[-1] >= way.least // 2:
+                        ends.append(end * row)
+                if way.extent - ends[-1] < way.least // 2:
+                    ends.pop()
+                if prod(shape[: cut.dims[0]]) == 1 and 2 * len(ends) >= len(mine):
+                    return (*ends, way.extent)
+        return mine
 
     def _unfit_to_gather(self, ways: Iterable[int]) -> set[int]:
         """Storages with cells that ops which stay whole would find laid out otherwise, and then do something else."""
@@ -598,6 +689,7 @@ class _Builder:
             self._index.setdefault(value, index)
         self.cell: dict[tuple[int, Box], int] = {}
         self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}  # what was made as a whole, and by which op
+        self.ranges: dict[int, StateRange] = {}
         self.begun: set[int] = set()  # whole results of which a part exists
         self.mode = FakeTensorMode()
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
@@ -624,7 +716,13 @@ class _Builder:
         ops = tuple(replace(op, id=number) for number, (op, _) in enumerate(pairs))
         graph = StepGraph(tuple(self.storages), ops, self.old.graph.outputs)
         return compacted(
-            replace(self.old, graph=graph, calls=tuple(call for _, call in pairs), values=tuple(self.values))
+            replace(
+                self.old,
+                graph=graph,
+                calls=tuple(call for _, call in pairs),
+                values=tuple(self.values),
+                ranges=self.ranges,
+            )
         )
 
     # Values and storages.
@@ -835,8 +933,51 @@ class _Builder:
                 self.fresh[storage, box] = moved[storage], op.id
         return piece
 
+    def _part_of_update(self, op: Op, choice: _Choice, number: int) -> _Piece:
+        """The update of a range of a parameter."""
+        self._piece = piece = _Piece(op.id)
+        way, call = choice.way, self.old.calls[op.id]
+        whole: Any = call.func
+        low, high = choice.ends[number : number + 2]
+        is_last = number == len(choice.ends) - 2
+        update: OptimizerUpdate = whole.of_range(low, is_last=is_last)
+        parts: list[Value] = []
+        reads: list[int] = []
+        mutates: list[int] = []
+        for name, index in _named_refs(call):
+            old = self.old.values[index]
+            if old.storage in self.search.ranged and old.shape:
+                part = self._range(old, low, high, f"{low}:{high}")
+            else:
+                part = self._argument(op, index, way.given.get(name), low, high)
+            parts.append(part)
+            reads.append(part.storage)
+            if old.storage in op.mutates and (old.shape or is_last):
+                mutates.append(part.storage)
+        refs = [Ref(self._value(part)) for part in parts]
+        args = ([refs[0]], [refs[1]], [refs[2:]])
+        made = replace(
+            op,
+            reads=tuple(dict.fromkeys(reads)),
+            mutates=tuple(dict.fromkeys(mutates)),
+            family=family_of_update(op.name, update, args, self.values),
+        )
+        piece.ops.append((made, call_of_update(update, args)))
+        return piece
+
+    def _range(self, whole: Value, low: int, high: int, where: str) -> Value:
+        """Some elements of a state, in a storage of their own."""
+        size = whole.dtype.itemsize
+        name = f"{self.storages[whole.storage].name} [{where}]"
+        made = self._new((high - low) * size, name)
+        self.storages[made] = replace(self.storages[made], kind=StorageKind.STATE_RANGE)
+        self.ranges[made] = StateRange(whole.storage, low * size)
+        return Value(made, whole.dtype, (high - low,), (1,))
+
     def _part(self, op: Op, choice: _Choice, number: int) -> _Piece:
         """A part of an op."""
+        if self.search.is_update(op.id):
+            return self._part_of_update(op, choice, number)
         self._piece = piece = _Piece(op.id)
         way, call = choice.way, self.old.calls[op.id]
         low, high = choice.ends[number : number + 2]
@@ -1196,8 +1337,18 @@ def _named_refs(call: Call) -> list[tuple[Name, int]]:
     return found
 
 
+def _is_flat(value: Value, count: int) -> bool:
+    """Whether a value is all of a storage of so many bytes, element after element."""
+    dense = tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
+    return covers(value, count) and all(
+        n == 1 or a == b for n, a, b in zip(value.shape, value.stride, dense, strict=True)
+    )
+
+
 def _ref(call: Call, name: Name) -> Ref:
     func: Any = call.func
+    if not isinstance(func, OpOverload):
+        return _refs(call)[name[1]]
     item = by_name(func, call.args, call.kwargs)[name[0]]
     return item if name[1] < 0 else item[name[1]]
 

@@ -128,7 +128,8 @@ class Runner:
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
-            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen)
+            wholes = {found.whole for found in self.captured.ranges.values()}
+            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
@@ -170,6 +171,8 @@ class Runner:
         for index, (_, state) in self._gradients.items():
             if is_large(state.bytes) and index not in self._staying:
                 found[self.captured.values[index].storage] = self._keeper.slot(state)
+        for storage, part in self.captured.ranges.items():
+            found[storage] = self._keeper.slot(self._states[part.whole]) + part.offset
         return found
 
     def _load_constant(self, storage: int, constant: torch.Tensor, arena: Memory) -> None:

@@ -67,7 +67,7 @@ class _Lowering:
                     renewed[op].append(storage.id)
                     vacated[uses[uses.index(op) - 1]].append(storage.id)
                     last_stay[storage.id] = op
-                elif storage.kind is StorageKind.INPUT:
+                elif storage.arrives:
                     renewed[op].append(storage.id)
         for decision in self._decisions():
             gap = decision.gap
@@ -93,7 +93,7 @@ class _Lowering:
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
-            if storage.kind is StorageKind.INPUT or storage.id in cyclic:
+            if storage.arrives or storage.id in cyclic:
                 homes[storage.id][self.lodgings.get(storage.id, 0)] = 0
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
@@ -130,7 +130,7 @@ class _Lowering:
                     continue
                 if graph.storages[storage].kind is StorageKind.CONSTANT:
                     continue
-                changed_input = graph.storages[storage].kind is StorageKind.INPUT and version[storage] > 0
+                changed_input = graph.storages[storage].arrives and version[storage] > 0
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
@@ -183,7 +183,7 @@ class _Lowering:
             found.append(decision)
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
-            if storage.kind is StorageKind.INPUT and storage.id not in arriving and uses:
+            if storage.arrives and storage.id not in arriving and uses:
                 if uses[0] in renewals_of(self.graph, storage.id):
                     continue
                 found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
@@ -333,7 +333,7 @@ class _Lowering:
                 blocks.append(Block(index, stay.storage, stay.bytes, 0, 0, True))
             else:
                 blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
-        changed = {s.id for s in graph.storages if s.kind is StorageKind.INPUT and version[s.id] > 0}
+        changed = {s.id for s in graph.storages if s.arrives and version[s.id] > 0}
         staying = self.plan.staying
         results = sorted((set(graph.outputs) - set(staying)) | (graph.persistent - set(self.wrapping)) | changed)
         lodgings = tuple(Lodging(storage, home) for storage, home in sorted(self.lodgings.items()) if home)

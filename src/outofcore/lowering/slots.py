@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outofcore.costs import Costs
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.program import CopyOut, Program, Run
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -37,7 +37,7 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     found = {s: 0 for s in graph.outputs if s in moving}
-    found |= {s.id: 0 for s in graph.storages if s.kind is StorageKind.INPUT and s.id in moving}
+    found |= {s.id: 0 for s in graph.storages if s.arrives and s.id in moving}
     used = (s for s in sorted(graph.persistent - wrapping) if graph.uses[s])
     found |= dict.fromkeys(program.clean, 0)
     return found | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}

@@ -31,7 +31,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
     for storage in graph.storages:
         if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
             continue
-        first = storage.kind is StorageKind.INPUT or storage.id in graph.outputs
+        first = storage.arrives or storage.id in graph.outputs
         home = 0 if first else homes.get(storage.id, elsewhere)
         for gap in gaps_of(graph, storage.id):
             if gap.start >= 0 and gap.end == gap.start + 1 and not strict:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from outofcore.analysis.gaps import constant_bytes, large_needs, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.lowering import lower
 from outofcore.lowering.slots import slot_bytes
 from outofcore.planning.baselines.dtr import DTR
@@ -234,7 +234,7 @@ def _check_first_home(graph: StepGraph, costs: Costs) -> None:
     if len(costs.homes) < 2:
         return
     home = costs.homes[0]
-    lasting = set(graph.outputs) | {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
+    lasting = set(graph.outputs) | {s.id for s in graph.storages if s.arrives}
     needed = sum(slot_bytes(graph.storages[s].bytes) for s in lasting)
     if home.bytes is not None and home.bytes < needed:
         raise BudgetError(

@@ -90,7 +90,7 @@ class Problem:
             if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
                 continue
             # Inputs come from the first home, and outputs go there: they have room there anyway.
-            first = storage.kind is StorageKind.INPUT or storage.id in graph.outputs
+            first = storage.arrives or storage.id in graph.outputs
             homes = everywhere[:1] if first else everywhere
             writes = written.get(storage.id, [])
             for gap in gaps_of(graph, storage.id):
@@ -181,7 +181,7 @@ class Problem:
                     at_home[storage, where[g]] = 0
         needed = [False] * len(self.gaps)
         for storage, gaps in leaving.items():
-            if self.graph.storages[storage].kind is StorageKind.INPUT:
+            if self.graph.storages[storage].arrives:
                 at_home[storage, 0] = 0
             elif storage in self.graph.frozen and not any(self.gaps[g].cyclic for g in gaps):
                 at_home[storage, where[gaps[0]]] = 0  # it stays there from step to step (see ``Program.clean``)
@@ -255,7 +255,7 @@ class Problem:
 
     def is_first_homed(self, storage: int) -> bool:
         """Whether a storage has its place at the first home all the time: inputs and outputs."""
-        return storage in self.graph.outputs or self.graph.storages[storage].kind is StorageKind.INPUT
+        return storage in self.graph.outputs or self.graph.storages[storage].arrives
 
     @cached_property
     def lasting_at_first(self) -> int:

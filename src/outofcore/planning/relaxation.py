@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from outofcore.analysis.gaps import is_large
 from outofcore.costs import Costs
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph
 from outofcore.planning.linear_program import UNIT, LinearProgram, binding_ops, levels
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
@@ -286,7 +286,7 @@ class Relaxation:
             info = problem.gaps[g]
             storage = info.gap.storage
             unchanged = (info.cyclic and storage not in problem.changed) or storage in problem.graph.frozen
-            if unchanged or problem.graph.storages[storage].kind is StorageKind.INPUT:
+            if unchanged or problem.graph.storages[storage].arrives:
                 continue  # its home is up to date
             for home in info.homes:
                 copy = self.program.variable(0.0, 1.0)

@@ -212,7 +212,7 @@ def _module(graph: StepGraph, data: Storage) -> str:
 
 def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
     """In a word what was decided about a storage."""
-    if data.kind is StorageKind.INPUT:
+    if data.arrives:
         return "comes in"
     kinds = {decision.residency for decision in decisions}
     if kinds == {Residency.OFFLOAD, Residency.RECOMPUTE}:

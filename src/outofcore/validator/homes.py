@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
-from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut, Run
 from outofcore.validator.step import Order, Step
 
@@ -75,7 +74,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
     ]
     moved = {storage for _, storage, _ in copies}
     device = {block.storage for block in program.blocks if block.wraps}
-    always = {s for s in moved if s in graph.outputs or graph.storages[s].kind is StorageKind.INPUT}
+    always = {s for s in moved if s in graph.outputs or graph.storages[s].arrives}
     always |= {s for s in graph.persistent if s not in device and graph.uses[s]} | lodgings.keys()
     always |= set(program.clean)
     for home, place in enumerate(costs.homes):

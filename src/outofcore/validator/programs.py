@@ -284,7 +284,7 @@ class _Replay:
             self.after.append([(s, final[s]) for s in written])
         self.wrapping = {b.storage: b for b in program.blocks if b.wraps}
         # With a block that wraps, the user may have written to the device copy between two steps.
-        inputs = {s.id for s in graph.storages if s.kind is StorageKind.INPUT}
+        inputs = {s.id for s in graph.storages if s.arrives}
         # But for what is clean: the executor brings its home up to date before the step starts.
         at_home = inputs | (graph.persistent - self.wrapping.keys()) | set(program.clean)
         self.lodgings = lodgings
@@ -420,7 +420,7 @@ class _Replay:
     def _check_end(self) -> None:
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
         due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
-        due |= {s.id for s in self.graph.storages if s.kind is StorageKind.INPUT and s.id in mutated}
+        due |= {s.id for s in self.graph.storages if s.arrives and s.id in mutated}
         for storage in sorted(due - set(self.program.results)):
             raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
         if not set(self.program.results) <= set(range(len(self.final))):

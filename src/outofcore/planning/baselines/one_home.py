@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from outofcore.costs import Costs
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning.policy import Asked
 
@@ -27,7 +27,7 @@ def for_one_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Pl
 
     def at_home(decision: Decision) -> Decision:
         storage = decision.gap.storage
-        first = storage in graph.outputs or graph.storages[storage].kind is StorageKind.INPUT
+        first = storage in graph.outputs or graph.storages[storage].arrives
         return decision if first or decision.residency is not Residency.OFFLOAD else replace(decision, home=last)
 
     def asked(room: int) -> Plan:

@@ -307,7 +307,7 @@ class _Window:
             return
         fetch = max(taken - base, 0)
         if before is None:
-            if self.graph.storages[storage].kind is StorageKind.INPUT and s not in self.order.fresh[now]:
+            if self.graph.storages[storage].arrives and s not in self.order.fresh[now]:
                 gap = Gap(storage, -1, now - base)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
             elif storage in self.graph.persistent and now == self.graph.uses[storage][0]:

@@ -76,7 +76,7 @@ class Contents:
                 found.maker.append(op.id if op is not None and again else -1)
                 found.born.append(op.id if op is not None else -1)
                 found.gone.append(min(end, history.last_op_with((storage.id, version), end)))
-                is_input = storage.kind is StorageKind.INPUT and not writes
+                is_input = storage.arrives and not writes
                 found.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
         for op in graph.ops:
             needs, makes = dict(history.needs(op)), dict(history.makes(op))
