@@ -460,7 +460,9 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
         + "+".join(value_text(values[ref.value]) for ref in own)
         for p, g, own in zip(*args, strict=True)
     )
-    return f"{name}({_settings(update)}; {'first; ' if update.is_first() else ''}{texts})"
+    first = "first; " if update.is_first() else ""
+    rest = "" if all(member.is_last for member in update.members) else "others follow; "
+    return f"{name}({_settings(update)}; {first}{rest}{texts})"
 
 
 def _settings(update: OptimizerUpdate) -> str:

@@ -284,11 +284,7 @@ class OptimizerUpdate:
         """
         present = [self._present(member) for member in self.members]
         own = [self._own_entries(member) for member in self.members]
-        given = [
-            tensors if member.is_last else [tensor if tensor.ndim else tensor.clone() for tensor in tensors]
-            for member, tensors in zip(self.members, states, strict=True)
-        ]
-        shadow, left = self._run(params, grads, given, present, own)
+        shadow, left = self._run(params, grads, states, present, own)
         for member, entries in zip(self.members, left, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
             if entries and member.is_last:
@@ -308,7 +304,8 @@ class OptimizerUpdate:
         pieces: list[Piece] = []
         given = zip(self.members, params, grads, states, present, own, strict=True)
         for index, (member, param, grad, tensors, has, kept) in enumerate(given):
-            whole = Piece(index, param, grad, tuple(tensors), dict(kept))
+            own_counts = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
+            whole = Piece(index, param, grad, tuple(own_counts), dict(kept))
             settled = all(has) or not any(has)  # else the state that is there says nothing of how the rest is made
             pieces += pieces_of(self.optimizer, member.group, whole) if settled else [whole]
         # State that is made is copied to its place, and should not be there twice for all pieces at once.

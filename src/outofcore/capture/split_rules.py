@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, is_random, traits, written_arguments
 
+T = TypeVar("T")
+
+_aten = torch.ops.aten
 # Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
 _LANES = 256
 # Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. With fewer than the
@@ -70,6 +73,8 @@ class Way:
         unread: arguments of which nothing but shape and dtype matters.
         grain: what parts had better begin at multiples of.
         strict: parts begin nowhere else.
+        rebased: an argument of places along the axis, which a part counts from where it begins (see ``rebased``).
+        looks_up: a part makes those rows of the result that are in its part of a table.
         least: the length of the shortest part.
     """
 
@@ -81,6 +86,8 @@ class Way:
     unread: frozenset[str] = frozenset()
     grain: int = 1
     strict: bool = False
+    rebased: str = ""
+    looks_up: bool = False
     least: int = 1
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
@@ -657,7 +664,11 @@ def _embedding(given: Given) -> list[Way]:
     if places is None or not places.shape:
         return []
     cut = Cut((0, len(places.shape)))
-    return [Way("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})]
+    rows = Way("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
+    table = given.value("weight")
+    if table is None:
+        return [rows]
+    return [rows, Way("words", table.shape[0], {("weight", -1): _one(0)}, {}, rebased="indices", looks_up=True)]
 
 
 def _embedding_backward(given: Given) -> list[Way]:
@@ -665,7 +676,38 @@ def _embedding_backward(given: Given) -> list[Way]:
     if gradient is None:
         return []
     last = len(gradient.shape) - 1
-    return [Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=_ROWS)]
+    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=_ROWS)
+    if given.named["scale_grad_by_freq"]:  # it counts places, and those of other parts are none
+        return [columns]
+    return [columns, Way("words", given.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
+
+
+_NOWHERE = -1  # a place that is left out
+
+
+def rebased(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
+    """Places in a table, counted from the row with which a part of it begins; -1 where they are in another part.
+
+    Args:
+        places: whole numbers.
+        low: the row with which the part begins.
+        high: the row before which it ends.
+        left_out: a place to be left out, that becomes -1 as well; -1: none.
+        run: what runs an operator, and gives its result.
+    """
+    counted = run(_aten.sub.Scalar, (places, low))
+    elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
+    found = run(_aten.masked_fill.Scalar, (counted, elsewhere, _NOWHERE))
+    if low <= left_out < high:
+        found = run(_aten.masked_fill.Scalar, (found, run(_aten.eq.Scalar, (places, left_out)), _NOWHERE))
+    return found
+
+
+def _rebase(named: dict[str, Any], low: int, high: int) -> None:
+    places = named["indices"]
+    if isinstance(places, torch.Tensor):
+        named["indices"] = rebased(places, low, high, named["padding_idx"], lambda func, args: func(*args))
+    named["num_weights"], named["padding_idx"] = high - low, _NOWHERE
 
 
 def _joined(given: Given) -> list[Way]:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from heapq import heappop, heappush
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ from outofcore.capture.operators import by_name, family_text, made_up, repaired,
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.passes import PASSING, by_shape, halves_of_norm, split, with_ops
-from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, ways_of
+from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, rebased, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.units import PAGE_BYTES
@@ -147,7 +148,9 @@ def tiled(
         break
     if found is None:
         return Tiled(captured, (), captured.values)
-    cut = [search.claim(op, chosen[op]) for op in sorted(chosen) if not search.is_update(op)]
+    # What is looked up is copied, and updates are of elements.
+    tried = [op for op in sorted(chosen) if not search.is_update(op) and not chosen[op].way.looks_up]
+    cut = [search.claim(op, chosen[op]) for op in tried]
     claims = {claim.key: claim for claim in (*halved, *cut, *search.gathered(chosen))}
     return Tiled(found, tuple(claims.values()), captured.values, is_cut=True)
 
@@ -180,7 +183,7 @@ class _Search:
         self.refused = refused
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
-        self.ranged = self._rangeable() if homes else {}
+        self.ranged = self._rangeable() if homes and captured.lazy is None else frozenset[int]()
         self.lines = self._cuttable()
         self.places = {
             index: place
@@ -202,10 +205,9 @@ class _Search:
         found: dict[int, Lines] = {}
         for storage in graph.storages:
             values = used.get(storage.id, [])
+            passes = storage.kind in PASSING and storage.id in graph.creator and storage.id not in outputs
             if (
-                storage.kind not in PASSING
-                or storage.id not in graph.creator
-                or storage.id in outputs
+                not (passes or storage.id in self.ranged)
                 or storage.bytes < self.least
                 or len({v.dtype for v in values}) != 1
                 or any(v.foreign or v.conjugate or v.negated for v in values)
@@ -219,25 +221,33 @@ class _Search:
                 found[storage.id] = lines
         return found
 
-    def _rangeable(self) -> dict[int, Value]:
-        """The storages of optimizer state that may be at home as a whole, while an update changes a range of each."""
+    def _rangeable(self) -> frozenset[int]:
+        """The storages of parameters and optimizer state that may be at home as a whole, and come range by range.
+
+        Parameters only where one by itself takes what an op may need.
+        """
         graph, captured = self.graph, self.captured
         bound: dict[int, list[StateBinding]] = {}
         for binding in captured.states:
             bound.setdefault(self.values[binding.value].storage, []).append(binding)
-        found: dict[int, Value] = {}
+        found: set[int] = set()
         for storage, bindings in bound.items():
-            value = self.values[bindings[0].value]
+            uses, count = graph.uses[storage], graph.storages[storage].bytes
             if (
-                len(bindings) == 1
-                and bindings[0].kind is StorageKind.OPTIMIZER_STATE
-                and len(graph.uses[storage]) == 1
-                and self.is_update(graph.uses[storage][0])
-                and storage not in graph.outputs
-                and _is_flat(value, captured.own_bytes(storage))
+                len(bindings) > 1
+                or not uses
+                or storage in graph.outputs
+                or count < 2 * LARGE_BYTES
+                or not _is_flat(self.values[bindings[0].value], captured.own_bytes(storage))
+                or any(graph.ops[op].communicates for op in uses)
             ):
-                found[storage] = value
-        return found
+                continue
+            updated = len(uses) == 1 and self.is_update(uses[0])
+            needed = self.parts is not None or count + count // _WORTH > self.most
+            kind = bindings[0].kind
+            if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
+                found.add(storage)
+        return frozenset(found)
 
     def is_update(self, op: int) -> bool:
         """Whether an op is the update of a parameter that may be updated range by range."""
@@ -343,8 +353,10 @@ class _Search:
 
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
-        placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
-        return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
+        if value.storage in self.lines:
+            if index not in self.places or Axes.run(self.places[index], cut.dims) is None:
+                return False
+        return value.merged(cut.dims) is not None
 
     def _size(self, index: int) -> int:
         value = self.values[index]
@@ -381,9 +393,6 @@ class _Search:
             storage = value.storage
             kind = storages[storage].kind
             if kind is StorageKind.CONSTANT:
-                return
-            if storage in self.ranged and cut is not None:
-                counted += self._size(index) * width / way.extent
                 return
             if storage not in self.lines or cut is None:
                 seen[storage] = max(seen.get(storage, 0), storages[storage].bytes if storage not in self.lines else 0)
@@ -536,6 +545,7 @@ class _Search:
                     starts.setdefault(storage, {0}).add(self._axis(index, cut))
         self.axes = {s: Axes(self.lines[s], tuple(sorted(starts[s]))) for s in starts}
         self._ends: dict[int, tuple[int, ...]] = {}
+        units: dict[int, int] = {}
         unfit: set[int] = set()
         for op, way in ways.items():
             unit = 1
@@ -546,13 +556,12 @@ class _Search:
                     if grain is None or (grain > 1 and not cut.plain):
                         unfit.add(op)
                     unit = lcm(unit, grain or 1)
-            ends = way.ends(parts[op], unit)
+            units[op] = unit
+        for op, way in self._with_neighbours(ways, parts, units).items():
+            ends = way.ends(parts[op], units[op])
             if len(ends) < 3 or not self._is_placeable(op, way, ends):
                 unfit.add(op)
             self._ends[op] = ends
-        for op, way in ways.items():
-            if way.strict and op not in unfit:
-                self._ends[op] = self._ends_as_made(op, way, ways)
         # What cannot be looked at through a box by all its users has no cells.
         unboxed = {
             self.values[index].storage
@@ -573,28 +582,43 @@ class _Search:
             return set()
         return None
 
-    def _ends_as_made(self, op: int, way: Way, ways: Mapping[int, Way]) -> tuple[int, ...]:
-        """Where the parts of an update begin: where those of its gradient are made, as far as they may."""
-        mine = self._ends[op]
-        for index, _ in self._cut_values(op, way):
-            value = self.values[index]
-            maker = self.graph.creator[value.storage]
-            made = ways[maker].made if maker in ways else {}
-            for place, cut in made.items():
-                result = self.captured.calls[maker].results[place]
-                if result is None or self.values[result].storage != value.storage or not cut.plain:
+    def _with_neighbours(
+        self, ways: Mapping[int, Way], parts: Mapping[int, int], units: Mapping[int, int]
+    ) -> dict[int, Way]:
+        """The same ways, with grains such that ops which are cut along the same axis begin their parts alike.
+
+        Otherwise each begins at multiples of its own, so that a part needs bits of several of its neighbour's. Grains
+        are counted in parts of the axis: the common one is the least that is a multiple of each.
+        """
+        group = {op: op for op in ways}
+
+        def found(op: int) -> int:
+            while group[op] != op:
+                group[op] = op = group[group[op]]
+            return op
+
+        known: dict[tuple[int, int], int] = {}
+        for op, way in ways.items():
+            for index, cut in self._cut_values(op, way):
+                storage = self.values[index].storage
+                axes = self.axes.get(storage)
+                box = axes.part(self.places[index], cut.dims, 0, way.extent) if axes is not None and cut.plain else None
+                if axes is None or box is None:
                     continue
-                shape = self.values[result].shape
-                row = prod(shape[cut.dims[1] :])
-                ends = [0]
-                for end in self._ends[maker]:
-                    if end * row % way.grain == 0 and end * row - ends[-1] >= way.least // 2:
-                        ends.append(end * row)
-                if way.extent - ends[-1] < way.least // 2:
-                    ends.pop()
-                if prod(shape[: cut.dims[0]]) == 1 and 2 * len(ends) >= len(mine):
-                    return (*ends, way.extent)
-        return mine
+                axis = axes.starts.index(self._axis(index, cut))
+                if box[axis] == (0, axes.sizes[axis]):
+                    group[found(op)] = found(known.setdefault((storage, axis), op))
+        grains: dict[int, Fraction] = {}
+        for op, way in ways.items():
+            grain = Fraction(lcm(way.grain, units[op]), way.extent)
+            other = grains.get(found(op), grain)
+            grains[found(op)] = Fraction(
+                lcm(grain.numerator, other.numerator), gcd(grain.denominator, other.denominator)
+            )
+        return {
+            op: replace(way, grain=int(grains[found(op)] * way.extent)) if grains[found(op)] * parts[op] <= 1 else way
+            for op, way in ways.items()
+        }
 
     def _unfit_to_gather(self, ways: Iterable[int]) -> set[int]:
         """Storages with cells that ops which stay whole would find laid out otherwise, and then do something else."""
@@ -644,6 +668,11 @@ class _Search:
                     if box is not None:
                         add(storage, box)
         self.cuts = {s: [sorted(ends) for ends in axes] for s, axes in found.items()}
+        for storage in self.ranged & self.cuts.keys():
+            # Ranges at home are of bytes in a row.
+            outer, *inner = self.axes[storage].sizes
+            row = self.graph.storages[storage].bytes // outer
+            self.cuts[storage] = [_in_pages(self.cuts[storage][0], row), *([0, size] for size in inner)]
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
 
 
@@ -690,6 +719,7 @@ class _Builder:
         self.cell: dict[tuple[int, Box], int] = {}
         self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}  # what was made as a whole, and by which op
         self.ranges: dict[int, StateRange] = {}
+        self._looked_up: dict[int, Value] = {}  # by op, where what is looked up part by part comes together
         self.begun: set[int] = set()  # whole results of which a part exists
         self.mode = FakeTensorMode()
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
@@ -742,7 +772,13 @@ class _Builder:
             old = self.storages[storage]
             size = old.bytes // prod(self.search.axes[storage].sizes)
             made = self._new(elements(box) * size, old.name)
-            self.storages[made] = replace(self.storages[made], kind=old.kind)
+            kind = old.kind
+            if storage in self.search.ranged:
+                (low, high), *inner = box
+                row = size * elements(tuple(inner))
+                kind, self.ranges[made] = StorageKind.STATE_RANGE, StateRange(storage, low * row)
+                self.storages[made] = replace(self.storages[made], name=f"{old.name} [{low}:{high}]")
+            self.storages[made] = replace(self.storages[made], kind=kind)
             self.cell[storage, box] = made
         return self.cell[storage, box]
 
@@ -811,6 +847,8 @@ class _Builder:
             if part is not None:
                 target, source = window_within(box, part), window_within(cell, part)
                 self._copy(like, _windowed(made, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
+        if storage in self.search.ranged:
+            self.fresh[storage, box] = made, like.id  # for the other parts of the same op
         return made
 
     def _scattered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
@@ -833,7 +871,7 @@ class _Builder:
             )
 
     def _exists(self, storage: int) -> bool:
-        if storage in self.begun:
+        if storage in self.begun or storage in self.ranges:
             return True
         self.begun.add(storage)
         return False
@@ -946,10 +984,7 @@ class _Builder:
         mutates: list[int] = []
         for name, index in _named_refs(call):
             old = self.old.values[index]
-            if old.storage in self.search.ranged and old.shape:
-                part = self._range(old, low, high, f"{low}:{high}")
-            else:
-                part = self._argument(op, index, way.given.get(name), low, high)
+            part = self._argument(op, index, way.given.get(name), low, high)
             parts.append(part)
             reads.append(part.storage)
             if old.storage in op.mutates and (old.shape or is_last):
@@ -963,21 +998,79 @@ class _Builder:
             family=family_of_update(op.name, update, args, self.values),
         )
         piece.ops.append((made, call_of_update(update, args)))
+        for (name, index), part in zip(_named_refs(call), parts, strict=True):
+            if part.storage in mutates:
+                self._put_back(op, index, way.given.get(name), part, low, high)
         return piece
 
-    def _range(self, whole: Value, low: int, high: int, where: str) -> Value:
-        """Some elements of a state, in a storage of their own."""
-        size = whole.dtype.itemsize
-        name = f"{self.storages[whole.storage].name} [{where}]"
-        made = self._new((high - low) * size, name)
-        self.storages[made] = replace(self.storages[made], kind=StorageKind.STATE_RANGE)
-        self.ranges[made] = StateRange(whole.storage, low * size)
-        return Value(made, whole.dtype, (high - low,), (1,))
+    def _run(
+        self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Value:
+        """Add an op of one's own, on values; its result has memory of its own."""
+        made = Value(
+            self._new(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
+            dtype,
+            shape,
+            dense_like(shape, tuple(range(len(shape), 0, -1))),
+        )
+        given = map_leaves(args, lambda value: Ref(self._value(value)), Value)
+        reads = [value.storage for value in leaves_in(args, Value)]
+        self._emit(like, func, given, {}, (self._value(made),), reads)
+        return made
+
+    def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
+        """Places in a table as a part of it counts them."""
+        places = self._argument(op, index, None, 0, 0)
+
+        def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
+            is_question = func in (_aten.ne.Tensor, _aten.eq.Scalar)
+            return self._run(op, func, args, places.shape, torch.bool if is_question else places.dtype)
+
+        return rebased(places, low, high, left_out, run)
+
+    def _part_of_lookup(self, op: Op, choice: _Choice, number: int) -> _Piece:
+        """Of what is looked up in a table, the rows that are in a part of it.
+
+        The first and the last part look up what lies before and behind the table, too: the operator refuses that.
+        """
+        self._piece = piece = _Piece(op.id)
+        call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
+        func: Any = call.func
+        named = by_name(func, call.args, call.kwargs)
+        table = self._argument(op, named["weight"].value, choice.way.given["weight", -1], low, high)
+        places = self._argument(op, named["indices"].value, None, 0, 0)
+        counted = self._run(op, _aten.sub.Scalar, (places, low), places.shape, places.dtype)
+        last = number == len(choice.ends) - 2
+        bounds = (0 if number else None, None if last else high - low - 1)
+        inside = self._run(op, _aten.clamp.default, (counted, *bounds), places.shape, places.dtype)
+        index: Any = call.results[0]
+        whole = self.old.values[index]
+        rows = self._run(op, _aten.embedding.default, (table, inside), whole.shape, whole.dtype)
+        target = self._looked_up.get(op.id)
+        if target is None:
+            target = whole
+            if whole.storage in self.search.cuts:
+                target = replace(whole, storage=self._new(self.storages[whole.storage].bytes, "looked up"))
+            self._looked_up[op.id] = target
+            self._make_empty(op, target)
+            self._copy(op, target, rows)
+        else:
+            here = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
+            column = replace(here, shape=(*here.shape, 1), stride=(*here.stride, 1))
+            chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
+            self._copy(op, target, chosen)
+        if last and target.storage != whole.storage:
+            box = _there(self.search.axes[whole.storage].box_of(self.search.places[index]), op)
+            self._scattered(op, whole.storage, whole.dtype, box, target.storage)
+            self.fresh[whole.storage, box] = target.storage, op.id
+        return piece
 
     def _part(self, op: Op, choice: _Choice, number: int) -> _Piece:
         """A part of an op."""
         if self.search.is_update(op.id):
             return self._part_of_update(op, choice, number)
+        if choice.way.looks_up:
+            return self._part_of_lookup(op, choice, number)
         self._piece = piece = _Piece(op.id)
         way, call = choice.way, self.old.calls[op.id]
         low, high = choice.ends[number : number + 2]
@@ -1010,6 +1103,10 @@ class _Builder:
                 named[name] = parts[name, -1]
             elif isinstance(item, list | tuple) and any(isinstance(i, Ref) for i in item):
                 named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
+        if way.rebased:
+            index = by_name(func, call.args, call.kwargs)[way.rebased].value
+            parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
+            reads = [part.storage for name, part in parts.items() if name not in standing]
         if way.settle is not None:
             way.settle(named, low, high)
         try:
@@ -1335,6 +1432,16 @@ def _named_refs(call: Call) -> list[tuple[Name, int]]:
         elif isinstance(item, list | tuple):
             found += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
     return found
+
+
+def _in_pages(ends: Sequence[int], size: int) -> list[int]:
+    """Those of the ends of ranges at which pages end, of elements of so many bytes, and between which enough lies."""
+    found = [0]
+    for end in ends[1:-1]:
+        far = min(end - found[-1], ends[-1] - end) * size >= LARGE_BYTES
+        if far and not end * size % PAGE_BYTES:
+            found.append(end)
+    return [*found, ends[-1]]
 
 
 def _is_flat(value: Value, count: int) -> bool:

@@ -71,8 +71,9 @@ class Undo:
                     early.update(changed)
             elif isinstance(instruction, CopyOut):
                 storage = program.blocks[instruction.block].storage
-                # What is written to a slot that outlives the step (a gradient that is left) is seen by the user.
-                if storage in graph.outputs and index in slots:
+                # What is written to a slot that outlives the step (a gradient that is left, a range of what persists)
+                # is seen by the user.
+                if (storage in graph.outputs or storage in captured.ranges) and index in slots:
                     self._final.append(index)
         small = [wrapping[storage] for storage in sorted(early) if storage in wrapping]
         self._span = (min(b.offset for b in small), max(b.offset + b.bytes for b in small)) if small else (0, 0)

@@ -26,7 +26,7 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
 
 
 # What an update changes. Other things that last change early in a step, or are put aside (statistics).
-_LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE})
+_LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, StorageKind.STATE_RANGE})
 
 
 class _Ground:
@@ -179,7 +179,8 @@ def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> b
     """Whether an instruction updates what lasts, or shows a gradient: there is no way back behind it."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
-        return any(s in graph.persistent and graph.storages[s].kind in _LEARNT for s in changed)
+        kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
+        return not kinds.isdisjoint(_LEARNT)
     return isinstance(instruction, CopyOut) and program.blocks[instruction.block].storage in graph.gradients_left
 
 

@@ -262,7 +262,8 @@ class Trial:
         self.whole = (low, high) == (claim.ends[0], claim.ends[-1]) and (low, high) == (0, self.way.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
         self.given = {name: self._made(name, value) for name, value in _tensors(claim.call, values).items()}
-        fit(self.func, self._named(self.given, low, high))
+        # Places in a table are spread over all of it, and then counted from where a part begins.
+        fit(self.func, self._named(self.given, low, high, settle=not self.way.rebased))
 
     def _made(self, name: Name, value: Value) -> torch.Tensor:
         """An argument of the stretch."""
