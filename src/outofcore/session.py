@@ -804,7 +804,7 @@ class Session:
         return self._split is not Split.OFF and self._algorithms is None
 
     def _splitting(self, traced: Captured, workspaces: Mapping[str, int] | None = None) -> Splitting:
-        return Splitting(traced, self.backend, self._cache, workspaces or {})
+        return Splitting(traced, self.backend, self._cache, workspaces or {}, self.home.stores[0].capacity)
 
     def _in_parts(self, traced: Captured, *, room: int, most: int, workspaces: Mapping[str, int]) -> Captured:
         parts = self._splitting(traced, workspaces).in_parts(most, room)

@@ -78,12 +78,14 @@ class Splitting:
         backend: where it runs, and parts are tried. None: it is not here; then all parts are taken to be exact.
         cache: where measurements are kept.
         workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
+        home: bytes that the first home holds; None: as many as there are (see ``capture.tiles``).
     """
 
     traced: Captured
     backend: Backend | None
     cache: Cache | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict[str, int])
+    home: int | None = None
 
     def in_parts(self, most: int, room: int) -> Parts | None:
         """The step with its ops in parts, in the form that needs the least memory; None if nothing can be cut.
@@ -94,7 +96,9 @@ class Splitting:
         """
         refused: frozenset[str] = frozenset()
         while True:
-            found = tiled(self.traced, most, refused=refused, limit=MOST_OPS, workspaces=self.workspaces)
+            found = tiled(
+                self.traced, most, refused=refused, limit=MOST_OPS, workspaces=self.workspaces, home=self.home
+            )
             if not found.is_cut:
                 return None
             wrong = self._wrong(found, room)
@@ -120,6 +124,7 @@ class Splitting:
         """
         best: tuple[Parts, int] | None = None
         smallest = whole
+        in_vain = 0
         for most in levels(whole):
             parts = self.in_parts(most, most)
             if parts is None:
@@ -130,9 +135,11 @@ class Splitting:
             need = planning.smallest_budget(parts.captured.graph, costs)
             if need < smallest:
                 best = parts, need
-            if need > smallest * _WORTH:
+            # One level may win little, and the next one much: where an op's scratch memory is no matter of its size.
+            in_vain = in_vain + 1 if need > smallest * _WORTH else 0
+            if in_vain > 1:
                 break
-            smallest = need
+            smallest = min(smallest, need)
         return best
 
     def _profiled(self, parts: Parts) -> Parts:

@@ -45,7 +45,7 @@ class Replay:
         for storage, tensor in captured.constants.items():
             self.bytes[storage] = tensor.untyped_storage()
         self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
-        kept = graph.persistent | set(graph.outputs) | set(captured.constants)
+        kept = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
         kept |= {captured.values[binding.value].storage for binding in captured.inputs}
         self._kept = kept
 
@@ -64,9 +64,14 @@ class Replay:
             storage = captured.values[binding.value].storage
             self.bytes[storage] = garbage(graph.storages[storage].bytes)
             self.tensor(binding.value).copy_(leaves[binding.leaf].detach())
+        for storage in captured.ranges:
+            self.bytes[storage] = garbage(graph.storages[storage].bytes)
+            as_bytes(self.bytes[storage]).copy_(self._home(storage))
         with torch.no_grad():
             for op in graph.ops:
                 self._run(op)
+        for storage in captured.ranges:
+            self._home(storage).copy_(as_bytes(self.bytes.pop(storage)))
         mutated = {storage for op in graph.ops for storage in op.mutates}
         for binding in captured.inputs:
             if captured.values[binding.value].storage in mutated:
@@ -76,6 +81,12 @@ class Replay:
         for storage in set(self.bytes) - graph.persistent - set(captured.constants):
             del self.bytes[storage]
         return result
+
+    def _home(self, storage: int) -> torch.Tensor:
+        """The bytes of a range of a state where that is between steps."""
+        found, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
+        assert not self.captured.graph.uses[found.whole]
+        return as_bytes(self.bytes[found.whole])[found.offset : found.offset + count]
 
     def _run(self, op: Any) -> None:
         captured, graph = self.captured, self.captured.graph

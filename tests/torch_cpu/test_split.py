@@ -243,6 +243,8 @@ def test_rules_tell_the_truth(name: str) -> None:
     for call, values in recorded.calls:
         for whole in halves(call):
             for way in ways_of(whole, values):
+                if way.looks_up:  # rows are copied, by ops of its own
+                    continue
                 for parts in (2, 3, 5):
                     ends = way.ends(min(parts, way.extent))
                     claim = Claim(text(whole, values, way, ends), whole, way, ends)

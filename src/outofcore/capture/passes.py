@@ -390,7 +390,8 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
         return row[0]
     parts, calls = [op for op, _ in row], [call for _, call in row]
     update = OptimizerUpdate.joined([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
-    args = tuple([item for call in calls for item in call.args[place]] for place in range(3))
+    params, grads, states = ([item for call in calls for item in call.args[place]] for place in range(3))
+    args = (params, grads, states)
     op = replace(
         parts[0],
         reads=tuple(dict.fromkeys(s for part in parts for s in part.reads)),

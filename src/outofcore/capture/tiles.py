@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from heapq import heappop, heappush
-from math import gcd, lcm, prod
+from math import gcd, inf, lcm, prod
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,7 @@ from outofcore.capture.passes import PASSING, by_shape, halves_of_norm, split, w
 from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, rebased, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.lowering.slots import slot_bytes
 from outofcore.units import PAGE_BYTES
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ def tiled(
     least: int = LARGE_BYTES,
     limit: int | None = None,
     workspaces: Mapping[str, int] | None = None,
-    homes: bool = True,
+    home: int | None = None,
 ) -> Tiled:
     """The same step in which ops that need more bytes than ``most`` run in parts.
 
@@ -130,13 +131,14 @@ def tiled(
         least: storages of fewer bytes stay whole.
         limit: with more ops than this the step stays as it is.
         workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
-        homes: whether there is one for all optimizer state. Then what an update changes of it comes and goes in ranges.
+        home: bytes that the first home holds; None: as many as there are. Parameters and optimizer state that are cut
+            are there between steps. With 0 they are not, and updates stay whole.
     """
     captured = _small_losses(split(by_shape(traced)), most if parts is None else 0)
     unfit = set(refused)
     captured, halved = _halved(captured, most if parts is None else 0, unfit)
     while True:
-        search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {}, homes)
+        search = _Search(captured, most, frozenset(unfit), parts, least, workspaces or {}, home)
         chosen = search.chosen()
         try:
             found = _Builder(captured, search, chosen, limit).built() if chosen else None
@@ -176,14 +178,15 @@ class _Search:
         parts: int | None,
         least: int,
         workspaces: Mapping[str, int],
-        homes: bool,
+        home: int | None,
     ) -> None:
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
         self.most, self.parts, self.least, self.workspaces = most, parts, least, workspaces
         self.refused = refused
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
-        self.ranged = self._rangeable() if homes and captured.lazy is None else frozenset[int]()
+        self.home = home
+        self.ranged = self._rangeable()
         self.lines = self._cuttable()
         self.places = {
             index: place
@@ -230,11 +233,15 @@ class _Search:
         bound: dict[int, list[StateBinding]] = {}
         for binding in captured.states:
             bound.setdefault(self.values[binding.value].storage, []).append(binding)
+        left = inf if self.home is None else self.home
+        left -= sum(slot_bytes(s.bytes) for s in graph.storages if s.arrives or s.id in graph.outputs)
         found: set[int] = set()
-        for storage, bindings in bound.items():
+        for storage, bindings in sorted(bound.items(), key=lambda item: (-graph.storages[item[0]].bytes, item[0])):
             uses, count = graph.uses[storage], graph.storages[storage].bytes
             if (
                 len(bindings) > 1
+                or captured.lazy is not None
+                or slot_bytes(count) > left
                 or not uses
                 or storage in graph.outputs
                 or count < 2 * LARGE_BYTES
@@ -247,6 +254,7 @@ class _Search:
             kind = bindings[0].kind
             if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
                 found.add(storage)
+                left -= slot_bytes(count)
         return frozenset(found)
 
     def is_update(self, op: int) -> bool:
@@ -256,6 +264,7 @@ class _Search:
             isinstance(call.func, OptimizerUpdate)
             and call.func.has_ranges()
             and self.captured.device.type == "cpu"
+            and self.home != 0
             and call.args[1][0] is not None
         )
 
@@ -353,10 +362,8 @@ class _Search:
 
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
-        if value.storage in self.lines:
-            if index not in self.places or Axes.run(self.places[index], cut.dims) is None:
-                return False
-        return value.merged(cut.dims) is not None
+        placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
+        return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
 
     def _size(self, index: int) -> int:
         value = self.values[index]

@@ -243,7 +243,9 @@ def _costed(
         return Costed(one.graph, costs)
     workspaces = {op.family: cost.workspace_bytes for op, cost in zip(one.graph.ops, costs.ops, strict=True)}
     here = None if isinstance(where, Device) else backend
-    splitting = Splitting(traced if one is costed[0][0] else forms[-1], here, cache, workspaces)
+    # How a device that is not here rounds a range of an update is not known.
+    room = 0 if isinstance(where, Device) else where[0].capacity if where else None
+    splitting = Splitting(traced if one is costed[0][0] else forms[-1], here, cache, workspaces, room)
     finest = splitting.finest(smallest_budget(one.graph, costs))
     if finest is None:
         return Costed(one.graph, costs)
