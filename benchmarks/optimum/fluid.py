@@ -295,7 +295,7 @@ class Fluid:
             if storage in fate or graph.storages[storage].kind is StorageKind.CONSTANT:
                 continue
             version = self.history.version_at(storage, index + 1)
-            changed = graph.storages[storage].kind is StorageKind.INPUT and version > 0
+            changed = graph.storages[storage].arrives and version > 0
             if (storage in graph.outputs or changed) and home[storage] != version:
                 out_free = max(out_free, written[storage]) + self.out_seconds[storage]
                 ready[storage], home[storage] = out_free, version

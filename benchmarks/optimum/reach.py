@@ -32,7 +32,7 @@ def starts(fluid: Fluid, prices: Prices) -> Iterator[Moment]:
             exists = storage.id not in graph.creator and (
                 graph.uses[storage.id] or storage.kind is StorageKind.CONSTANT
             )
-            if (storage.kind is StorageKind.INPUT and exists) or storage.id in begun:
+            if (storage.arrives and exists) or storage.id in begun:
                 places[storage.id], home[storage.id] = Place.AWAY, 0
             elif exists:
                 places[storage.id] = Place.HERE
@@ -68,7 +68,7 @@ def decisions_of(fluid: Fluid, moment: Moment) -> tuple[Decision, ...]:
     read = {(s, fluid.next_use[s][event.op]): event.op for event in events for s in event.pinned}
     found: list[Decision] = []
     for storage in graph.storages:
-        if storage.kind is StorageKind.INPUT and graph.uses[storage.id]:
+        if storage.arrives and graph.uses[storage.id]:
             gap = gaps_of(graph, storage.id)[0]
             found.append(Decision(gap, Residency.OFFLOAD, 0, min(back[storage.id, gap.end], gap.end)))
     for event in events:

@@ -18,13 +18,12 @@ class StorageKind(Enum):
     PARAMETER = "parameter"  # a learnt tensor of the model; persists across steps
     GRADIENT = "gradient"  # the gradient of a parameter; persists only where no op creates it
     OPTIMIZER_STATE = "optimizer_state"  # moments, master weights and the like; persists across steps
+    STATE_RANGE = "state_range"  # bytes in a row of a persistent tensor that is at home between steps
     BUFFER = "buffer"  # a registered tensor that is not learnt, such as running statistics; persists
     ACTIVATION = "activation"  # anything computed in the step and not seen outside of it
     INPUT = "input"  # handed to the step by its caller; its contents are new in each step
     OUTPUT = "output"  # returned to the caller
     CONSTANT = "constant"  # a value baked into the step; always resident
-    # Bytes in a row of a persistent tensor that is at home between steps: they come from there, and go back there.
-    STATE_RANGE = "state_range"
 
 
 # Kinds of which a step begins with the bytes at the first home, and brings them back there if it has changed them.

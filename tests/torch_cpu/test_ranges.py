@@ -102,12 +102,13 @@ def twice_a_step() -> Case:
     optimizer = torch.optim.Adam(model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
         for _ in range(2):
-            loss = model(x).square().mean()
-            loss.backward()
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        return loss
+        return losses[1]
 
     return Case(step, [model], [optimizer], lambda: (torch.randn(8, 300),))
 
@@ -280,8 +281,7 @@ def test_what_the_user_changes_between_steps_counts() -> None:
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=small_budget(ours)) as step:
         for k in range(6):
             for case in (ours, plain):
-                model, (optimizer,) = case.models[0], case.optimizers
-                table = model[0].weight
+                optimizer, table = case.optimizers[0], next(case.models[0].parameters())
                 with torch.no_grad():
                     match k:
                         case 1:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import oracle
 
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Run, Wait
 
 Broken = Iterator[tuple[str, Program]]
@@ -251,7 +251,7 @@ def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None)
 def drop_result(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
     """A storage that is seen after the step is not among the results."""
     wraps = {b.storage for b in program.blocks if b.wraps}
-    mutated = {s for op in graph.ops for s in op.mutates if graph.storages[s].kind is StorageKind.INPUT}
+    mutated = {s for op in graph.ops for s in op.mutates if graph.storages[s].arrives}
     due = set(graph.outputs) | (graph.persistent - wraps) | mutated
     for storage in _mixed([s for s in program.results if s in due], random):
         kept = tuple(s for s in program.results if s != storage)

@@ -119,7 +119,7 @@ def naive_program(
     constants = {s.id for s in storages if s.kind is StorageKind.CONSTANT}
     whole = constants | (resident & graph.persistent)
     partly = {s for s in partial & graph.persistent - whole if len(graph.uses[s]) >= 2}
-    builder.home = [0 if s.kind is StorageKind.INPUT or s.id in graph.persistent - whole else None for s in storages]
+    builder.home = [0 if s.arrives or s.id in graph.persistent - whole else None for s in storages]
     builder.home_ready = [0] * len(storages)
     for storage in sorted(whole):
         builder.fixed[storage] = len(builder.blocks)
@@ -159,7 +159,7 @@ def naive_program(
         _bring_back(builder, dropped, next(iter(dropped)))
 
     results = set(graph.outputs) | (graph.persistent - whole - partly)
-    results |= {s.id for s in storages if s.kind is StorageKind.INPUT and any(s.id in op.mutates for op in graph.ops)}
+    results |= {s.id for s in storages if s.arrives and any(s.id in op.mutates for op in graph.ops)}
     for storage in sorted(results & (whole | partly)):
         waits = builder.waits(compute=builder.issued[Queue.COMPUTE], copy_in=builder.issued[Queue.COPY_IN])
         builder.add(CopyOut(builder.fixed[storage], builder.version[storage], waits))

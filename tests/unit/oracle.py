@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from itertools import combinations
 from random import Random
 
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import StepGraph
 from outofcore.program import CopyIn, CopyOut, Instruction, Program, Queue, Run
 
 Value = Hashable
@@ -141,7 +141,7 @@ class Machine:
         self.home: dict[tuple[int, int], Value] = {
             (s.id, self.lodgings.get(s.id, 0)): ("before", s.id)
             for s in graph.storages
-            if s.kind is StorageKind.INPUT or (s.id in graph.persistent and s.id not in wraps) or s.id in program.clean
+            if s.arrives or (s.id in graph.persistent and s.id not in wraps) or s.id in program.clean
         }
         self.needs, self.final = plain_values(graph)
         self.faults: list[str] = []

@@ -76,7 +76,7 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
     With parameters that may be used twice or be frozen, activations reused in backward, in-place ops, storages that are
     overwritten as a whole, buffers, random
     and non-rerunnable ops, ops without storages, gradients that are created, accumulated or left, constants,
-    unused storages, inputs that are mutated, and several kinds of outputs.
+    unused storages, inputs that are mutated, ranges of what persists, and several kinds of outputs.
     """
     draft = _Draft(draw, watched=draw(st.booleans()))
     layers = _layers(draft, draw(st.integers(1, max_layers)))
@@ -110,12 +110,16 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
 def _layers(draft: _Draft, count: int) -> list[_Layer]:
     layers: list[_Layer] = []
     accumulate, has_state, some_frozen = draft.chance(), draft.chance(), draft.chance()
+    in_ranges = draft.chance()  # some come from home in every step
     for index in range(count):
-        param = draft.storage(StorageKind.PARAMETER, f"layer{index}.weight")
+        param = draft.storage(
+            StorageKind.STATE_RANGE if in_ranges and draft.chance() else StorageKind.PARAMETER, f"layer{index}.weight"
+        )
         if some_frozen and draft.chance():
             layers.append(_Layer(param, None, None, frozen=True))
             continue
-        state = draft.like(param, StorageKind.OPTIMIZER_STATE, f"layer{index}.moment") if has_state else None
+        moments = StorageKind.STATE_RANGE if in_ranges else StorageKind.OPTIMIZER_STATE
+        state = draft.like(param, moments, f"layer{index}.moment") if has_state else None
         grad = draft.like(param, StorageKind.GRADIENT, f"layer{index}.weight.grad") if accumulate else None
         layers.append(_Layer(param, state, grad))
     if count > 1 and draft.chance():

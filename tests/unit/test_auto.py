@@ -26,9 +26,10 @@ from outofcore.planning import (
     plans_of_step,
     smallest_budget,
 )
-from outofcore.planning.placing import room_for_large, worth
+from outofcore.planning.placing import keep_all, room_for_large, worth
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
+from outofcore.planning.repair import Attempts
 from outofcore.policies import Auto
 from outofcore.simulator import simulate
 from outofcore.validator import validate
@@ -100,6 +101,28 @@ def test_two_links_carry_what_one_cannot() -> None:
     both, bound = lower_bound_seconds(graph, two, 4 * SIZE), lower_bound_seconds(graph, one, 4 * SIZE)
     assert both is not None and bound is not None
     assert both <= bound <= alone * (1 + 1e-9)
+
+
+def test_bytes_that_no_block_fills_are_not_counted_on() -> None:
+    """Blocks of one size fill whole multiples of it: a budget between two of these has the plan of the lower one."""
+    graph = stack(8)
+    given_ = costs(graph, home(1.0))
+    assert room_for_large(graph, given_, 5 * SIZE - 4096) == 4 * SIZE
+    one, other = (plan_step(graph, given_, budget, params=BRIEF) for budget in (4 * SIZE, 5 * SIZE - 4096))
+    assert one.plan.decisions == other.plan.decisions
+    mixed = replace(graph, storages=(*graph.storages[:-1], replace(graph.storages[-1], bytes=SIZE + 4096)))
+    assert room_for_large(mixed, given_, 5 * SIZE - 4096) == 5 * SIZE - 4096
+
+
+def test_a_plan_that_is_proposed_again_is_asked_for_ever_more() -> None:
+    graph = stack(4)
+    given_ = costs(graph, home(1.0))
+    budget = 4 * SIZE - 8192
+    tried = Attempts(graph, given_, budget)
+    for times in (1, 3, 7):
+        assert tried.place(keep_all(budget)) is None
+        assert tried.repeated == (times > 1)
+        assert tried.spared.max() == times * 8192
 
 
 def test_what_a_full_home_cannot_hold_goes_to_the_other() -> None:

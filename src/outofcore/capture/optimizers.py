@@ -239,6 +239,10 @@ class OptimizerUpdate:
             return False
         (member,) = self.members
         one_by_one = _goes_one_by_one(self.optimizer, self.optimizer.param_groups[member.group])
+        # A count that is a plain number is no storage: nothing would say that its change has to come last.
+        counts = self.optimizer.state.get(member.parameter, {}).values()
+        if not all(value is None or isinstance(value, torch.Tensor) for value in counts):
+            return False
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
     def of_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:

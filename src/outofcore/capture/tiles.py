@@ -5,17 +5,22 @@ any others. An op that needs too much is cut along an axis on which its parts do
 its neighbours on the same axis. What passes between them and is large is cut into cells: boxes of the storage
 (``analysis.boxes``), one for each part where all cut it alike. A part finds its argument in one cell; or it gathers it
 from several, as planes of a convolution that reach into those beside them, or channels of what was made by rows. What
-enters or leaves as a whole, such as parameters, inputs and results, stays whole: parts look at it through windows.
+enters or leaves as a whole, such as inputs and results, stays whole: parts look at it through windows.
+
+A parameter that takes most of what there is, and the optimizer state of any that is updated in parts, are at home
+between steps. Their cells are ranges of that: whole pages in a row (``StorageKind.STATE_RANGE``), which come from home
+in each step like inputs, and go back there if they change. Updates are cut by elements, tables that are looked up by
+rows.
 
 Parts run depth first: the next op's part as soon as what it needs is there. So of a chain of ops that are cut alike
-no tensor ever exists as a whole.
+no tensor ever exists as a whole. Neighbours along an axis begin their parts at the same places.
 
 The same tensors and the same budget of bytes for an op give the same step. The idea to cut ops along dimensions that
 do not mix is that of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken:
 MLSys 2019), there for several devices; here the parts follow one another on one.
 
-Limits: ``split_rules`` says which operators can be cut. Parameters, gradients that are left to the user and what an
-optimizer updates are not.
+Limits: ``split_rules`` says which operators can be cut. Gradients that are left to the user are not. Updates are of
+optimizers of ``torch.optim`` that go element by element, in float32 and float64, on the CPU.
 """
 
 from __future__ import annotations

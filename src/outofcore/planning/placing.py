@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
-from outofcore.analysis.gaps import constant_bytes, is_large
+from outofcore.analysis.gaps import constant_bytes, is_large, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.graph import StepGraph
+from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
 from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
@@ -116,8 +117,19 @@ def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
-    """Bytes of a budget that large blocks may take, which are all that a plan decides about."""
-    return budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    """Bytes of a budget that large blocks may take, which are all that a plan decides about.
+
+    Where all of these are multiples of some size, as in recurrent networks, what is left over is of no use to any plan.
+    """
+    room = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    return room - room % _common_size(graph, costs)
+
+
+def _common_size(graph: StepGraph, costs: Costs) -> int:
+    """The largest size that the bytes of all large blocks are multiples of."""
+    sizes = {placed_bytes(s.bytes) for s in graph.storages if is_large(s.bytes) and s.kind is not StorageKind.CONSTANT}
+    sizes |= {placed_bytes(cost.workspace_bytes) for cost in costs.ops if is_large(cost.workspace_bytes)}
+    return gcd(*sizes) or 1
 
 
 # Programs

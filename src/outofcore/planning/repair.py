@@ -63,7 +63,7 @@ class Attempts:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
         self._apart: set[int] = set()
         self._last: tuple[Plan, _Stuck] | None = None
-        self._lowest, self._stale = float("inf"), 0
+        self._lowest, self._stale, self._repeats = float("inf"), 0, 0
 
     def place(self, plan: Plan) -> Planned | None:
         """The plan, placed; None, with ``spared`` raised, if its blocks cannot be placed within the budget."""
@@ -75,6 +75,7 @@ class Attempts:
         if self._last is not None and self.repeated:
             stuck = self._last[1]
             self._stale += 1
+            self._repeats += 1
         else:
             lowered = lower(graph, costs, plan)
             if room_at_homes(graph, costs, lowered) is None:
@@ -87,7 +88,7 @@ class Attempts:
             self._stale = 0 if self.height < self._lowest else self._stale + 1
             self._lowest = min(self._lowest, self.height)
             stuck = _stuck(program, self.budget, n)
-            self._last = plan, stuck
+            self._last, self._repeats = (plan, stuck), 0
         self.ended = self._stale >= _STALE
         more = np.zeros(n, dtype=np.int64)
         for first, last, over in stuck:
@@ -99,7 +100,8 @@ class Attempts:
                 around += max(over // 2, PAGE_BYTES)
             else:
                 np.maximum(around, max(over, PAGE_BYTES), out=around)
-        self.spared += more
+        # That the plan has not changed says that more has to be asked for, not again as much.
+        self.spared += more << self._repeats
         if self.made >= _PATIENCE:
             for first, last, _ in stuck:
                 if last - first <= _BRIEF:

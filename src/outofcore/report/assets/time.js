@@ -1,7 +1,7 @@
 // One step over time: memory above, the queues below, on one axis.
 
-const KINDS = ["constant", "buffer", "parameter", "optimizer state", "gradient", "activation", "input", "output",
-  "workspace"];
+const KINDS = ["constant", "buffer", "parameter", "optimizer state", "state range", "gradient", "activation", "input",
+  "output", "workspace"];
 const SPENT = [
   ["ops", "ops", "ops"],
   ["again", "again", "ops run again"],
