@@ -53,7 +53,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 def smallest_budget() -> int:
     model, optimizer, step = sides()
-    return outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
+    return outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),), split="off")
 
 
 @contextmanager

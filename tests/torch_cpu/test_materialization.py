@@ -213,7 +213,7 @@ def test_a_model_born_at_home_trains_as_one_in_memory(where: str) -> None:
         optimizer = work.optimizer(model)
         step = work.make_step(model, optimizer)
         batch = next(work.batches())
-        budget = outofcore.smallest_budget(step, model, optimizer, inputs=batch)
+        budget = outofcore.smallest_budget(step, model, optimizer, inputs=batch, split="off")
         with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy="window") as compiled:
             assert losses(model, compiled) == expected
         # It stays at home when the step is closed: it may not fit anywhere else.

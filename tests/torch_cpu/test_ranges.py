@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
+from cutting import in_parts
 from exactness import assert_same, check_exact
-from test_split import in_parts
 from torch import nn
 
 import outofcore

@@ -254,7 +254,7 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
     step, model, optimizer = make()
     expected = losses(step, [128 * KIB] * 6)
     step, model, optimizer = make()
-    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), split="off")
     count = smallest if budget == "smallest" else 64 * MIB
     with outofcore.compile(step, model, optimizer, budget=count, policy="window") as compiled:
         assert losses(compiled, [128 * KIB] * 6) == expected
@@ -274,7 +274,7 @@ def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest
 
     monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     step, model, optimizer = make()
-    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), split="off")
     with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
         monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: MIB)
         compiled(torch.ones(256, 256))

@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_as_that(policy: str, tmp_path: Path) -> None:
         return loss
 
     x = torch.ones(64, 512)
-    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
+    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(x,), split="off")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     home = OpenHome([DiskHome(tmp_path, limit=8 * MIB)], kept=False)
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=policy) as compiled:

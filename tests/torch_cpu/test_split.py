@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
+from cutting import ROOM, in_parts
 from exactness import CASES, check_exact
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from outofcore._torch_internals import OpOverload, result_leaves
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, family_text
-from outofcore.capture.passes import hoisting, reordered, reuse
 from outofcore.capture.split_rules import Way, ways_of
 from outofcore.capture.tables import map_leaves
 from outofcore.capture.tiles import Claim, tiled
@@ -29,26 +29,10 @@ from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import Trial, refuted
 
-ROOM = 1 << 30
-
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return Cache(tmp_path_factory.mktemp("verdicts"))
-
-
-def in_parts(captured: Captured, parts: int, verdicts: Cache) -> Captured:
-    """The step with all ops that can be in so many parts, storages of any size, where that is exact here."""
-    refused: frozenset[str] = frozenset()
-    while True:
-        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
-        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
-        if not wrong:
-            break
-        refused |= wrong
-    assert len(found.captured.graph.ops) > len(captured.graph.ops)
-    done = reuse(found.captured, least=1)
-    return reordered(done, hoisting(done))
 
 
 @pytest.mark.parametrize(

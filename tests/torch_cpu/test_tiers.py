@@ -119,7 +119,9 @@ def test_other_shapes_share_the_host_budget(tmp_path: Path) -> None:
 
     model, optimizer, plain = sides()
     other, its_optimizer, its_plain = sides()
-    smallest = outofcore.smallest_budget(its_plain, other, its_optimizer, inputs=(torch.rand(64, 256), True))
+    smallest = outofcore.smallest_budget(
+        its_plain, other, its_optimizer, inputs=(torch.rand(64, 256), True), split="off"
+    )
     with outofcore.compile(
         its_plain, other, its_optimizer, budget=smallest, home=tmp_path, host_budget="1200KiB"
     ) as step:

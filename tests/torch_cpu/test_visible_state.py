@@ -41,7 +41,7 @@ def batch(number: int) -> torch.Tensor:
 def pair(request: pytest.FixtureRequest) -> Any:
     """(model, optimizer, step) in plain PyTorch, and the same under a budget."""
     model, optimizer, step = make()
-    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),))
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),), split="off")
     budget = {"smallest": smallest, "halfway": 2 * smallest, "all": 1 << 30}[request.param]
     with outofcore.compile(step, model, optimizer, budget=budget, dynamic=False) as compiled:
         yield make(), (model, optimizer, compiled)

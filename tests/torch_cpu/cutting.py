@@ -1,0 +1,26 @@
+"""Steps with all their ops in parts."""
+
+from __future__ import annotations
+
+from outofcore.capture import Captured
+from outofcore.capture.passes import hoisting, reordered, reuse
+from outofcore.capture.tiles import tiled
+from outofcore.execution.backend import CpuBackend
+from outofcore.profiling.cache import Cache
+from outofcore.profiling.equality import refuted
+
+ROOM = 1 << 30  # bytes that a trial may take
+
+
+def in_parts(captured: Captured, parts: int, verdicts: Cache) -> Captured:
+    """The step with all ops that can be in so many parts, storages of any size, where that is exact here."""
+    refused: frozenset[str] = frozenset()
+    while True:
+        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
+        if not wrong:
+            break
+        refused |= wrong
+    assert len(found.captured.graph.ops) > len(captured.graph.ops)
+    done = reuse(found.captured, least=1)
+    return reordered(done, hoisting(done))
