@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import capture_cases as cases
 import capture_more_cases as more
@@ -156,7 +156,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert one == other
 
 
-def smallest_of(make: Callable[[], Case]) -> int:
+def smallest_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exact") -> int:
     """The smallest budget."""
     torch.manual_seed(1234)
     case = make()
@@ -165,18 +165,19 @@ def smallest_of(make: Callable[[], Case]) -> int:
         list(case.models),
         list(case.optimizers),
         inputs=case.batch(),
+        split=split,
         **({"kwargs": case.kwargs} if case.kwargs else {}),
     )
 
 
 @functools.cache
-def budgets_of(make: Callable[[], Case]) -> tuple[int, int]:
+def budgets_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exact") -> tuple[int, int]:
     """The smallest budget, and one that holds everything."""
     torch.manual_seed(1234)
     case = make()
     with outofcore.compile(case.step, list(case.models), list(case.optimizers), budget="64GiB") as step:
         step(*case.batch(), **case.kwargs)
-        return smallest_of(make), in_core_budget(step.captured.graph, step.costs)
+        return smallest_of(make, split), in_core_budget(step.captured.graph, step.costs)
 
 
 def small_step(

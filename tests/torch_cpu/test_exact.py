@@ -151,7 +151,7 @@ MODELS = {
 )
 def test_the_same_bits(policy: str, name: str) -> None:
     make = MODELS[name]
-    smallest, everything_fits = budgets_of(make)
+    smallest, everything_fits = budgets_of(make, "off")
     budget = max(everything_fits * 6 // 10, (smallest + everything_fits) // 2)
     torch.manual_seed(1234)
     plain = make()
