@@ -37,10 +37,6 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
         {"batch": 2, "layers": 2, "width": 512, "context": 64, "vocab": 30522},
     ),
     "ResNet-50, batch 4": ("resnet50", {"batch": 4}),
-    # Those of `make bench`.
-    "ResNet-50, batch 16": ("resnet50", {"batch": 16}),
-    "GPT, 6 layers of width 512, 8 x 512 tokens": ("gpt", {"batch": 8, "layers": 6, "width": 512, "context": 512}),
-    "3D U-Net, 64³": ("unet3d", {"batch": 1, "size": 64}),
 }
 
 
