@@ -62,9 +62,8 @@ def words(
     return Case(step, [model], [optimizer], lambda: (torch.randint(1500, (4, 12)), torch.randint(1500, (4, 12))))
 
 
-def images() -> Case:
-    model = nn.Sequential(nn.Conv2d(8, 96, 3), nn.ReLU(), nn.Conv2d(96, 320, 3, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step that makes what a model returns smaller."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -73,7 +72,14 @@ def images() -> Case:
         optimizer.zero_grad()
         return loss
 
-    return Case(step, [model], [optimizer], lambda: (torch.randn(2, 8, 10, 10),))
+    return step
+
+
+def images() -> Case:
+    model = nn.Sequential(nn.Conv2d(8, 96, 3), nn.ReLU(), nn.Conv2d(96, 320, 3, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randn(2, 8, 10, 10),))
 
 
 def written_besides() -> Case:
@@ -135,14 +141,7 @@ def frozen() -> Case:
     model[:2].requires_grad_(False)
     optimizer = torch.optim.Adam(model[2].parameters())
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Case(step, [model], [optimizer], lambda: (torch.randint(1500, (4, 12)),))
+    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randint(1500, (4, 12)),))
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -237,14 +236,7 @@ def large(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Cas
     model = nn.Sequential(nn.Embedding(6144, 256), nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8))
     optimizer = make(model.parameters())
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Case(step, [model], [optimizer], lambda: (torch.randint(6144, (16, 4)),))
+    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randint(6144, (16, 4)),))
 
 
 def pair(make: Callable[[], Case] = large) -> tuple[Case, Case]:

@@ -308,8 +308,9 @@ class OptimizerUpdate:
         pieces: list[Piece] = []
         given = zip(self.members, params, grads, states, present, own, strict=True)
         for index, (member, param, grad, tensors, has, kept) in enumerate(given):
-            own_counts = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
-            whole = Piece(index, param, grad, tuple(own_counts), dict(kept))
+            # Counts change with the last range alone.
+            given_states = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
+            whole = Piece(index, param, grad, tuple(given_states), dict(kept))
             settled = all(has) or not any(has)  # else the state that is there says nothing of how the rest is made
             pieces += pieces_of(self.optimizer, member.group, whole) if settled else [whole]
         # State that is made is copied to its place, and should not be there twice for all pieces at once.

@@ -668,7 +668,7 @@ def _embedding(given: Given) -> list[Way]:
     table = given.value("weight")
     if table is None:
         return [rows]
-    return [rows, Way("words", table.shape[0], {("weight", -1): _one(0)}, {}, rebased="indices", looks_up=True)]
+    return [rows, Way("words", table.shape[0], {("weight", -1): _one(0)}, {}, looks_up=True)]
 
 
 def _embedding_backward(given: Given) -> list[Way]:
