@@ -21,6 +21,14 @@ from _common import console, round_by_round, write_result
 from rich.table import Table
 
 import outofcore
+from outofcore.capture import capture_step
+from outofcore.capture.passes import leanest
+from outofcore.costs import SOMEWHERE, Costs
+from outofcore.execution.opening import open_backend
+from outofcore.planning import smallest_budget
+from outofcore.profiling.cache import open_cache
+from outofcore.profiling.ops import profile_ops
+from outofcore.splitting import Splitting, workspaces_of
 from outofcore.units import format_bytes, format_seconds
 from outofcore.zoo.gpt import GPT, GPTShape
 from outofcore.zoo.vision import ResNet, UNet3d
@@ -37,7 +45,23 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
         {"batch": 2, "layers": 2, "width": 512, "context": 64, "vocab": 30522},
     ),
     "ResNet-50, batch 4": ("resnet50", {"batch": 4}),
+    # Those of bench.py.
+    "ResNet-50, batch 16": ("resnet50", {"batch": 16}),
+    "GPT, 6 layers of width 512, 8 x 512 tokens": ("gpt", {"batch": 8, "layers": 6, "width": 512, "context": 512}),
+    "3D U-Net, 64³": ("unet3d", {"batch": 1, "size": 64}),
 }
+
+
+def _without_ranges(step: Callable[..., Any], model: Any, optimizer: Any, inputs: tuple[Any, ...]) -> int:
+    """The smallest budget where parameters and optimizer state are on the device as a whole, or not at all."""
+    backend, cache = open_backend(None), open_cache(True)
+    traced = capture_step(step, [model], [optimizer], inputs, {}, backend.device)
+    whole = leanest(traced).aligned(backend.alignment)
+    profiles = profile_ops(whole, measure_time=False, cache=cache, backend=backend)
+    costs = Costs(tuple(profile.cost for profile in profiles), (SOMEWHERE,))
+    smallest = smallest_budget(whole.graph, costs)
+    found = Splitting(traced, backend, cache, workspaces_of(whole, profiles), home=0).finest(smallest)
+    return smallest if found is None else found[1]
 
 
 def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -53,6 +77,7 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
 
     kinds: tuple[Literal["off", "exact"], ...] = ("off", "exact")
     budgets = {kind: outofcore.smallest_budget(*made(), inputs=batches[0], split=kind) for kind in kinds}
+    without_ranges = _without_ranges(*made(), inputs=batches[0])
     ways: dict[str, Callable[..., Any]] = {"eager": made()[0]}
     opened: dict[str, Any] = {}
     for split in kinds:
@@ -81,6 +106,7 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
     return {
         "name": name,
         "budgets": budgets,
+        "without_ranges": without_ranges,
         "ops": ops,
         "first_seconds": {way: found[0] for way, found in seconds.items()},
         "seconds": {way: statistics.median(found) for way, found in steady.items()},
@@ -129,12 +155,14 @@ def main(
     for name, (model, options) in _HERE.items():
         rows.append(_measured(name, model, options, rounds))
         print(f"{name}: {rows[-1]['budgets']}", flush=True)
-    table = Table("step", "smallest, whole", "in parts", "eager", "whole there", "in parts there", "first call")
+    smallest = ("smallest, whole", "in parts", "without ranges")
+    table = Table("step", *smallest, "eager", "whole there", "in parts there", "first call")
     for row in rows:
         table.add_row(
             row["name"],
             format_bytes(row["budgets"]["off"]),
             f"{format_bytes(row['budgets']['exact'])} ({row['budgets']['exact'] / row['budgets']['off']:.2f})",
+            format_bytes(row["without_ranges"]),
             format_seconds(row["seconds"]["eager"]),
             *(f"{format_seconds(row['seconds'][way])} ({row['over_eager'][way]:.2f})" for way in ("off", "exact")),
             format_seconds(row["first_seconds"]["exact"]),

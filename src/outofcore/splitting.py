@@ -123,7 +123,6 @@ class Splitting:
             whole: the smallest budget of the step as a whole.
         """
         best: tuple[Parts, int] | None = None
-        smallest = whole
         in_vain = 0
         for most in levels(whole):
             parts = self.in_parts(most, most)
@@ -133,13 +132,14 @@ class Splitting:
             ops = [OpCost(0.0)] * len(parts.captured.graph.ops)
             costs = Costs(tuple([p.cost for p in parts.profiles] if parts.profiles else ops), (SOMEWHERE,))
             need = planning.smallest_budget(parts.captured.graph, costs)
-            if need < smallest:
+            # Finer parts are more ops. One level may win little, and the next one much: where an op's scratch memory
+            # is no matter of its size.
+            is_worth = need <= (whole if best is None else best[1]) * _WORTH
+            if is_worth or (best is None and need < whole):
                 best = parts, need
-            # One level may win little, and the next one much: where an op's scratch memory is no matter of its size.
-            in_vain = in_vain + 1 if need > smallest * _WORTH else 0
+            in_vain = 0 if is_worth else in_vain + 1
             if in_vain > 1:
                 break
-            smallest = min(smallest, need)
         return best
 
     def _profiled(self, parts: Parts) -> Parts:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from examples import MIB, network, network_costs
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs
@@ -48,6 +49,8 @@ OFF = {
     "slacks": (1.5,),
     "passes": 1,
     "tuned": 0,
+    "further": 0,
+    "also": 0,
     "recompute_changes": 0.0,
     "rounds": 1,
     "polish_ops": 0,
@@ -101,6 +104,30 @@ def test_two_links_carry_what_one_cannot() -> None:
     both, bound = lower_bound_seconds(graph, two, 4 * SIZE), lower_bound_seconds(graph, one, 4 * SIZE)
     assert both is not None and bound is not None
     assert both <= bound <= alone * (1 + 1e-9)
+
+
+def test_a_home_that_is_too_slow_to_be_used_costs_nothing() -> None:
+    """Without a home, 218; only dropping one gap after the other gives 241."""
+    graph = network(64)
+    slow = network_costs(graph, copy=200.0)
+    budget = int(in_core_budget(graph, slow) * 0.12)
+    planned = plan_step(graph, slow, budget, params=BRIEF)
+    validate(graph, planned.program, budget, slow)
+    assert planned.timeline.step_seconds <= 222
+
+
+def test_the_best_candidates_are_tuned_further_where_that_could_win() -> None:
+    graph = network(24)
+    tight, budget = network_costs(graph, copy=3.0), 9 * MIB
+
+    def tuned_further(params: SearchParams, budget: int) -> list[str]:
+        found = plan_step(graph, tight, budget, params=params).candidates
+        return [outcome.how for outcome in found if "tuned further" in outcome.how]
+
+    assert tuned_further(BRIEF, budget)
+    assert not tuned_further(replace(BRIEF, further=0), budget)
+    assert not tuned_further(replace(BRIEF, further_runs=0), budget)
+    assert not tuned_further(BRIEF, in_core_budget(graph, tight))
 
 
 def test_bytes_that_no_block_fills_are_not_counted_on() -> None:

@@ -145,15 +145,14 @@ def test_checkpoints_halved_often_take_less_room_and_more_runs() -> None:
     graph = network(64)
     costs = network_costs(graph, copy=None)
     like = choices_of(graph, costs)
-    found: list[tuple[int, float]] = []
-    for snapshot in recursive_checkpoints(like):
+    found = recursive_checkpoints(like)
+    for one in found:
         choices = Choices(like.problem, like.contents, like=like)
-        assert choices.begin(snapshot)
-        found.append((int((choices.held + choices.need).max()), choices.seconds))
-    least = min(found)
-    quickest = min(found, key=lambda one: one[1])
-    assert least[0] <= 12 * MIB and least[1] <= 64 * 7  # logarithms of 64 layers, not their root or their square
-    assert quickest[1] <= 64
+        assert choices.begin(one.snapshot)
+        assert (one.most, one.seconds) == (int((choices.held + choices.need).max()), choices.seconds)
+    least = min(found, key=lambda one: (one.most, one.seconds))
+    assert least.most <= 12 * MIB and least.seconds <= 64 * 7  # logarithms of 64 layers, not their root or their square
+    assert found[0].seconds == min(one.seconds for one in found) <= 64
 
 
 @settings(LIMITS, max_examples=25)

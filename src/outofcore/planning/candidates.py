@@ -37,6 +37,8 @@ _ELSEWHERE = 0.3
 _EASINGS = 60
 # Of the ops that the schedules of one tuning may run through, the share for a candidate that has to leave bytes free.
 _RETUNED = 0.4
+# What it takes to schedule an op, about.
+_OP_SECONDS = 3.5e-6
 
 
 @dataclass(frozen=True)
@@ -260,14 +262,14 @@ class Candidate:
                     found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, slack, params))
         return min(found, key=lambda candidate: candidate.value, default=None)
 
-    def tuned(self, tries: int) -> Candidate:
+    def tuned(self, tries: int, seed: int = 0) -> Candidate:
         """The candidate after some random changes, of which those are kept that are no slower.
 
         What an op waited for is kept, and what then is too much leaves instead; or what is kept leaves, so that copies
         in have room to run ahead; or what is away goes to another home; or what an op waited for is computed again, or
         the other way round.
         """
-        return _Tuning(self).run(tries)
+        return _Tuning(self, seed=seed).run(tries)
 
     def sparing(self, spared: Ints) -> Candidate | None:
         """The candidate with bytes left free at each op, of shape (ops,), where possible; None if it never is."""
@@ -305,8 +307,8 @@ class Candidate:
 class _Tuning:
     """Random changes to a candidate."""
 
-    def __init__(self, start: Candidate, *, may_recompute: bool = True) -> None:
-        self.best, self.draw = start, random.Random(0)
+    def __init__(self, start: Candidate, *, may_recompute: bool = True, seed: int = 0) -> None:
+        self.best, self.draw = start, random.Random(seed)
         self.weight = copy_weight(start.remainder.problem.costs, start.params)
         self.choices = Choices(start.kept.problem, start.kept.contents, like=start.kept)
         self.may_recompute = may_recompute and bool(self.choices.free)
@@ -383,6 +385,12 @@ def copy_weight(costs: Costs, params: SearchParams) -> float:
 def tuning_tries(problem: Problem, params: SearchParams) -> int:
     """How many schedules one tuning may make."""
     return min(params.tuning_ops // max(len(problem.graph.ops), 1), params.tunings)
+
+
+def further_tries(problem: Problem, params: SearchParams) -> int:
+    """How many schedules the further tuning of one of the best candidates may make."""
+    worthwhile = params.further_runs * problem.costs.compute_seconds / _OP_SECONDS
+    return int(min(params.further_ops, worthwhile) // max(len(problem.graph.ops), 1))
 
 
 def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Ints | None:

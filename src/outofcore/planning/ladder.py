@@ -32,7 +32,7 @@ from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
 from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.remat.checkpoints import recursive_checkpoints
+from outofcore.planning.remat.checkpoints import Checkpoints, recursive_checkpoints
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.eviction import evicted_online
 from outofcore.planning.remat.selection import Greedy, Snapshot, anneal
@@ -150,14 +150,8 @@ class Ladder:
         return Found(how, rung, choices.seconds, choices.snapshot(), share if nested else None)
 
     @cached_property
-    def _checkpoints(self) -> list[tuple[float, int, Snapshot]]:
-        """Recursive checkpoints: seconds, the most bytes held, and what is computed again."""
-        found: list[tuple[float, int, Snapshot]] = []
-        for snapshot in recursive_checkpoints(self.like):
-            choices = self._from(len(self.budgets) - 1, snapshot, None)
-            if choices is not None:
-                found.append((choices.seconds, int((choices.held + choices.need).max(initial=0)), snapshot))
-        return sorted(found)
+    def _checkpoints(self) -> list[Checkpoints]:
+        return recursive_checkpoints(self.like)
 
     def evicted(self, rung: int, share: float | None = None) -> Found | None:
         """What greedy eviction comes to on a rung; None if that does not fit."""
@@ -181,7 +175,7 @@ class Ladder:
             if evicted is not None:
                 found.append(evicted)
                 starts.append((f"{_EVICTED}, settled", evicted.snapshot))
-            fits = [snapshot for _, most, snapshot in self._checkpoints if most <= limit]
+            fits = [one.snapshot for one in self._checkpoints if one.most <= limit]
             starts += [("recursive checkpoints, settled", snapshot) for snapshot in fits[:1]]
             for how, start in starts:
                 choices = self._from(rung, start, share)

@@ -20,7 +20,8 @@ class SearchParams:
         relaxations: how often the linear program is asked what to compute again, each time with the seconds that the
             chains of the last answer really take. 0: never.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
-            candidates. Empty: no candidates by share.
+            candidates; with 0 it is not only sought by dropping one thing after the other what to compute again, but
+            also from greedy eviction and recursive checkpoints on. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than ``long_ops`` ops.
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
@@ -33,9 +34,14 @@ class SearchParams:
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
         tuning_ops: ops that the schedules of one tuning may run through.
         tunings: schedules of one tuning at most.
+        further: how many of these are tuned further, the best first.
+        further_ops: ops that the schedules of that may run through, for each.
+        further_runs: each takes about as long as so many runs of the step at most, which could win it back.
         recompute_changes: share of the changes of a tuning that are about what is computed again.
         rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
             not fit.
+        also: how many candidates are placed at addresses that look a little worse than the best placed plan: one may be
+            quicker than its schedule.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
@@ -55,7 +61,7 @@ class SearchParams:
     """
 
     relaxations: int = 2
-    shares: tuple[float, ...] = (0.25, 0.5)
+    shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
     long_ops: int = 3000
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
@@ -65,8 +71,12 @@ class SearchParams:
     tuned: int = 4
     tuning_ops: int = 30_000
     tunings: int = 600
+    further: int = 2
+    further_ops: int = 150_000
+    further_runs: int = 20
     recompute_changes: float = 0.5
     rounds: int = 3
+    also: int = 3
     placed: int = 16
     polish_ops: int = 24_000
     polish_longest: int = 100
@@ -80,4 +90,6 @@ class SearchParams:
     trials: int = 2
 
 
-QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, placed=4, polish_ops=0, annealing=20)
+QUICK = SearchParams(
+    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, also=0, placed=4, polish_ops=0, annealing=20
+)

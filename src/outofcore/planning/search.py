@@ -23,7 +23,7 @@ import numpy as np
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import Candidate, copy_weight, tuning_tries
+from outofcore.planning.candidates import Candidate, copy_weight, further_tries, tuning_tries
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
@@ -31,8 +31,10 @@ from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import solve
 from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.checkpoints import recursive_checkpoints
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import Greedy, drop, patience
+from outofcore.planning.remat.eviction import evicted_online
+from outofcore.planning.remat.selection import Greedy, Snapshot, drop, patience
 from outofcore.planning.repair import Attempts
 from outofcore.units import format_bytes
 
@@ -44,6 +46,8 @@ _GOOD, _GOOD_IF_LONG = 1.0005, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
+# Candidates that look no worse than the best placed plan, times this, look a little worse.
+_ABOUT = 1.02
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
 _AMONG_BEST = 1.05
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
@@ -115,7 +119,16 @@ class _Search:
         self.candidates.sort(key=lambda candidate: candidate.value)
         count = self.params.tuned // (2 if self._is_long else 1)
         tuned = [replace(c, how=f"{c.how}, tuned") for c in (c.tuned(tries) for c in self.candidates[:count])]
+        tuned += self._tuned_further(tuned)
         self._race([*tuned, *self.candidates])
+
+    def _tuned_further(self, tuned: list[Candidate]) -> list[Candidate]:
+        tries = further_tries(self.problem, self.params)
+        best = sorted(tuned, key=lambda candidate: candidate.value)
+        if not tries or not best or best[0].value <= self.costs.compute_seconds * _GOOD:
+            return []
+        again = [candidate.tuned(tries, seed=1) for candidate in best[: self.params.further]]
+        return [replace(candidate, how=f"{candidate.how} further") for candidate in again]
 
     def _consider_rest(self, kept: Choices) -> None:
         """In the first round everything; later what was among the best before."""
@@ -196,8 +209,23 @@ class _Search:
         excess = max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
         limit = self.problem.limit + int(excess * share)
         self.shares.setdefault(share)
-        choices = Choices(self.problem, self.contents, limit, like=kept)
-        return self._consider(_share_name(share), choices) if drop(choices) else inf
+        # With nothing offloaded, chains are most of what the step takes, and it may fit in one of these ways alone.
+        starts = self._starts(kept) if not share else [()]
+        found: list[Choices] = []
+        for start in starts:
+            choices = Choices(self.problem, self.contents, limit, like=kept)
+            if choices.begin(start) and drop(choices):
+                found.append(choices)
+        return self._consider(_share_name(share), min(found, key=lambda each: each.seconds)) if found else inf
+
+    def _starts(self, kept: Choices) -> list[Snapshot]:
+        """What to compute again to begin with: nothing, what greedy eviction comes to, and recursive checkpoints."""
+        evicted = evicted_online(kept, self.problem.limit)
+        checkpoints = [one for one in recursive_checkpoints(kept) if one.most <= self.problem.limit]
+        # From the quickest there is little to win back, from the leanest much.
+        leanest = sorted(checkpoints, key=lambda one: one.most)
+        starts = [one.snapshot for one in (*checkpoints[:1], *leanest[:1])]
+        return list(dict.fromkeys([(), *([] if evicted is None else [evicted]), *starts]))
 
     # Placing
 
@@ -232,9 +260,15 @@ class _Search:
 
         for number, candidate in enumerate(candidates):
             enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
-        best, made = inf, 0
-        while heap and heap[0][0] < best and made < (most if self.planned else self.params.placed):
-            _, number, found, tried, candidate = heapq.heappop(heap)
+        best, made, also = inf, 0, self.params.also
+        enough = self.costs.compute_seconds * _GOOD
+        while heap and made < (most if self.planned else self.params.placed):
+            value, number, found, tried, candidate = heapq.heappop(heap)
+            if value >= best:
+                # A placed plan may be quicker than its schedule, as well as slower.
+                if best <= enough or value > best * _ABOUT or not also:
+                    break
+                also -= 1
             planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
             made += not tried.repeated
             if planned is None:

@@ -13,6 +13,7 @@ after that its first half.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.selection import Snapshot
@@ -22,12 +23,36 @@ _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _HALVINGS = (0, 1, 2, 3, 5, 8)
 
 
-def recursive_checkpoints(choices: Choices) -> Iterator[Snapshot]:
-    """Ways to place checkpoints, as changes to choices in which all is kept.
+@dataclass(frozen=True)
+class Checkpoints:
+    """One way to place checkpoints.
+
+    Attributes:
+        seconds: of what runs again.
+        most: bytes that are held and needed at an op.
+        snapshot: as a change to choices in which all is kept.
+    """
+
+    seconds: float
+    most: int
+    snapshot: Snapshot
+
+
+def recursive_checkpoints(choices: Choices) -> list[Checkpoints]:
+    """The ways to place checkpoints, the quickest first.
 
     Args:
-        choices: of the step; only read.
+        choices: of the step, with all kept; only read.
     """
+    found: list[Checkpoints] = []
+    for snapshot in _snapshots(choices):
+        own = Choices(choices.problem, choices.contents, like=choices)
+        if own.begin(snapshot):
+            found.append(Checkpoints(own.seconds, int((own.held + own.need).max(initial=0)), snapshot))
+    return sorted(found, key=lambda one: (one.seconds, one.most, one.snapshot))
+
+
+def _snapshots(choices: Choices) -> Iterator[Snapshot]:
     waiting = _waiting(choices)
     found: set[Snapshot] = set()
     for segments in _SEGMENTS:
