@@ -196,7 +196,9 @@ class _Search:
 
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
-        values = {0.0: inf, 1.0: inf} | {share: self._share(kept, share) for share in self.params.shares}
+        values = {share: self._share(kept, share) for share in self.params.shares}
+        # How good it is to offload nothing says little of what is near it, where there is another way to do that.
+        values |= {0.0: inf, 1.0: inf}
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):
             shares = sorted(values)
             at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
