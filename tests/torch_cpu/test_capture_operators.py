@@ -219,3 +219,36 @@ def test_modules_with_channels_last(name: str) -> None:
 def test_functions(name: str) -> None:
     torch.manual_seed(0)
     check(Weighted(FUNCTIONS[name]), torch.rand(4, 5), half=False)
+
+
+class Smoothed(nn.Module):
+    """A loss of logits for so many places, of which some are to be ignored."""
+
+    def __init__(self, places: Shape, reduction: str) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(5) + 0.5)
+        self.register_buffer("targets", torch.randint(0, 5, places))
+        self.loss = nn.CrossEntropyLoss(torch.rand(5), ignore_index=1, reduction=reduction, label_smoothing=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss((x.movedim(1, -1) * self.factor).movedim(-1, 1), self.targets)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("places", [(64,), (16, 3, 2)])
+def test_smoothed_losses_with_weights_leave_out_what_is_ignored(places: Shape, reduction: str) -> None:
+    """Beneath a mode of Python's, PyTorch adds zeros for what is ignored, and rounds otherwise."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        check(Smoothed(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
+
+
+def test_a_sum_of_gathered_weights_of_the_users_own_adds_zeros() -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        targets = torch.arange(64) % 5
+        weights = x.flatten().gather(0, targets)
+        return weights.masked_fill_(targets == 1, 0).sum() * F.cross_entropy(x, torch.arange(4))
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        check(Weighted(total), torch.randn(4, 5), half=False)

@@ -251,6 +251,18 @@ class Within:
             return self.func(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class SumOfCounted:
+    """The sum of the elements that a mask does not ignore.
+
+    So ``cross_entropy`` with weights and label smoothing adds up the weights of its targets (ATen/native/LossNLL.cpp),
+    but where a mode of Python's sees it: then it adds zeros in place of what is ignored, and may round otherwise.
+    """
+
+    def __call__(self, values: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+        return values.masked_select(~ignored).sum()
+
+
 def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.dtype == dtype and tensor.stride() == stride:
         return tensor

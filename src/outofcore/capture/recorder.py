@@ -26,7 +26,7 @@ from outofcore._torch_internals import (
 from outofcore.capture import collectives, operators
 from outofcore.capture.captured import Call, Ref
 from outofcore.capture.known import KnownValues
-from outofcore.capture.operators import faithful, made_up, repaired
+from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
@@ -71,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._user = user
         self._known = KnownValues()
+        self._weights: dict[int, int | None] = {}  # by storage, the value that says which of a loss's targets count not
 
     def is_fake(self, item: object) -> bool:
         """What the user's code is told that asks whether a tensor has no contents: not so if its value is known."""
@@ -155,11 +156,16 @@ class Recorder(TorchDispatchMode):
             return result
 
         call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
+        called, reads = faithful(func, self._user.autocast()), self._read(func, before, written)
+        ignored = self._ignored(func, before, creates)
+        if ignored is not None:
+            called, call_args = SumOfCounted(), (*call_args, Ref(ignored))
+            reads = _unique((*reads, tables.values[ignored].storage))
         name = str(func)
         tables.append(
             name,
-            Call(faithful(func, self._user.autocast()), call_args, call_kwargs, tuple(results)),
-            reads=self._read(func, before, written),
+            Call(called, call_args, call_kwargs, tuple(results)),
+            reads=reads,
             mutates=_unique(tables.values[value].storage for value in mutates),
             creates=tuple(creates),
             rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
@@ -170,6 +176,22 @@ class Recorder(TorchDispatchMode):
             discards=self._discarded(func, before, written),
         )
         return result
+
+    def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: list[int]) -> int | None:
+        """Which targets count not, where an op adds up the weights of those of a loss (see ``SumOfCounted``)."""
+        if "cross_entropy" not in self._user.calling():
+            return None
+        given = [self._tables.values[index].storage for _, index in before]
+        match func._schema.name:
+            case "aten::gather":
+                self._weights |= dict.fromkeys(creates)
+            case "aten::masked_fill_" if given[0] in self._weights:
+                self._weights[given[0]] = before[1][1]
+            case "aten::sum":
+                return self._weights.pop(given[0], None)
+            case _:
+                pass
+        return None
 
     def _read(self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]) -> tuple[int, ...]:
         tables, overwritten = self._tables, operators.traits(func).overwritten & written
