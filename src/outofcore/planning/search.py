@@ -41,8 +41,9 @@ from outofcore.units import format_bytes
 _log = logging.getLogger("outofcore.planning")
 
 # A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
-# longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second.
-_GOOD, _GOOD_IF_LONG = 1.0005, 1.01
+# longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second;
+# and no step that does is worth a further look at its best candidates.
+_GOOD, _NEARLY_GOOD = 1.0005, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
@@ -125,7 +126,7 @@ class _Search:
     def _tuned_further(self, tuned: list[Candidate]) -> list[Candidate]:
         tries = further_tries(self.problem, self.params)
         best = sorted(tuned, key=lambda candidate: candidate.value)
-        if not tries or not best or best[0].value <= self.costs.compute_seconds * _GOOD:
+        if not tries or not best or best[0].value <= self.costs.compute_seconds * _NEARLY_GOOD:
             return []
         again = [candidate.tuned(tries, seed=1) for candidate in best[: self.params.further]]
         return [replace(candidate, how=f"{candidate.how} further") for candidate in again]
@@ -157,7 +158,7 @@ class _Search:
 
     @property
     def _is_good_enough(self) -> bool:
-        return self._is_good(_GOOD_IF_LONG if self._is_long else _GOOD)
+        return self._is_good(_NEARLY_GOOD if self._is_long else _GOOD)
 
     def _is_good(self, times: float) -> bool:
         return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
@@ -263,7 +264,7 @@ class _Search:
         for number, candidate in enumerate(candidates):
             enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
         best, made, also = inf, 0, self.params.also
-        enough = self.costs.compute_seconds * _GOOD
+        enough = self.costs.compute_seconds * _NEARLY_GOOD
         while heap and made < (most if self.planned else self.params.placed):
             value, number, found, tried, candidate = heapq.heappop(heap)
             if value >= best:
