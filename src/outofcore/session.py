@@ -83,6 +83,8 @@ _log = logging.getLogger("outofcore")
 # A link that is so much slower or faster in steps than it was measured, or takes so much more or less of the time of
 # ops beside it, is measured again by the next process.
 _OTHER_LINK = 1.25
+# Where ops do not fit as a whole, one part may need this much of the budget: the larger parts are, the fewer there are.
+_ROOMIEST = 2 / 3
 # Ops are cut for speed where the budget is that large, the step that much slower than its ops, and in parts that much
 # quicker; an op then needs no more than this part of the budget, and the rest is for what moves beside it.
 _SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.25, 1.05, 4
@@ -828,7 +830,9 @@ class Session:
         whole = error.smallest_budget or room
 
         def forms() -> Iterator[Parts]:
-            for most in levels(room):
+            # Those of the finest among them, which were tried and measured for any budget.
+            roomy = {most for most in levels(whole) if most <= room * _ROOMIEST}
+            for most in sorted(roomy.union(levels(room)), reverse=True):
                 parts = splitting.in_parts(most, room)
                 # Finer than needs can be, parts cost more than they save.
                 if parts is None or (least is not None and most < least // 2):

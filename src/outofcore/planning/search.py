@@ -213,7 +213,7 @@ class _Search:
         limit = self.problem.limit + int(excess * share)
         self.shares.setdefault(share)
         # With nothing offloaded, chains are most of what the step takes, and it may fit in one of these ways alone.
-        starts = self._starts(kept) if not share else [()]
+        starts = [()] if share or self._is_long else self._starts(kept)
         found: list[Choices] = []
         for start in starts:
             choices = Choices(self.problem, self.contents, limit, like=kept)
