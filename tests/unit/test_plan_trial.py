@@ -29,7 +29,7 @@ from outofcore.simulator import simulate
 from outofcore.units import MIB
 from outofcore.validator import validate
 
-PARAMS = SearchParams(polish_ops=0, tuned=1, tunings=50)
+PARAMS = SearchParams(polish_ops=0, tuned=1, tunings=50, further=0, also=0)
 SEARCHED = SearchParams(polish_ops=0, tuned=1, tunings=200)
 LAYERS = 10
 
