@@ -52,6 +52,8 @@ _SCRAP, _SCRAPS = 7, 7 * 1024
 _MOST_PLACINGS = 8
 # Parts are tried on new numbers until so many elements were compared, or so many bytes given and made, or so often.
 _COMPARED, _TRIED_BYTES, _MOST_DRAWS = 4_096, 64 << 20, 64
+# Halves of a part that are narrower are not compared: one channel and two may be rounded alike, and many otherwise.
+_NARROW = 4
 # Whole numbers of as many bytes as others.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,7 +76,9 @@ def refuted(
     found: set[str] = set()
     for claim in claims:
         # A claim that was tried on less memory says less.
-        key = hashlib.sha256(f"several draws: {claim.key} {_range(claim, values, most)}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(
+            f"several draws, not narrow: {claim.key} {_range(claim, values, most)}".encode()
+        ).hexdigest()[:24]
         holds = known.get(key)
         if not isinstance(holds, bool):
             holds = new[key] = _holds(claim, values, backend, most)
@@ -134,6 +138,9 @@ def _operator(call: Call) -> Any:
 
 def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -> bool:
     ends = _range(claim, values, most)
+    # Where there is not even room for two parts, halves of one are compared; narrow ones say nothing of the whole.
+    if ends[1] not in claim.ends and ends[1] - ends[0] < _NARROW:
+        return False
     with TURN, internals.below_autograd():
         try:
             if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, backend.device):
