@@ -428,3 +428,21 @@ def test_the_same_step_gives_the_same_parts() -> None:
 def test_named_arguments_are_found() -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
+
+
+def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried() -> None:
+    """With room for no two parts, halves of one are compared: one channel with two says nothing of thirty-two."""
+
+    def step(x: torch.Tensor, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wanted = (False, True, False)
+        return torch.ops.aten.convolution_backward(
+            given, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted
+        )[1]
+
+    x, given, weight = torch.randn(1, 32, 16, 16), torch.randn(1, 32, 16, 16), torch.randn(32, 32, 3, 3)
+    captured = capture_step(step, [], [], (x, given, weight), {})
+    found = tiled(captured, 1, parts=16, least=1)
+    narrow = [claim for claim in found.claims if claim.way.extent == 32 and claim.ends[1] - claim.ends[0] == 2]
+    assert narrow
+    for claim in narrow:
+        assert claim.key in refuted([claim], found.values, CpuBackend(), 1)
