@@ -255,8 +255,9 @@ class Within:
 class SumOfCounted:
     """The sum of the elements that a mask does not ignore.
 
-    So ``cross_entropy`` with weights and label smoothing adds up the weights of its targets (ATen/native/LossNLL.cpp),
-    but where a mode of Python's sees it: then it adds zeros in place of what is ignored, and may round otherwise.
+    ``cross_entropy`` with weights and label smoothing adds up the weights of its targets this way
+    (ATen/native/LossNLL.cpp). Under a Python dispatch mode it adds zeros for ignored targets instead, which may round
+    differently.
     """
 
     def __call__(self, values: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._user = user
         self._known = KnownValues()
-        self._weights: dict[int, int | None] = {}  # by storage, the value that says which of a loss's targets count not
+        self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
     def is_fake(self, item: object) -> bool:
         """What the user's code is told that asks whether a tensor has no contents: not so if its value is known."""
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: list[int]) -> int | None:
-        """Which targets count not, where an op adds up the weights of those of a loss (see ``SumOfCounted``)."""
+        """The mask of ignored targets, if the op adds up the weights of a loss's targets (see ``SumOfCounted``)."""
         if "cross_entropy" not in self._user.calling():
             return None
         given = [self._tables.values[index].storage for _, index in before]

@@ -20,8 +20,8 @@ class SearchParams:
         relaxations: how often the linear program is asked what to compute again, each time with the seconds that the
             chains of the last answer really take. 0: never.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
-            candidates; with 0 it is not only sought by dropping one thing after the other what to compute again, but
-            also from greedy eviction and recursive checkpoints on. Empty: no candidates by share.
+            candidates. With 0, the search for what to compute again also starts from greedy eviction and from recursive
+            checkpoints, and the quickest is taken. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than ``long_ops`` ops.
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold

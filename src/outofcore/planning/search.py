@@ -198,7 +198,7 @@ class _Search:
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
         values = {share: self._share(kept, share) for share in self.params.shares}
-        # How good it is to offload nothing says little of what is near it, where there is another way to do that.
+        # With nothing offloaded there are other ways to start, so its value says little about shares close to it.
         values |= {0.0: inf, 1.0: inf}
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):
             shares = sorted(values)
@@ -225,7 +225,7 @@ class _Search:
         """What to compute again to begin with: nothing, what greedy eviction comes to, and recursive checkpoints."""
         evicted = evicted_online(kept, self.problem.limit)
         checkpoints = [one for one in recursive_checkpoints(kept) if one.most <= self.problem.limit]
-        # From the quickest there is little to win back, from the leanest much.
+        # The quickest needs few changes; the leanest leaves the most room for them.
         leanest = sorted(checkpoints, key=lambda one: one.most)
         starts = [one.snapshot for one in (*checkpoints[:1], *leanest[:1])]
         return list(dict.fromkeys([(), *([] if evicted is None else [evicted]), *starts]))
