@@ -8,6 +8,7 @@ is not here: the same budgets for workloads that do not run here; there all part
 from __future__ import annotations
 
 import copy
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -154,7 +155,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for name, (model, options) in _HERE.items():
         rows.append(_measured(name, model, options, rounds))
-        print(f"{name}: {rows[-1]['budgets']}", flush=True)
+        print(json.dumps(rows[-1]), flush=True)
     smallest = ("smallest, whole", "in parts", "without ranges")
     table = Table("step", *smallest, "eager", "whole there", "in parts there", "first call")
     for row in rows:

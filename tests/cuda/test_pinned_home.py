@@ -64,7 +64,7 @@ def test_what_is_known_to_be_needed_is_pinned_at_once() -> None:
 
 
 def test_a_limit_that_is_given_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "_available_bytes", lambda: MIB)
+    monkeypatch.setattr(homes, "available_memory_bytes", lambda: MIB)
     given = Pins().home(64 * MIB)
     given.check(64 * MIB)
     assert given.capacity == 64 * MIB

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from outofcore.capture import compiled_ahead, kernels
-from outofcore.capture.compiled_ahead import compiling_ahead, packed, serve
+from outofcore.capture.compiled_ahead import compiling_ahead, serve
 from outofcore.capture.fusing import fused
+from outofcore.capture.helpers import packed
 from outofcore.capture.step import capture_step
 from outofcore.progress import Tell, silent
 
@@ -88,12 +89,12 @@ def test_helpers_share_recipes_from_the_last_one_on_and_end_with_the_block(
         shares.append([recipe.text for recipe in share])
         return b""
 
-    def start(work: bytes) -> subprocess.Popen[bytes]:
+    def start(work: bytes, serve: str) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return started[-1]
 
     monkeypatch.setattr(compiled_ahead, "packed", packing)
-    monkeypatch.setattr(compiled_ahead, "_started", start)
+    monkeypatch.setattr(compiled_ahead, "started", start)
     with compiling_ahead(recipes[:8], 2, cores) as count:
         assert count == len(started) == helpers
         assert all(helper.poll() is None for helper in started)

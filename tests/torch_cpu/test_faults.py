@@ -303,7 +303,7 @@ def test_exhausted_host_memory_is_refused_before_anything_changes(
 
             def exhausted(self: HostHome, count: int) -> None:
                 if self is ours.homes[0]:
-                    patch.setattr("outofcore.execution.homes._available_bytes", lambda: 8 * KIB)
+                    patch.setattr("outofcore.execution.homes.available_memory_bytes", lambda: 8 * KIB)
                 original(self, count)
 
             patch.setattr(HostHome, "check", exhausted)

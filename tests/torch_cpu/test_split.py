@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,13 +25,14 @@ from outofcore._torch_internals import OpOverload, result_leaves
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, family_text
-from outofcore.capture.split_rules import Way, ways_of
+from outofcore.capture.split_rules import Cut, Way, ways_of
 from outofcore.capture.tables import map_leaves
 from outofcore.capture.tiles import Claim, tiled
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import CpuBackend
+from outofcore.profiling import equality
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.equality import Trial, refuted
+from outofcore.profiling.equality import Stretch, Trial, refuted, stretches_of
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +238,8 @@ def test_rules_tell_the_truth(name: str) -> None:
                     ends = way.ends(min(parts, way.extent))
                     claim = Claim(text(whole, values, way, ends), whole, way, ends)
                     with torch.no_grad():
-                        trial = Trial(claim, values, torch.device("cpu"), ends[0], ends[-1])
-                        assert trial.holds(ends, is_close), claim.key
+                        stretch = Stretch(ends[0], ends[-1], tuple(itertools.pairwise(ends)))
+                        assert Trial(claim, values, torch.device("cpu"), stretch).holds(is_close), claim.key
                     ways += 1
     assert ways, "nothing could be cut"
 
@@ -430,8 +435,8 @@ def test_named_arguments_are_found() -> None:
     assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
 
 
-def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried() -> None:
-    """With room for no two parts, halves of one are compared: one channel with two says nothing of thirty-two."""
+def gradient_by_channels(channels: int) -> tuple[Claim, list[Value]]:
+    """A convolution's weight gradient, by parts of two channels."""
 
     def step(x: torch.Tensor, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wanted = (False, True, False)
@@ -439,10 +444,111 @@ def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried
             given, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted
         )[1]
 
-    x, given, weight = torch.randn(1, 32, 16, 16), torch.randn(1, 32, 16, 16), torch.randn(32, 32, 3, 3)
-    captured = capture_step(step, [], [], (x, given, weight), {})
-    found = tiled(captured, 1, parts=16, least=1)
-    narrow = [claim for claim in found.claims if claim.way.extent == 32 and claim.ends[1] - claim.ends[0] == 2]
-    assert narrow
-    for claim in narrow:
-        assert claim.key in refuted([claim], found.values, CpuBackend(), 1)
+    x, given = torch.randn(1, channels, 16, 16), torch.randn(1, channels, 16, 16)
+    captured = capture_step(step, [], [], (x, given, torch.randn(channels, channels, 3, 3)), {})
+    found = tiled(captured, 1, parts=channels // 2, least=1)
+    return next(
+        (claim, list(found.values))
+        for claim in found.claims
+        if claim.way.extent == channels and claim.ends[1] - claim.ends[0] == 2
+    )
+
+
+@pytest.fixture
+def no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equality, "available_memory_bytes", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_memory_left")
+def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried() -> None:
+    """With room for no two parts, halves of one would be compared: one channel with two says nothing of 128."""
+    claim, values = gradient_by_channels(128)
+    assert stretches_of(claim, values, 1) == ()
+    assert claim.key in refuted([claim], values, CpuBackend(), 1)
+
+
+def some_claims() -> tuple[list[Claim], tuple[Value, ...]]:
+    """Of a step in parts."""
+    model, optimizer, step, batch = language()
+    captured = capture_step(step, [model], [optimizer], batch(0), {})
+    found = tiled(captured, 4 << 20)
+    assert len(found.claims) > 5
+    return list(found.claims), found.values
+
+
+def test_what_does_not_fit_here_is_tried_as_a_whole_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims, values = some_claims()
+    # Its rows do not add up to what the whole is: nobody cuts so.
+    other, more = gradient_by_channels(8)
+    wrong = dataclasses.replace(other, key="wrong", way=dataclasses.replace(other.way, made={1: Cut((1, 2))}))
+    here = refuted(claims, values, CpuBackend(), 1 << 40), refuted([wrong], more, CpuBackend(), 1 << 40)
+    asked: list[int] = []
+    tried = equality._tried_elsewhere
+
+    def noted(claims: list[Claim], *others: Any) -> dict[str, bool]:
+        asked.append(len(claims))
+        found = tried(claims, *others)
+        assert len(found) == len(claims)
+        return found
+
+    monkeypatch.setattr(equality, "_tried_elsewhere", noted)
+    assert (refuted(claims, values, CpuBackend(), 1), refuted([wrong], more, CpuBackend(), 1)) == here
+    assert asked == [len(claims), 1]
+    assert here[1] == {"wrong"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ("print(True, flush=True); os.kill(os.getpid(), signal.SIGKILL)", 2),  # each time at the second that is left
+        ("sys.exit(1)", 0),
+        ("print(None); print(True); print(True)", 2),
+    ],
+)
+def test_a_process_that_ends_early_tells_nothing_of_the_claim_that_it_was_at(
+    monkeypatch: pytest.MonkeyPatch, ends: str, told: int
+) -> None:
+    def started(work: bytes, serve: str, answer: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {ends}"], stdout=answer)
+
+    monkeypatch.setattr(equality, "started", started)
+    claims, values = some_claims()
+    found = equality._tried_elsewhere(claims[:3], values, torch.device("cpu"))
+    assert len(found) == told
+    assert all(found.values())
+
+
+def test_a_process_that_cannot_start_leaves_the_claims_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    claims, values = some_claims()
+    assert equality._tried_elsewhere(claims, values, torch.device("cpu")) == {}
+    # Of these, stretches of a quarter hold as well.
+    assert not refuted(claims, values, CpuBackend(), 64 << 20)
+
+
+def test_where_the_whole_does_not_fit_a_trial_the_longest_stretch_that_does_is_tried_at_either_end() -> None:
+    claim, values = gradient_by_channels(128)
+    everything = 1 << 30
+    assert stretches_of(claim, values, everything) == (Stretch(0, 128, ((0, 2), (124, 126), (126, 128))),)
+    # What comes in is there as a whole, and the weight's shape.
+    first, last = stretches_of(claim, values, 1200 << 10)
+    assert first.low == 0
+    assert last.high == 128
+    assert (first.parts[0], first.parts[-1]) == ((0, 2), (first.high - 2, first.high))
+    assert 32 <= first.high == 128 - last.low < 128
+
+
+@pytest.mark.parametrize("kib", [60, 90, 110, 150, 200, 300, 400])
+def test_a_trial_keeps_to_its_memory(kib: int) -> None:
+    """Rows of a product: a part and as much beside it as there is room for."""
+    call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
+    shapes = (512, 64), (64, 64), (512, 64)
+    values = [Value(number, torch.float32, shape, (64, 1)) for number, shape in enumerate(shapes)]
+    way = next(way for way in ways_of(call, values) if way.extent == 512)
+    claim = Claim("", call, way, (0, 128, 256, 384, 512))
+    row, weight = 2 * 64 * 4, 64 * 64 * 4
+    for stretch in stretches_of(claim, values, kib << 10):
+        widest = max(high - low for low, high in stretch.parts)
+        is_halved = (stretch.low, stretch.high) in itertools.pairwise(claim.ends)
+        # A part that leaves no room beside itself is compared with its halves.
+        assert is_halved or (stretch.high - stretch.low + widest) * row + weight <= kib << 10

@@ -17,6 +17,7 @@ from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timel
 from outofcore.report import (
     StepReport,
     columns,
+    machine,
     memory_over_time,
     moved_text,
     step_report,
@@ -132,11 +133,31 @@ def test_text_has_the_numbers() -> None:
     assert "nothing moves" in moved_text(replace(REPORT, moved=()))
 
 
+def test_memory_is_available_as_far_as_control_groups_allow(tmp_path: Path) -> None:
+    inner = tmp_path / "user" / "job"
+    inner.mkdir(parents=True)
+
+    def limit(group: Path, most: str, used: int, files: int) -> None:
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 5\nfile 900\ninactive_file {files}\nactive_file 1\n")
+
+    assert machine._left_of_group(inner) is None
+    limit(inner, "max", 700, 0)
+    assert machine._left_of_group(inner) is None
+    limit(inner, "1000", 700, 99)
+    assert machine._left_of_group(inner) == 400
+    limit(inner.parent, "1000", 950, 9)
+    assert machine._left_of_group(inner) == 60
+    limit(inner, "1000", 2000, 0)
+    assert machine._left_of_group(inner) == 0
+
+
 def test_the_machine_has_something_in_it() -> None:
-    machine = this_machine()
-    assert machine.cpu
-    assert machine.cores >= 1
-    assert machine.memory_bytes > 1 << 20
+    found = this_machine()
+    assert found.cpu
+    assert found.cores >= 1
+    assert found.memory_bytes > 1 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell")

@@ -14,15 +14,12 @@ import contextlib
 import os
 import pickle
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from outofcore._torch_internals import OpOverload
+from outofcore.capture.helpers import packed, received, started
 
 if TYPE_CHECKING:
     from outofcore.capture.kernels import Recipe
@@ -30,28 +27,6 @@ if TYPE_CHECKING:
 # A helper imports PyTorch and its compiler first, which takes as long as two or three kernels do.
 _EACH = 4
 _MOST = 8
-
-
-class _Pickler(pickle.Pickler):
-    """Writes operators down by their names."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, OpOverload):
-            return _operator, (obj._schema.name, obj._overloadname)
-        return NotImplemented
-
-
-def _operator(name: str, overload: str) -> OpOverload:
-    namespace, _, name = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def packed(recipes: Sequence[Recipe], threads: int) -> bytes:
-    """Recipes, and all else that a helper has to know, as bytes."""
-    settings = (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
-    target = BytesIO()
-    _Pickler(target).dump((tuple(recipes), threads, settings))
-    return target.getvalue()
 
 
 @contextlib.contextmanager
@@ -71,7 +46,7 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
         for first in range(count):
             share = own[len(own) - 1 - first :: -count]
             with contextlib.suppress(OSError, pickle.PicklingError):
-                helpers.append(_started(packed(share, threads)))
+                helpers.append(started(packed(tuple(share), threads), f"{__name__}:serve"))
         yield len(helpers)
     finally:
         for helper in helpers:
@@ -80,29 +55,12 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
             helper.wait()
 
 
-def _started(work: bytes) -> subprocess.Popen[bytes]:
-    # By a file: a pipe would hold this process until the helper has come so far as to read it.
-    with tempfile.TemporaryFile() as given:
-        given.write(work)
-        given.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"],
-            stdin=given,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-
 def serve() -> None:
     """Compile what comes in by standard input: what a helper does."""
     # What writes down recipes does not start helpers that compile them, so neither imports the other at once.
     from outofcore.capture.kernels import compiled  # noqa: PLC0415
 
-    recipes, threads, (dtype, deterministic) = pickle.load(sys.stdin.buffer)
-    torch.set_num_threads(threads)
-    torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
-    for recipe in recipes:
+    for recipe in received():
         # The process that asked for it compiles it as well, and tells of the error.
         with contextlib.suppress(Exception):
-            compiled(recipe, threads)
+            compiled(recipe, torch.get_num_threads())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd, prod
 from typing import Any, TypeVar
 
@@ -56,7 +57,8 @@ class Cut:
         return (self.scale, self.before, self.after) == (1, 0, 0)
 
 
-# Changes the constants among the arguments, by name, for the part from ``low`` to before ``high``.
+# Changes the constants among the arguments, by name, for the part from ``low`` to before ``high``. Other processes try
+# parts as well, so it can be written down: a function of a module, or such a one with arguments.
 Settle = Callable[[dict[str, Any], int, int], None]
 
 
@@ -289,29 +291,36 @@ def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, in
 
 def _sized(name: str, dim: str = "") -> Callable[[tuple[int, int]], Settle]:
     """Sizes among the arguments follow the part; so does the number of a dimension, where others before it are one."""
-
-    def settle(run: tuple[int, int]) -> Settle:
-        def change(named: dict[str, Any], low: int, high: int) -> None:
-            sizes = list(named[name])
-            if dim:
-                named[dim] = named[dim] % len(sizes)
-                _renumber(named, dim, run)
-            sizes[run[0] : run[1]] = [high - low]
-            named[name] = sizes
-
-        return change
-
-    return settle
+    return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
-def _renumber(named: dict[str, Any], dim: str, run: tuple[int, int]) -> None:
+def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, run: tuple[int, int]) -> None:
+    sizes = list(named[name])
+    if dim:
+        named[dim] = named[dim] % len(sizes)
+        _renumber(named, low, high, dim=dim, run=run)
+    sizes[run[0] : run[1]] = [high - low]
+    named[name] = sizes
+
+
+def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
 
 def _renumbered(run: tuple[int, int]) -> Settle | None:
     """A dimension that is not negative has another number where others before it are one."""
-    return None if run[1] - run[0] == 1 else lambda named, low, high: _renumber(named, "dim", run)
+    return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
+
+
+def _count(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
+    """Numbers among the arguments that are so many times the length of the part."""
+    named |= {name: (high - low) * size for name, size in sizes.items()}
+
+
+def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
+    """A list among the arguments that holds the length of the part alone."""
+    named[name] = [high - low]
 
 
 def _reduced(given: Given) -> list[Way]:
@@ -359,9 +368,6 @@ def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way
     if len(given.named["normalized_shape"]) != 1:
         return []
 
-    def settle(named: dict[str, Any], low: int, high: int) -> None:
-        named["normalized_shape"] = [high - low]
-
     cuts: dict[Name, Cut] = {}
     for name, tensor in given.tensors().items():
         if name[0] in arguments and tensor.shape == value.shape:
@@ -369,6 +375,7 @@ def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way
         elif tensor.shape == value.shape[-1:]:
             cuts[name] = _one(0)
     made = dict.fromkeys(given.results(), _one(0))
+    settle = partial(_list, name="normalized_shape")
     return [Way("columns", value.shape[last], cuts, made, settle, grain=_ROWS)]
 
 
@@ -444,10 +451,11 @@ def _plane(given: Given, weight: Value) -> _Plane:
 
 
 def _padded(padding: int) -> Settle:
-    def settle(named: dict[str, Any], low: int, high: int) -> None:
-        named["padding"] = [padding, *named["padding"][1:]]
+    return partial(_pad, padding=padding)
 
-    return settle
+
+def _pad(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
+    named["padding"] = [padding, *named["padding"][1:]]
 
 
 def _is_known_convolution(given: Given, argument: str) -> bool:
@@ -524,24 +532,21 @@ def _weight_gradient(given: Given) -> list[Way]:
         return []
     transposed = given.named["transposed"]
     outputs, inputs = (_one(1), _one(0)) if transposed else (_one(0), _one(1))
-    sizes = given.named.get("bias_sizes")
-
-    def fewer(named: dict[str, Any], low: int, high: int) -> None:
-        if sizes is not None:
-            named["bias_sizes"] = [high - low]
-
-    def first_alone(named: dict[str, Any], low: int, high: int) -> None:
-        if low:
-            named["output_mask"] = [False, True, False]
-
+    fewer = None if given.named.get("bias_sizes") is None else partial(_list, name="bias_sizes")
     unread = frozenset({"weight"})
     made = {1: outputs} | ({2: _one(0)} if given.result(2) is not None else {})
     by_output: dict[Name, Cut] = {("grad_output", -1): _one(1), ("weight", -1): outputs}
     by_input: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): inputs}
     return [
         Way("output channels", gradient.shape[1], by_output, made, fewer, unread),
-        Way("input channels", one.shape[1], by_input, {1: inputs}, first_alone, unread),
+        Way("input channels", one.shape[1], by_input, {1: inputs}, _first_alone, unread),
     ]
+
+
+def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
+    """The first part alone makes the gradient of the bias."""
+    if low:
+        named["output_mask"] = [False, True, False]
 
 
 # --- norms over a batch, losses, attention, tables -------------------------------------------------------------------
@@ -572,13 +577,10 @@ def _batch_norm(given: Given) -> list[Way]:
 def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
     def rule(given: Given) -> list[Way]:
         mask = given.named.get("output_mask", [True])
-
-        def fewer_samples(named: dict[str, Any], low: int, high: int) -> None:
-            named["N"] = high - low
-
         by_samples: list[Way] = []
         if mask[0] and not any(mask[1:]):
-            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer_samples)(given)
+            fewer = partial(_count, sizes={"N": 1})
+            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(given)
         return [*by_samples, *_by_groups(given)]
 
     return rule
@@ -591,9 +593,6 @@ def _by_groups(given: Given) -> list[Way]:
         return []
     size = one.shape[1] // groups
 
-    def settle(named: dict[str, Any], low: int, high: int) -> None:
-        named["C"], named["group"] = (high - low) * size, high - low
-
     def cut(value: Value) -> Cut | None:
         if value.shape == one.shape:
             return Cut((1, 2), size)
@@ -605,7 +604,7 @@ def _by_groups(given: Given) -> list[Way]:
     made = {place: each for place, value in given.results().items() if (each := cut(value)) is not None}
     if len(cuts) < len(given.tensors()) or len(made) < len(given.results()):
         return []
-    return [Way("groups", groups, cuts, made, settle)]
+    return [Way("groups", groups, cuts, made, partial(_count, sizes={"C": size, "group": 1}))]
 
 
 def _nll_backward(given: Given) -> list[Way]:

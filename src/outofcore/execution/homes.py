@@ -31,7 +31,8 @@ from outofcore.execution.memory import (
     unmap,
 )
 from outofcore.execution.spill import SpillFile, check_directory, free_bytes
-from outofcore.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, round_up
+from outofcore.report.machine import available_memory_bytes
+from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 Remember: TypeAlias = Callable[[int, int, int], None]
 
@@ -321,7 +322,8 @@ class HostHome:
 
     def _available(self) -> int:
         """Bytes of memory that can be taken beyond what slots may occupy now."""
-        return _available_bytes()
+        available = available_memory_bytes()
+        return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
         """See ``HomeStore.ensure``."""
@@ -409,18 +411,6 @@ class HostHome:
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _available_bytes() -> int:
-    """Bytes of memory that can be taken without swapping, as the kernel estimates; all there are if it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return _physical_bytes()
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * KIB
-    return _physical_bytes()
 
 
 # What is pinned at once: as much again as a fourth of what there is, and within these bounds. Pinning has a price for

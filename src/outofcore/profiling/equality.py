@@ -2,8 +2,13 @@
 
 That rows of a product do not mix says nothing of how a library adds up: it may take another kernel for fewer rows. So
 each way in which a step is to be cut is tried on random numbers, whole against parts, once for a family of ops; what
-was found is kept where measurements are kept. Where the whole op does not fit in the budget, as many parts as do are
-compared with each of them; where not even two do, a part with its halves.
+was found is kept where measurements are kept.
+
+An op that the budget does not hold as a whole is tried in a process of its own, which takes the memory for as long as a
+trial lasts, if the machine has twice as much left. Where it has not, stretches take the place of the whole, one at each
+end and each as long as the budget allows. That says less, as libraries choose kernels by sizes: of the parts that held
+for half of an op, 8 of 234 did not for all of it (convolutions of a ResNet-50). Stretches of less than a quarter of an
+op say too little; then it is not cut so.
 
 Elementwise operators take a few elements at a time and compute what is left over at the end of a stretch one by one,
 where functions such as ``exp`` may round otherwise. Few elements are concerned, and random numbers find them by chance
@@ -13,16 +18,24 @@ are those that round otherwise where there are gaps between elements: they are c
 A few results prove little: sums of a few terms in another order mostly round to the same. So an op that makes few
 elements is tried several times, each time on other numbers.
 
-Limits: random numbers. A kernel that rounds otherwise for other numbers alone would not be noticed.
+Limits: random numbers. A kernel that rounds otherwise for other numbers alone would not be noticed. On a GPU trials in
+processes of their own have not run yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pickle
+import sys
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +43,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.helpers import packed, received, started
 from outofcore.capture.operators import by_name, traits, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.capture.split_rules import Cut, Name, is_elementwise
@@ -38,6 +52,7 @@ from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
+from outofcore.report.machine import available_memory_bytes
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -52,10 +67,29 @@ _SCRAP, _SCRAPS = 7, 7 * 1024
 _MOST_PLACINGS = 8
 # Parts are tried on new numbers until so many elements were compared, or so many bytes given and made, or so often.
 _COMPARED, _TRIED_BYTES, _MOST_DRAWS = 4_096, 64 << 20, 64
-# Halves of a part that are narrower are not compared: one channel and two may be rounded alike, and many otherwise.
-_NARROW = 4
+# The share of an op that a stretch of it has to be to stand for it.
+_SHARE = 0.25
+# A trial takes scratch memory as well, of which little is known: so many times what is known shall be left.
+_MARGIN = 2
+# What PyTorch says where the system gives it no memory.
+_NO_MEMORY = "DefaultCPUAllocator"
 # Whole numbers of as many bytes as others.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is computed at once in a trial, and what is compared with it.
+
+    Attributes:
+        low: where it begins along the axis.
+        high: where it ends.
+        parts: where each part that is compared begins and ends.
+    """
+
+    low: int
+    high: int
+    parts: tuple[tuple[int, int], ...]
 
 
 def refuted(
@@ -67,59 +101,181 @@ def refuted(
         claims: what to try.
         values: what the refs of their calls name.
         backend: where the step runs.
-        most: bytes that trying one may take.
+        most: bytes that trying one may take in this process.
         cache: where verdicts are kept.
     """
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     known = {} if shelf is None else shelf.read()
     new: dict[str, object] = {}
-    found: set[str] = set()
+    verdicts: dict[str, bool] = {}
+    large: list[Claim] = []
+
+    def settle(claim: Claim, stretches: Sequence[Stretch], holds: bool | None = None) -> None:
+        key = _key(claim, stretches)
+        if holds is None and isinstance(before := known.get(key), bool):
+            verdicts[claim.key] = before
+            return
+        holds = _holds(claim, values, backend.device, stretches) if holds is None else holds
+        verdicts[claim.key] = bool(holds)
+        if holds is not None:
+            new[key] = holds
+
     for claim in claims:
-        # A claim that was tried on less memory says less.
-        key = hashlib.sha256(
-            f"several draws, not narrow: {claim.key} {_range(claim, values, most)}".encode()
-        ).hexdigest()[:24]
-        holds = known.get(key)
-        if not isinstance(holds, bool):
-            holds = new[key] = _holds(claim, values, backend, most)
-        if not holds:
-            found.add(claim.key)
-            _log.info("parts are not the whole, to the bit: %s", claim.key)
+        whole = (_whole(claim),)
+        if isinstance(known.get(_key(claim, whole)), bool) or _fits(claim, values, whole[0], most):
+            settle(claim, whole)
+        else:
+            large.append(claim)
+    left = _left_on(backend.device)
+    elsewhere = [claim for claim in large if _fits(claim, values, _whole(claim), left // _MARGIN)]
+    found = _tried_elsewhere(elsewhere, values, backend.device)
+    for claim in large:
+        if claim.key in found:
+            settle(claim, (_whole(claim),), found[claim.key])
+        else:
+            settle(claim, stretches_of(claim, values, most))
     if shelf is not None:
         shelf.write(new)
-    return frozenset(found)
+    wrong = frozenset(key for key, holds in verdicts.items() if not holds)
+    for key in sorted(wrong):
+        _log.info("parts are not the whole, to the bit: %s", key)
+    return wrong
 
 
-def _range(claim: Claim, values: Sequence[Value], most: int) -> tuple[int, ...]:
-    """Where the parts that are compared with what they are together begin, and the last one ends."""
-    ends = claim.ends
-    whole = _bytes(claim, values, ends[0], ends[-1])
-    if 2 * whole <= most:
-        return ends
-    count = len(ends) - 1
-    # The last ones: what is left over lies at the end.
-    while count > 2 and 2 * _bytes(claim, values, ends[-1 - count], ends[-1]) > most:
-        count -= 1
-    found = ends[-1 - count :]
-    if 2 * _bytes(claim, values, found[0], found[-1]) > most and found[-1] - found[-2] > 1:
-        grain = claim.way.grain
-        half = (found[-2] + found[-1]) // 2
-        return found[-2], half // grain * grain if half // grain * grain > found[-2] else half, found[-1]
+def _key(claim: Claim, stretches: Sequence[Stretch]) -> str:
+    """Names a verdict: a claim that was tried on less memory says less."""
+    tried = [(stretch.low, stretch.high, stretch.parts) for stretch in stretches]
+    return hashlib.sha256(f"stretches, several draws: {claim.key} {tried}".encode()).hexdigest()[:24]
+
+
+def _left_on(device: torch.device) -> int:
+    """Bytes of memory that are left where trials run."""
+    return (available_memory_bytes() or 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
+    """Verdicts by claim of ops as a whole, from a process of its own; those that it died of are not among them."""
+    found: dict[str, bool] = {}
+    while claims:
+        with tempfile.TemporaryFile() as answer:
+            try:
+                helper = started(packed((claims, values, device)), f"{__name__}:serve", answer)
+            except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+                _log.info("no process can try parts: %s", error)
+                return found
+            try:
+                helper.wait()
+            finally:
+                helper.kill()
+                helper.wait()
+            answer.seek(0)
+            said = answer.read().split()
+        verdicts = {b"True": True, b"False": False}
+        found |= {c.key: verdicts[each] for c, each in zip(claims, said, strict=False) if each in verdicts}
+        if len(said) == len(claims):
+            break
+        _log.info("a process that tried parts ended with status %d: %s", helper.returncode, claims[len(said)].key)
+        # One that was ended from outside may have taken too much memory; others may do as they would here.
+        claims = claims[len(said) + 1 :] if helper.returncode < 0 else []
     return found
 
 
-def _bytes(claim: Claim, values: Sequence[Value], low: int, high: int) -> int:
-    """Bytes of what a part is given and makes."""
-    total = 0.0
-    way = claim.way
+def serve() -> None:
+    """Try what comes in by standard input, and say what holds: what a process of its own does."""
+    # Where memory runs out all the same, this process shall go, not another one.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    claims, values, device = received()
+    for claim in claims:
+        sys.stdout.write(f"{_holds(claim, values, device, (_whole(claim),))}\n")
+        sys.stdout.flush()
+
+
+def _whole(claim: Claim) -> Stretch:
+    return Stretch(claim.ends[0], claim.ends[-1], tuple(_one_of_each(claim.ends)))
+
+
+def _fits(claim: Claim, values: Sequence[Value], stretch: Stretch, most: int) -> bool:
+    part = max(high - low for low, high in stretch.parts)
+    return _needed(claim, values, stretch.low, stretch.high, part) <= most
+
+
+def stretches_of(claim: Claim, values: Sequence[Value], most: int) -> tuple[Stretch, ...]:
+    """What is tried of an op: all of it, or as much as fits at either end; nothing where that says too little of it.
+
+    Args:
+        claim: what is to be tried.
+        values: what the refs of its call name.
+        most: bytes that the trial may take.
+    """
+    parts, end = list(itertools.pairwise(claim.ends)), claim.ends[-1]
+    # What is one part needs no more than the budget holds.
+    if len(parts) == 1 or _fits(claim, values, _whole(claim), most):
+        return (_whole(claim),)
+
+    def fits(low: int, high: int, compared: Sequence[tuple[int, int]]) -> bool:
+        return _fits(claim, values, Stretch(low, high, tuple(compared)), most)
+
+    grain, found = claim.way.grain, list[Stretch]()
+    for ordered in (parts, parts[::-1]):
+        # Several parts; else one, and as much beside it as there is room for; else one, and its halves.
+        counts = range(len(parts) - 1, 1, -1)
+        place = bisect_left(counts, True, key=lambda n, of=ordered: fits(*_span(of[:n]), of[:n]))
+        if place < len(counts):
+            some = ordered[: counts[place]]
+            ends = sorted({edge for part in some for edge in part})
+            found.append(Stretch(*_span(some), tuple(_one_of_each(ends))))
+            continue
+        low, high = first = ordered[0]
+        beside = ordered[1]
+        edges = range(beside[0], low, grain) if high == end else range(beside[1], high, -grain)
+        wider = [(min(edge, low), max(edge, high)) for edge in edges]
+        place = bisect_left(wider, True, key=lambda span, part=first: fits(*span, [part]))
+        if place < len(wider):
+            found.append(Stretch(*wider[place], (first,)))
+            continue
+        middle = (low + high) // 2
+        middle = middle // grain * grain if middle // grain * grain > low else middle
+        if low < middle:
+            found.append(Stretch(low, high, ((low, middle), (middle, high))))
+    least = (end - claim.ends[0]) * _SHARE
+    return () if any(stretch.high - stretch.low < least for stretch in found) else tuple(dict.fromkeys(found))
+
+
+def _span(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(low for low, _ in parts), max(high for _, high in parts)
+
+
+def _needed(claim: Claim, values: Sequence[Value], low: int, high: int, part: int) -> int:
+    """Bytes of a stretch, of what it changes in place, and of a part of such a length beside it."""
+    func, names = _operator(claim.call), _tensors(claim.call, values)
+    written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
+    changed = {name for name in names if name[0] in written}
+    copied = changed | {name for name in names if name in claim.way.given or name in claim.laid}
+    whole = _given(claim, values, low, high) + _made(claim, values, low, high, claim.of or claim.call)
+    own = _given(claim, values, low, low + part, copied) + _made(claim, values, low, low + part, claim.call)
+    return whole + _given(claim, values, low, high, changed) + own
+
+
+def _given(claim: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
+    """Bytes of the arguments of a part; of these alone, if they are named."""
     tensors = _tensors(claim.call, values)
-    results = {place: values[v] for place, v in enumerate(claim.call.results) if v is not None}
-    pairs = [(v, way.given.get(name)) for name, v in tensors.items()]
-    pairs += [(v, way.made.get(place)) for place, v in results.items()]
-    for value, cut in pairs:
-        share = (high - low) / way.extent if cut is not None else 1.0
-        total += prod(value.shape) * value.dtype.itemsize * share
-    return int(total)
+    cuts = claim.way.given
+    return sum(
+        _size(v, name in cuts, claim, low, high) for name, v in tensors.items() if names is None or name in names
+    )
+
+
+def _made(claim: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
+    """Bytes of what a part of a call makes."""
+    cuts = claim.way.made
+    made = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
+    return sum(_size(value, place in cuts, claim, low, high) for place, value in made)
+
+
+def _size(value: Value, is_cut: bool, claim: Claim, low: int, high: int) -> int:
+    share = (high - low) / claim.way.extent if is_cut else 1.0
+    return int(prod(value.shape) * value.dtype.itemsize * share)
 
 
 def _tensors(call: Call, values: Sequence[Value]) -> dict[Name, Value]:
@@ -136,32 +292,36 @@ def _operator(call: Call) -> Any:
     return call.func
 
 
-def _holds(claim: Claim, values: Sequence[Value], backend: Backend, most: int) -> bool:
-    ends = _range(claim, values, most)
-    # Where there is not even room for two parts, halves of one are compared; narrow ones say nothing of the whole.
-    if ends[1] not in claim.ends and ends[1] - ends[0] < _NARROW:
+def _holds(claim: Claim, values: Sequence[Value], device: torch.device, stretches: Sequence[Stretch]) -> bool | None:
+    """Whether a claim holds on stretches of its op; None: memory ran out."""
+    if not stretches:
         return False
     with TURN, internals.below_autograd():
         try:
-            if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, backend.device):
+            if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, device):
                 return False
-            draws = _draws(claim, values, ends)
-            return all(Trial(claim, values, backend.device, ends[0], ends[-1], d).holds(ends) for d in range(draws))
+            return all(
+                Trial(claim, values, device, stretch, draw).holds()
+                for stretch in stretches
+                for draw in range(_draws(claim, values, stretch))
+            )
         except (RuntimeError, ValueError, IndexError) as error:
             # What does not run in parts is not cut.
             _log.info("parts could not be tried: %s: %s", claim.key, error)
-            return False
+            return None if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error) else False
 
 
-def _draws(claim: Claim, values: Sequence[Value], ends: Sequence[int]) -> int:
+def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
     """How often parts are tried: what makes few elements more often."""
     func = _operator(claim.call)
     written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
     made = [prod(values[v].shape) for v in claim.call.results if v is not None]
     made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
-    share = (ends[-1] - ends[0]) / claim.way.extent
+    share = (stretch.high - stretch.low) / claim.way.extent
     wanted = ceil(_COMPARED / max(min(made, default=1) * share, 1))
-    affordable = _TRIED_BYTES // max(_bytes(claim, values, ends[0], ends[-1]), 1)
+    low, high = stretch.low, stretch.high
+    tried = _given(claim, values, low, high) + _made(claim, values, low, high, claim.call)
+    affordable = _TRIED_BYTES // max(tried, 1)
     return max(min(wanted, affordable, _MOST_DRAWS), 1)
 
 
@@ -262,15 +422,15 @@ class Trial:
     """A stretch of an op on random numbers, and parts of it on the same; each draw has other numbers."""
 
     def __init__(
-        self, claim: Claim, values: Sequence[Value], device: torch.device, low: int, high: int, draw: int = 0
+        self, claim: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0
     ) -> None:
         self.claim, self.way, self.func = claim, claim.way, _operator(claim.call)
-        self.low, self.high, self.device = low, high, device
-        self.whole = (low, high) == (claim.ends[0], claim.ends[-1]) and (low, high) == (0, self.way.extent)
+        self.low, self.high, self.parts, self.device = stretch.low, stretch.high, stretch.parts, device
+        self.whole = (self.low, self.high) == (0, self.way.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
         self.given = {name: self._made(name, value) for name, value in _tensors(claim.call, values).items()}
         # Places in a table are spread over all of it, and then counted from where a part begins.
-        fit(self.func, self._named(self.given, low, high, settle=not self.way.rebased))
+        fit(self.func, self._named(self.given, self.low, self.high, settle=not self.way.rebased))
 
     def _made(self, name: Name, value: Value) -> torch.Tensor:
         """An argument of the stretch."""
@@ -348,18 +508,18 @@ class Trial:
         made.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
         return made
 
-    def holds(self, ends: Sequence[int], same: Same | None = None) -> bool:
-        """Whether the parts between these ends are the stretch.
+    def holds(self, same: Same | None = None) -> bool:
+        """Whether the parts are the stretch.
 
         Args:
-            ends: where they begin, and the last one ends.
             same: what two tensors are the same by; None: to the bit.
         """
         same = same or _same
-        together, changed = self._run(
-            {name: _copy_in_place(tensor) for name, tensor in self.given.items()}, self.low, self.high, self.claim.of
-        )
-        for low, high in _one_of_each(ends):
+        written = written_arguments(self.func, self._named(self.given, self.low, self.high))
+        # What is not written to need not be there twice.
+        given = {name: _copy_in_place(t) if name[0] in written else t for name, t in self.given.items()}
+        together, changed = self._run(given, self.low, self.high, self.claim.of)
+        for low, high in self.parts:
             for given in self._parts(low, high):
                 apart, written = self._run(given, low, high)
                 for place, index in enumerate(self.claim.call.results):

@@ -33,8 +33,12 @@ def this_machine() -> Machine:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that can be taken without swapping, as the kernel estimates; None where it does not say."""
-    return _kib(_field(Path("/proc/meminfo"), "MemAvailable"))
+    """Memory that can be taken without swapping, as the kernel estimates; None where it does not say.
+
+    No more than what the control group of this process has left (``memory.max`` of Linux's version 2).
+    """
+    found = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
+    return min((count for count in found if count is not None), default=None)
 
 
 def resident_memory_bytes() -> int | None:
@@ -60,13 +64,38 @@ def transparent_huge_pages() -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def _field(path: Path, name: str) -> str:
-    """The value of the first line ``name: value`` of a file; "" where there is none."""
+def _own_group() -> Path:
+    """The folder of the control group that this process belongs to."""
+    line = next((each for each in _text(Path("/proc/self/cgroup")).splitlines() if each.startswith("0::")), "0::/")
+    return Path("/sys/fs/cgroup") / line.removeprefix("0::").lstrip("/")
+
+
+def _left_of_group(folder: Path) -> int | None:
+    """Bytes below the limit of a control group and of those around it; None where none has one.
+
+    Files that are kept in memory count as left: the kernel drops them first.
+    """
+    found: list[int] = []
+    for group in (folder, *folder.parents):
+        limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            facts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            kept = int(facts.get("active_file", 0)) + int(facts.get("inactive_file", 0))
+            found.append(max(int(limit) - int(used) + kept, 0))
+    return min(found, default=None)
+
+
+def _text(path: Path) -> str:
+    """What is in a file; "" where it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    for line in lines:
+
+
+def _field(path: Path, name: str) -> str:
+    """The value of the first line ``name: value`` of a file; "" where there is none."""
+    for line in _text(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()

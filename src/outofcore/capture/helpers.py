@@ -1,0 +1,114 @@
+"""Helpers: fresh Python processes that do a piece of work with PyTorch set as it is in this one.
+
+What they are given is written down, operators by their names, and goes by a file; a pipe would hold this process until
+the helper has come so far as to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from io import BytesIO
+from typing import IO, Any
+
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore._torch_internals import OpOverload
+
+
+class _Pickler(pickle.Pickler):
+    """Writes operators down by their names."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, OpOverload):
+            return _operator, (obj._schema.name, obj._overloadname)
+        return NotImplemented
+
+
+def _operator(name: str, overload: str) -> OpOverload:
+    namespace, _, name = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def packed(work: Any, threads: int | None = None) -> bytes:
+    """A piece of work and PyTorch's settings, as bytes.
+
+    Args:
+        work: what ``received`` shall give to the helper.
+        threads: on how many its ops run; None: as many as here.
+
+    Raises:
+        pickle.PicklingError, AttributeError, TypeError: it cannot be written down.
+    """
+    target = BytesIO()
+    _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
+    return target.getvalue()
+
+
+def started(work: bytes, serve: str, answer: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """A helper at work.
+
+    Args:
+        work: what ``packed`` made.
+        serve: the function that does it, as ``module:name``; without arguments.
+        answer: where its standard output goes; None: nowhere.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    module, _, name = serve.partition(":")
+    with tempfile.TemporaryFile() as given:
+        given.write(work)
+        given.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}()"],
+            stdin=given,
+            stdout=subprocess.DEVNULL if answer is None else answer,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def received() -> Any:
+    """In a helper: its piece of work; PyTorch is set as it was where that came from."""
+    work, threads, settings = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
+    _set(settings)
+    return work
+
+
+def _settings() -> Mapping[str, Any]:
+    """What kernels are chosen by."""
+    backends = torch.backends
+    return {
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "onednn": backends.mkldnn.enabled,
+        "cudnn": (backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark),
+        "precisions": [internals.precision_of(backend, op) for backend, op in _precisions()],
+    }
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    backends = torch.backends
+    torch.set_default_dtype(settings["dtype"])
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    backends.mkldnn.set_flags(settings["onednn"])
+    backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark = settings["cudnn"]
+    for (backend, op), precision in zip(_precisions(), settings["precisions"], strict=True):
+        if precision is not None and internals.precision_of(backend, op) != precision:
+            with contextlib.suppress(RuntimeError):
+                getattr(backend, op).fp32_precision = precision
+
+
+def _precisions() -> list[tuple[Any, str]]:
+    backends = torch.backends
+    return [
+        *((backends.mkldnn, op) for op in ("matmul", "conv")),
+        (backends.cuda, "matmul"),
+        (backends.cudnn, "conv"),
+    ]

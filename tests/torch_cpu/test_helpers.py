@@ -1,0 +1,78 @@
+"""Helper processes: what they are given, and how PyTorch is set there."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outofcore.capture.helpers import packed, received, started
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Put back what a test sets."""
+    before = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.enabled
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.set_num_threads(before[0])
+    torch.set_default_dtype(before[1])
+    torch.backends.mkldnn.set_flags(before[2])
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_helper_has_the_settings_of_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    torch.set_default_dtype(torch.float64)
+    torch.backends.mkldnn.set_flags(False)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    work = packed((torch.ops.aten.mm.default, torch.float16))
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.backends.mkldnn.set_flags(True)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(work)))
+    assert received() == (torch.ops.aten.mm.default, torch.float16)
+    assert torch.get_num_threads() == 3
+    assert torch.get_default_dtype() is torch.float64
+    assert not torch.backends.mkldnn.enabled
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+
+
+def test_the_number_of_threads_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed("work", before + 1))))
+    try:
+        assert received() == "work"
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_a_helper_prints_comes_back() -> None:
+    with tempfile.TemporaryFile() as answer:
+        helper = started(packed(torch.ops.aten.add.Tensor), f"{__name__}:say", answer)
+        assert helper.wait() == 0
+        answer.seek(0)
+        assert answer.read() == b"aten.add.Tensor\n"
+
+
+def test_where_no_process_can_be_started_the_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(OSError, match="nowhere"):
+        started(b"", "module:name")
+
+
+def say() -> None:
+    """What a helper does."""
+    print(received())
