@@ -71,7 +71,7 @@ class Remainder:
         for at, chain in choices.chains.items():
             seconds[at] += chain.seconds
             if problem.homes:
-                seconds[at] += sum(problem.homes[-1].in_seconds(count) for count in chain.copied)
+                seconds[at] += sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
         left: list[GapInfo] = []
         index: list[int] = []
         whole: dict[Gap, Gap] = {}
@@ -188,14 +188,14 @@ def arrivals(choices: Choices) -> tuple[Decision, ...]:
 
 def orders_again(choices: Choices) -> tuple[ChainOrder, ...]:
     """The orders of the chains in which ops run several times."""
-    return tuple(ChainOrder(at, chain.ops) for at, chain in sorted(choices.chains.items()) if chain.is_nested)
+    return tuple(ChainOrder(at, chain.links.ops) for at, chain in sorted(choices.chains.items()) if chain.is_nested)
 
 
 def _readers(choices: Choices, content: int) -> list[int]:
     """Ops before which chains read a content that they do not make."""
     if choices.contents.lasting[content] == AT_HOME:
         return []
-    return sorted(at for at in choices.lookers.get(content, ()) if content not in choices.chains[at].made)
+    return sorted(at for at in choices.lookers.get(content, ()) if content not in choices.chains[at].links.made)
 
 
 @dataclass(frozen=True)

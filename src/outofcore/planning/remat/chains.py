@@ -9,19 +9,41 @@ some ops several times (``nesting``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from outofcore.planning.problem import Ints, Problem
+from outofcore.planning.remat.compiled import CompiledChains, Lists, load_compiled
 from outofcore.planning.remat.contents import AT_HOME, Contents
 from outofcore.planning.remat.nesting import Nested, Surroundings, nested
 
 KEPT, AWAY, AGAIN = 0, 1, 2
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """What a chain is made of.
+
+    Attributes:
+        ops: that run, in that order.
+        made: contents that it makes.
+        seen: contents that it makes, or found and needs: what it depends on.
+        copied: bytes of each content that it reads from home.
+        home: those contents.
+    """
+
+    ops: tuple[int, ...]
+    made: frozenset[int]
+    seen: frozenset[int]
+    copied: tuple[int, ...]
+    home: frozenset[int]
+
+
 class Chain:
     """What runs again right before one op.
 
@@ -29,23 +51,23 @@ class Chain:
         seconds: of all its runs.
         bytes: the most that it holds beside what is there already.
         held: bytes of what it was run for, which stay.
-        ops: that run, in that order.
-        made: contents that it makes.
-        seen: contents that it makes, or found and needs: what it depends on.
-        copied: bytes of each content that it reads from home.
-        home: those contents.
         is_nested: whether ops run several times, or in another order than the step's.
     """
 
-    seconds: float
-    bytes: int
-    held: int
-    ops: tuple[int, ...]
-    made: frozenset[int]
-    seen: frozenset[int]
-    copied: tuple[int, ...]
-    home: frozenset[int]
-    is_nested: bool = False
+    __slots__ = ("_links", "bytes", "held", "is_nested", "seconds")
+
+    def __init__(
+        self, seconds: float, count: int, held: int, links: Links | Callable[[], Links], *, is_nested: bool = False
+    ) -> None:
+        self.seconds, self.bytes, self.held, self.is_nested = seconds, count, held, is_nested
+        self._links = links
+
+    @property
+    def links(self) -> Links:
+        """What it is made of; put together when it is first asked for, as most chains are only weighed."""
+        if not isinstance(self._links, Links):
+            self._links = self._links()
+        return self._links
 
 
 @dataclass
@@ -69,8 +91,8 @@ class Choices:
     problem: Problem
     contents: Contents
     limit: int = -1
-    kind: list[int] = field(default_factory=list[int])
-    fetch: list[int] = field(default_factory=list[int])
+    kind: array[int] = field(default_factory=lambda: array("q"))
+    fetch: array[int] = field(default_factory=lambda: array("q"))
     chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
     seconds: float = 0.0
     work: int = 0
@@ -85,13 +107,14 @@ class Choices:
         self.bytes = [info.bytes for info in gaps]
         self.content = [contents.first[info.gap.storage] + info.segment for info in gaps]
         if not self.kind:
-            self.kind = [AWAY if info.arriving else KEPT for info in gaps]
-            self.fetch = list(self.end)
+            self.kind = array("q", [AWAY if info.arriving else KEPT for info in gaps])
+            self.fetch = array("q", self.end)
         self.gaps_of: dict[int, list[int]] = {}
         for g, info in enumerate(gaps):
             self.gaps_of.setdefault(self.content[g], []).append(g)
             if info.cyclic:
                 self.gaps_of.setdefault(contents.first[info.gap.storage], []).append(g)
+        self.compiled = like.compiled if like is not None else self._compiled()
         self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
         self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
         self.limit = problem.limit if self.limit < 0 else self.limit
@@ -118,6 +141,13 @@ class Choices:
         )
         # The gaps that a search may change.
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
+
+    def _compiled(self) -> CompiledChains | None:
+        library = load_compiled()
+        if library is None:
+            return None
+        gaps_of = [self.gaps_of.get(content, ()) for content in range(len(self.contents.storage))]
+        return CompiledChains(library, self.contents, gaps_of, self.start)
 
     def snapshot(self) -> tuple[tuple[int, int, int], ...]:
         """The gaps that are computed again, each with its kind and the op before which it comes back."""
@@ -165,26 +195,37 @@ class Choices:
         """A chain with ops that run several times, so that its op takes no more than a bound, or about so many."""
         c = self.contents
         # What it has seen and does not make it has found, at home or on the device.
-        found = chain.seen - chain.made
+        links = chain.links
+        found = links.seen - links.made
         bytes_left = bound - c.before[at] + chain.held
-        key = (chain.ops, targets, chain.home, bytes_left)
+        key = (links.ops, targets, links.home, bytes_left)
         lean = self.within.get(key)
         if lean is None:
-            around = Surroundings(targets, chain.home, found - chain.home)
-            lean = self.within[key] = nested(c, chain.ops, around, bytes_left)
+            around = Surroundings(targets, links.home, found - links.home)
+            lean = self.within[key] = nested(c, links.ops, around, bytes_left)
             self.work += lean.work
         if lean.bytes >= chain.bytes:
             return chain
-        return replace(chain, seconds=lean.seconds, bytes=lean.bytes, ops=lean.ops, is_nested=True)
+        return Chain(lean.seconds, lean.bytes, chain.held, replace(links, ops=lean.ops), is_nested=True)
 
     def once(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """That chain if each op runs once, however much it takes."""
+        targets = sorted({self.content[g] for g in gaps})
+        if self.compiled is None:
+            return self._once(at, targets, limit)
+        found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
+        if found is None:
+            return None
+        seconds, most, held, lists = found
+        self.work += lists.ops
+        return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
+
+    def _once(self, at: int, wanted: Sequence[int], limit: float) -> Chain | None:
+        """``once`` where nothing can be compiled; ``chains.cpp`` does the same in the same order."""
         c = self.contents
         maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
         kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
-        targets = {self.content[g] for g in gaps}
-        pending = list(targets)
-        seen = set(targets)
+        targets, pending, seen = set(wanted), list(wanted), set(wanted)
         runs: set[int] = set()
         home: set[int] = set()
         seconds = 0.0
@@ -250,9 +291,8 @@ class Choices:
                     used -= size[m]
         held = sum(size[t] for t in targets)
         copied = tuple(size[x] for x in sorted(home))
-        return Chain(
-            seconds, most, held, tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home)
-        )
+        links = Links(tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home))
+        return Chain(seconds, most, held, links)
 
     def _single(self, g: int, at: int) -> Chain | None:
         """The chain for one gap where nothing else is computed again."""
@@ -387,15 +427,16 @@ class Choices:
                 self.targets.pop(at, None)
         for at, chain in chains.items():
             old = self.chains.get(at)
-            if old is not None:
-                for content in old.seen:
-                    self.lookers[content].discard(at)
+            before = _NOTHING if old is None else old.links.seen
+            now = _NOTHING if chain is None else chain.links.seen
+            for content in before - now:
+                self.lookers[content].discard(at)
+            for content in now - before:
+                self.lookers.setdefault(content, set()).add(at)
             if chain is None:
                 self.chains.pop(at, None)
             else:
                 self.chains[at] = chain
-                for content in chain.seen:
-                    self.lookers.setdefault(content, set()).add(at)
             self.need[at] = self._after(at, chain)
 
     def _hold(self, g: int, old_kind: int, old_fetch: int, kind: int, fetch: int) -> None:
@@ -420,6 +461,11 @@ class Choices:
         """Ops before which chains run that make or use a gap's content while it is open."""
         first, last = self.start[g], self.end[g]
         return sorted(at for at in self.lookers.get(self.content[g], ()) if first < at < last)
+
+
+def _links(lists: Lists, size: Sequence[int]) -> Links:
+    ops, made, seen, home = lists.unpacked()
+    return Links(tuple(ops), frozenset(made), frozenset(seen), tuple(size[x] for x in home), frozenset(home))
 
 
 @dataclass(slots=True)

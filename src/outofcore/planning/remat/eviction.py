@@ -127,7 +127,7 @@ class _Following:
             if chain is not None:
                 self.clock += chain.seconds
                 self._bring_back(op, chain)
-                if not self._make_room(op, need, locked - chain.made):
+                if not self._make_room(op, need, locked - chain.links.made):
                     return self._missed(due)
             self.clock += seconds
             for g in due:
@@ -147,7 +147,7 @@ class _Following:
         alone = int(self.state.alone[op])
         if chain is None:
             return alone, frozenset()
-        return max(alone, self.like.contents.before[op] - chain.held + chain.bytes), chain.seen
+        return max(alone, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
         """Evict what the heuristic says of these contents; False if none of them is there to be evicted."""
@@ -191,15 +191,16 @@ class _Following:
         found = state.once(op, (g,))
         content = state.content[g]
         old = self.known.pop(g, None)
-        if old is not None:
-            for seen in old.seen:
-                self.seen_by[seen].discard(g)
+        before = frozenset[int]() if old is None else old.links.seen
+        now = frozenset[int]() if found is None else found.links.seen
+        for seen in before - now:
+            self.seen_by[seen].discard(g)
+        for seen in now - before:
+            self.seen_by.setdefault(seen, set()).add(g)
         if found is None:
             self.cost[g] = np.inf
             return
         self.known[g] = found
-        for seen in found.seen:
-            self.seen_by.setdefault(seen, set()).add(g)
         self.cost[g] = found.seconds + self.below[content]
 
     def _evict(self, op: int, g: int) -> None:
@@ -209,9 +210,9 @@ class _Following:
         self.held[op : state.end[g]] -= state.bytes[g]
         self.resident[g] = False
         chain = self.known.pop(g)
-        for seen in chain.seen:
+        for seen in chain.links.seen:
             self.seen_by[seen].discard(g)
-        rests = chain.seen - {content}
+        rests = chain.links.seen - {content}
         self.children[g] = rests
         own = contents.seconds[contents.maker[content]]
         for other in rests:
@@ -228,7 +229,7 @@ class _Following:
     def _bring_back(self, op: int, chain: Chain) -> None:
         """What a chain has made and a later op needs is there again."""
         state = self.state
-        for content in sorted(chain.made):
+        for content in sorted(chain.links.made):
             self._changed(content)
             for g in state.gaps_of.get(content, ()):
                 if state.kind[g] == AGAIN and state.start[g] < op < state.end[g] and state.fetch[g] == state.end[g]:

@@ -1,0 +1,85 @@
+"""Chains of runs: compiled code finds what Python code finds, whatever is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from examples import network, network_costs
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import LIMITS, costs_for, deep_graphs, graphs
+
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.planning import plan_step
+from outofcore.planning.problem import Problem
+from outofcore.planning.remat import chains
+from outofcore.planning.remat.chains import AGAIN, AWAY, KEPT, Chain, Choices
+from outofcore.planning.remat.compiled import load_compiled
+from outofcore.planning.remat.contents import Contents
+
+Facts = tuple[object, ...]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
+    graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
+    return graph, draw(costs_for(graph))
+
+
+def facts(chain: Chain | None) -> Facts | None:
+    """All there is to a chain."""
+    return None if chain is None else (chain.seconds, chain.bytes, chain.held, chain.links, chain.is_nested)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def is_compiled() -> None:
+    """Without a compiler there is nothing to compare."""
+    if load_compiled() is None:
+        pytest.skip("no compiler")
+
+
+@given(steps(), st.randoms(use_true_random=False))
+@LIMITS
+def test_compiled_chains_are_those_of_python(step: tuple[StepGraph, Costs], draw: random.Random) -> None:
+    graph, costs = step
+    choices = Choices(Problem.of(graph, costs, 1 << 40), Contents.of(graph, costs))
+    gaps = choices.problem.gaps
+    for _ in range(3):
+        for g, info in enumerate(gaps):
+            choices.kind[g] = draw.choice([KEPT, KEPT, AWAY, AGAIN])
+            choices.fetch[g] = draw.randint(min(info.gap.start + 1, info.gap.end), info.gap.end)
+        for _ in range(8):
+            some = draw.sample(range(len(gaps)), min(len(gaps), draw.randint(1, 4))) if gaps else []
+            at = draw.randrange(len(graph.ops))
+            limit = draw.choice([float("inf"), draw.uniform(0, sum(choices.contents.seconds))])
+            work = choices.work
+            found = choices.once(at, some, limit)
+            counted, choices.work = choices.work - work, work
+            wanted = sorted({choices.content[g] for g in some})
+            assert facts(found) == facts(choices._once(at, wanted, limit))
+            assert choices.work - work == counted
+
+
+def test_plans_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = network(24)
+    found: list[bytes] = []
+    load: list[Callable[[], object]] = [load_compiled, lambda: None]
+    for loaded in load:
+        monkeypatch.setattr(chains, "load_compiled", loaded)
+        plans = [plan_step(graph, network_costs(graph, copy=copy), 20 << 20).plan for copy in (None, 4e-3)]
+        found.append(repr(plans).encode())
+    assert found[0] == found[1]
+
+
+def test_a_chain_is_put_together_once() -> None:
+    graph = network(8)
+    choices = Choices(Problem.of(graph, network_costs(graph), 1 << 40), Contents.of(graph, network_costs(graph)))
+    g = choices.free[-1]
+    found = choices.once(choices.end[g], (g,))
+    assert found is not None
+    assert found.links is found.links
+    assert choices.content[g] in found.links.made <= found.links.seen
+    assert found.links.ops == tuple(sorted(found.links.ops))
