@@ -147,6 +147,8 @@ def tiled(
         chosen = search.chosen()
         try:
             found = _Builder(captured, search, chosen, limit).built() if chosen else None
+        except _LimitError:
+            found = None
         except _UnfitError as error:
             if error.op not in chosen or search.is_update(error.op):
                 return Tiled(captured, (), captured.values)
@@ -688,6 +690,10 @@ class _Search:
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
 
 
+class _LimitError(Exception):
+    """The step in parts would have too many ops."""
+
+
 class _UnfitError(Exception):
     """An operator refuses a part of its arguments; never reaches the user."""
 
@@ -736,13 +742,17 @@ class _Builder:
         self.mode = FakeTensorMode()
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
         self._piece = _Piece(-1)
+        self._emitted = 0
 
-    def built(self) -> Captured | None:
-        """The step in parts; None if these are too many."""
+    def built(self) -> Captured:
+        """The step in parts.
+
+        Raises:
+            _LimitError: it would have too many ops.
+            _UnfitError: an op cannot be cut as chosen.
+        """
         rows: list[list[_Piece]] = []
         for op in self.old.graph.ops:
-            if self.limit is not None and sum(len(piece.ops) for row in rows for piece in row) > self.limit:
-                return None
             choice = self.chosen.get(op.id)
             pieces = (
                 [self._whole(op)]
@@ -823,6 +833,9 @@ class _Builder:
             discards=tuple(dict.fromkeys(discards)),
         )
         self._piece.ops.append((op, Call(func, args, kwargs, results)))
+        self._emitted += 1
+        if self.limit is not None and self._emitted > self.limit:
+            raise _LimitError
 
     def _make_empty(self, like: Op, value: Value) -> int:
         """Bring a storage into being, with a value that is all of it."""
