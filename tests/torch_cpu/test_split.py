@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -9,6 +10,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +33,9 @@ from outofcore.capture.tiles import Claim, tiled
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling import equality
-from outofcore.profiling.cache import Cache
+from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.equality import Stretch, Trial, refuted, stretches_of
+from outofcore.profiling.ops import op_shelf
 
 
 @pytest.fixture(scope="module")
@@ -495,6 +498,25 @@ def test_what_does_not_fit_here_is_tried_as_a_whole_in_a_process_of_its_own(monk
     assert (refuted(claims, values, CpuBackend(), 1), refuted([wrong], more, CpuBackend(), 1)) == here
     assert asked == [len(claims), 1]
     assert here[1] == {"wrong"}
+
+
+def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims, values = some_claims()
+    cache, other = Cache(tmp_path / "one"), Cache(tmp_path / "other")
+    assert not refuted(claims, values, CpuBackend(), 1 << 40, other)
+    turn = Shelf.turn
+
+    @contextlib.contextmanager
+    def late(shelf: Shelf) -> Iterator[None]:
+        with turn(shelf):
+            shelf.write(dict.fromkeys(op_shelf(other, kind="parts").read(), False))
+            yield
+
+    monkeypatch.setattr(Shelf, "turn", late)
+    monkeypatch.setattr(equality, "_holds", None)
+    assert refuted(claims, values, CpuBackend(), 1, cache) == {claim.key for claim in claims}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import multiprocessing
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,34 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     assert values(shelf) == {f"{who}-{number}": number for who in range(3) for number in range(20)}
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_processes_take_turns(tmp_path: Path) -> None:
+    shelf = Cache(tmp_path / "new").shelf("parts", {})
+    order: list[str] = []
+
+    def other() -> None:
+        with shelf.turn():
+            order.append("other")
+
+    with shelf.turn():
+        waiting = threading.Thread(target=other)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        shelf.write({"a": 1})  # not kept up by the turn
+        order.append("one")
+    waiting.join(10)
+    assert order == ["one", "other"]
+    assert shelf.read() == {"a": 1}
+
+
+def test_where_no_lock_can_be_had_nobody_waits(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    entered = False
+    with Cache(tmp_path / "file").shelf("parts", {}).turn():
+        entered = True
+    assert entered
 
 
 def test_a_writer_does_not_wait_for_ever(

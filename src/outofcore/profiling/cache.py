@@ -167,6 +167,21 @@ class Shelf:
             part.unlink(missing_ok=True)
 
     @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Take turns with other processes in a measurement that takes much memory; read again what they have found.
+
+        Waits as long as another process is at it. Where no lock can be had, all go at once.
+        """
+        with contextlib.ExitStack() as opened:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lock = opened.enter_context(self.path.with_name(f"{self.path.stem}-turn.lock").open("wb"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                _log.debug("others may measure at the same time: %s", error)
+            yield
+
+    @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
         """Hold the lock of the file; False if another process keeps it for too long."""
         # A file of its own: the lock of one that is replaced would be that of the former one.

@@ -33,7 +33,7 @@ import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -105,41 +105,72 @@ def refuted(
         cache: where verdicts are kept.
     """
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
-    known = {} if shelf is None else shelf.read()
-    new: dict[str, object] = {}
-    verdicts: dict[str, bool] = {}
-    large: list[Claim] = []
-
-    def settle(claim: Claim, stretches: Sequence[Stretch], holds: bool | None = None) -> None:
-        key = _key(claim, stretches)
-        if holds is None and isinstance(before := known.get(key), bool):
-            verdicts[claim.key] = before
-            return
-        holds = _holds(claim, values, backend.device, stretches) if holds is None else holds
-        verdicts[claim.key] = bool(holds)
-        if holds is not None:
-            new[key] = holds
-
-    for claim in claims:
-        whole = (_whole(claim),)
-        if isinstance(known.get(_key(claim, whole)), bool) or _fits(claim, values, whole[0], most):
-            settle(claim, whole)
-        else:
-            large.append(claim)
-    left = _left_on(backend.device)
-    elsewhere = [claim for claim in large if _fits(claim, values, _whole(claim), left // _MARGIN)]
-    found = _tried_elsewhere(elsewhere, values, backend.device)
-    for claim in large:
-        if claim.key in found:
-            settle(claim, (_whole(claim),), found[claim.key])
-        else:
-            settle(claim, stretches_of(claim, values, most))
+    verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
+    small = [claim for claim in claims if verdicts.is_known(claim) or _fits(claim, values, _whole(claim), most)]
+    for claim in small:
+        verdicts.find(claim, (_whole(claim),))
+    large = [claim for claim in claims if claim.key not in verdicts.holds]
+    if large:
+        # The processes of a machine would all take the memory at once.
+        with contextlib.nullcontext() if shelf is None else shelf.turn():
+            verdicts.known |= {} if shelf is None else shelf.read()
+            verdicts.find_elsewhere(large)
+            if shelf is not None:
+                shelf.write(verdicts.new)
+        for claim in large:
+            if claim.key not in verdicts.holds:
+                verdicts.find(claim, stretches_of(claim, values, most))
     if shelf is not None:
-        shelf.write(new)
-    wrong = frozenset(key for key, holds in verdicts.items() if not holds)
+        shelf.write(verdicts.new)
+    wrong = frozenset(key for key, holds in verdicts.holds.items() if not holds)
     for key in sorted(wrong):
         _log.info("parts are not the whole, to the bit: %s", key)
     return wrong
+
+
+@dataclass
+class _Verdicts:
+    """What is found of claims.
+
+    Attributes:
+        values: what the refs of their calls name.
+        device: where they are tried.
+        known: verdicts that were kept, by ``_key``.
+        new: those to be kept.
+        holds: by the key of each claim that was looked at, whether it holds.
+    """
+
+    values: Sequence[Value]
+    device: torch.device
+    known: dict[str, object]
+    new: dict[str, object] = field(default_factory=dict[str, object])
+    holds: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    def is_known(self, claim: Claim) -> bool:
+        """Whether there is a verdict on all of it."""
+        return isinstance(self.known.get(_key(claim, (_whole(claim),))), bool)
+
+    def find(self, claim: Claim, stretches: Sequence[Stretch]) -> None:
+        """Try it here, if there is no verdict on these stretches."""
+        key = _key(claim, stretches)
+        found = self.known.get(key)
+        if not isinstance(found, bool):
+            found = _holds(claim, self.values, self.device, stretches)
+            if found is not None:
+                self.new[key] = found
+        self.holds[claim.key] = bool(found)
+
+    def find_elsewhere(self, claims: Sequence[Claim]) -> None:
+        """Try all of each in a process of its own, as far as there is memory."""
+        most = _left_on(self.device) // _MARGIN
+        unknown = [c for c in claims if not self.is_known(c) and _fits(c, self.values, _whole(c), most)]
+        found = _tried_elsewhere(unknown, self.values, self.device)
+        self.new |= {_key(claim, (_whole(claim),)): found[claim.key] for claim in unknown if claim.key in found}
+        for claim in claims:
+            key = _key(claim, (_whole(claim),))
+            holds = self.new.get(key, self.known.get(key))
+            if isinstance(holds, bool):
+                self.holds[claim.key] = holds
 
 
 def _key(claim: Claim, stretches: Sequence[Stretch]) -> str:
