@@ -217,6 +217,8 @@ def serve() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     claims, values, device = received()
+    # A device that this process cannot have says nothing of parts: it ends here.
+    torch.zeros(1, device=device)
     for claim in claims:
         sys.stdout.write(f"{_holds(claim, values, device, (_whole(claim),))}\n")
         sys.stdout.flush()
