@@ -186,29 +186,34 @@ def _left_on(device: torch.device) -> int:
 
 def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
     """Verdicts by claim of ops as a whole, from a process of its own; those that it died of are not among them."""
+    verdicts = {b"True": True, b"False": False}
     found: dict[str, bool] = {}
     while claims:
-        with tempfile.TemporaryFile() as answer:
-            try:
-                helper = started(packed((claims, values, device)), f"{__name__}:serve", answer)
-            except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-                _log.info("no process can try parts: %s", error)
-                return found
-            try:
-                helper.wait()
-            finally:
-                helper.kill()
-                helper.wait()
-            answer.seek(0)
-            said = answer.read().split()
-        verdicts = {b"True": True, b"False": False}
+        try:
+            said, status = _said(packed((claims, values, device)))
+        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            _log.info("no process can try parts: %s", error)
+            break
         found |= {c.key: verdicts[each] for c, each in zip(claims, said, strict=False) if each in verdicts}
         if len(said) == len(claims):
             break
-        _log.info("a process that tried parts ended with status %d: %s", helper.returncode, claims[len(said)].key)
+        _log.info("a process that tried parts ended with status %d: %s", status, claims[len(said)].key)
         # One that was ended from outside may have taken too much memory; others may do as they would here.
-        claims = claims[len(said) + 1 :] if helper.returncode < 0 else []
+        claims = claims[len(said) + 1 :] if status < 0 else []
     return found
+
+
+def _said(work: bytes) -> tuple[list[bytes], int]:
+    """What a process says of the claims that it is given, as far as it came, and its exit status."""
+    with tempfile.TemporaryFile() as answer:
+        helper = started(work, f"{__name__}:serve", answer)
+        try:
+            status = helper.wait()
+        finally:
+            helper.kill()
+            helper.wait()
+        answer.seek(0)
+        return answer.read().split(), status
 
 
 def serve() -> None:
