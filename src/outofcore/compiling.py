@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,6 +86,35 @@ def load_kept(
         if str(error) not in reasons[0]:
             reasons.append(f"in a temporary folder: {error}")
     return None, "; ".join(reasons)
+
+
+def load_functions(
+    source: Path, flags: Sequence[str], functions: Mapping[str, tuple[tuple[object, ...], object]]
+) -> tuple[ctypes.CDLL | None, str]:
+    """The functions of a file of C++ that needs nothing else, built as by ``load_kept``.
+
+    Args:
+        source: the file; its name is the library's.
+        flags: for the compiler, beside the usual ones.
+        functions: what types each takes and gives, by its name without ``outofcore_``.
+
+    Returns:
+        The library and "", or None and the reason in words.
+    """
+    name = source.with_suffix(".so").name
+
+    def load(path: Path) -> ctypes.CDLL:
+        library = ctypes.CDLL(str(path))
+        for function, (arguments, result) in functions.items():
+            found = getattr(library, f"outofcore_{function}", None)
+            if found is None:
+                raise OSError(f"{path} lacks the function outofcore_{function}")
+            found.argtypes, found.restype = arguments, result
+        return library
+
+    hashed = hashlib.sha256(source.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
+    key = f"{source.stem}-{platform.machine()}-{hashed}"
+    return load_kept(key, name, lambda folder: compile_library(source, folder / name, flags), load)
 
 
 @contextlib.contextmanager

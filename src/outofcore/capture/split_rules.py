@@ -315,7 +315,7 @@ def _renumbered(run: tuple[int, int]) -> Settle | None:
 
 def _count(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
     """Numbers among the arguments that are so many times the length of the part."""
-    named |= {name: (high - low) * size for name, size in sizes.items()}
+    named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
 def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:

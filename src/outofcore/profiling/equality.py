@@ -106,9 +106,9 @@ def refuted(
     """
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
-    small = [claim for claim in claims if verdicts.is_known(claim) or _fits(claim, values, _whole(claim), most)]
-    for claim in small:
-        verdicts.find(claim, (_whole(claim),))
+    for claim in claims:
+        if verdicts.is_known(claim) or _fits(claim, values, _whole(claim), most):
+            verdicts.find(claim, (_whole(claim),))
     large = [claim for claim in claims if claim.key not in verdicts.holds]
     if large:
         # The processes of a machine would all take the memory at once.

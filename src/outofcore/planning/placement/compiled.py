@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import platform
 import time
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.compiling import compile_library, load_kept
+from outofcore.compiling import load_functions
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
 _log = logging.getLogger("outofcore.planning")
@@ -28,6 +25,12 @@ _SOURCE = Path(__file__).with_name("placement.cpp")
 _FLAGS = ("-ffp-contract=off",)
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _STOP = ctypes.PYFUNCTYPE(ctypes.c_int)
+_FUNCTIONS = {
+    "best_fit": ((_POINTER, _POINTER, ctypes.c_double, _POINTER), None),
+    "first_fit": ((_POINTER, _POINTER, _POINTER), None),
+    "eject": ((_POINTER, _COUNT, _COUNT, _STOP, _POINTER), None),
+    "canonical": ((_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _POINTER, _STOP, _POINTER), ctypes.c_int),
+}
 
 
 class Answer(Enum):
@@ -127,26 +130,8 @@ def _layout(rectangles: Rectangles) -> object:
 @functools.cache
 def load_compiled() -> Compiled | None:
     """The compiled functions of this process; None, and a line of the log, where they cannot be built."""
-    hashed = hashlib.sha256(_SOURCE.read_bytes() + "\0".join(_FLAGS).encode()).hexdigest()[:16]
-    build: Callable[[Path], Path] = lambda folder: compile_library(_SOURCE, folder / "placement.so", _FLAGS)  # noqa: E731
-    library, reason = load_kept(f"placement-{platform.machine()}-{hashed}", "placement.so", build, _load)
+    library, reason = load_functions(_SOURCE, _FLAGS, _FUNCTIONS)
     if library is None:
         _log.debug("addresses are given by Python code, without search: %s", reason)
         return None
     return Compiled(library)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    for name, arguments in (
-        ("best_fit", (_POINTER, ctypes.c_double, _POINTER)),
-        ("first_fit", (_POINTER, _POINTER)),
-        ("eject", (_COUNT, _COUNT, _STOP, _POINTER)),
-        ("canonical", (_COUNT, _POINTER, _COUNT, _COUNT, _POINTER, _STOP, _POINTER)),
-    ):
-        function = getattr(library, f"outofcore_{name}", None)
-        if function is None:
-            raise OSError(f"{path} lacks the function outofcore_{name}")
-        function.argtypes = (_POINTER, *arguments)
-        function.restype = ctypes.c_int if name == "canonical" else None
-    return library

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import platform
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
-from outofcore.compiling import compile_library, load_kept
+from outofcore.compiling import load_functions
 from outofcore.planning.remat.contents import Contents
 
 _log = logging.getLogger("outofcore.planning")
@@ -26,6 +24,11 @@ _SOURCE = Path(__file__).with_name("chains.cpp")
 _FLAGS = ("-ffp-contract=off",)
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _WORD = 8
+_FUNCTIONS = {
+    "chains_open": ((_POINTER,), _POINTER),
+    "chains_close": ((_POINTER,), None),
+    "chain": ((_POINTER, _COUNT, _COUNT, _POINTER, ctypes.c_double, _POINTER, _POINTER, _POINTER), ctypes.c_int),
+}
 
 _BY_CONTENT = ("maker", "born", "gone", "lasting", "size", "storage")
 _BY_OP = ("fresh", "scratch", "workspace")
@@ -134,24 +137,7 @@ def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
 @functools.cache
 def load_compiled() -> ctypes.CDLL | None:
     """The library of this process; None, and a line of the log, where it cannot be built."""
-    hashed = hashlib.sha256(_SOURCE.read_bytes() + "\0".join(_FLAGS).encode()).hexdigest()[:16]
-    build: Callable[[Path], Path] = lambda folder: compile_library(_SOURCE, folder / "chains.so", _FLAGS)  # noqa: E731
-    library, reason = load_kept(f"chains-{platform.machine()}-{hashed}", "chains.so", build, _load)
+    library, reason = load_functions(_SOURCE, _FLAGS, _FUNCTIONS)
     if library is None:
         _log.debug("what to compute again is sought by Python code: %s", reason)
-    return library
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    for name, arguments, result in (
-        ("chains_open", (_POINTER,), _POINTER),
-        ("chains_close", (_POINTER,), None),
-        ("chain", (_POINTER, _COUNT, _COUNT, _POINTER, ctypes.c_double, _POINTER, _POINTER, _POINTER), ctypes.c_int),
-    ):
-        function = getattr(library, f"outofcore_{name}", None)
-        if function is None:
-            raise OSError(f"{path} lacks the function outofcore_{name}")
-        function.argtypes = arguments
-        function.restype = result
     return library
