@@ -10,11 +10,11 @@ import threading
 from outofcore.finalization import running_threads
 
 _PROGRAM = """
-import hashlib, sys, threading
+import sys, threading, zlib
 from outofcore.finalization import end_when_threads_rest
 
 def work():
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # runs without the interpreter
+    zlib.compress(bytes(30_000_000), 9)  # runs without the interpreter
     print("done", flush=True)
 
 if sys.argv[1] == "rest":
@@ -24,15 +24,16 @@ threading.Thread(target=work, daemon=True).start()
 """
 
 
-def _printed(how: str) -> str:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _ended(how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=False)
 
 
 def test_a_process_ends_when_its_threads_rest() -> None:
-    assert _printed("rest") == "done\n"
-    assert _printed("at once") == ""
+    done = _ended("rest")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+    # How Python ends a thread that still runs is its own matter, and need not end well.
+    assert _ended("at once").stdout == ""
 
 
 def test_threads_that_run_are_counted() -> None:
