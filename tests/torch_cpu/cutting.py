@@ -12,11 +12,14 @@ from outofcore.profiling.equality import refuted
 ROOM = 1 << 30  # bytes that a trial may take
 
 
-def in_parts(captured: Captured, parts: int, verdicts: Cache) -> Captured:
-    """The step with all ops that can be in so many parts, storages of any size, where that is exact here."""
+def in_parts(captured: Captured, parts: int, verdicts: Cache, most: int = 1) -> Captured:
+    """The step with all ops that can be in so many parts, storages of any size, where that is exact here.
+
+    Each is cut by the way that needs the least; with a larger ``most`` by one of those that need no more than that.
+    """
     refused: frozenset[str] = frozenset()
     while True:
-        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        found = tiled(captured, most, parts=parts, least=1, refused=refused)
         wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
         if not wrong:
             break

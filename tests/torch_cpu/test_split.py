@@ -55,6 +55,13 @@ def test_steps_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> Non
     check_exact(CASES[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
 
 
+@pytest.mark.parametrize("name", ["conv_net", "gpt", "lstm", "mutated_input"])
+def test_steps_are_exact_in_parts_that_copy_little(name: str, verdicts: Cache) -> None:
+    """Where each op may be cut along any of its axes, and each storage has cells along one."""
+    most = 16 << 10
+    check_exact(CASES[name], functools.partial(in_parts, parts=3, verdicts=verdicts, most=most))
+
+
 class Unet(nn.Module):
     """Convolutions of all kinds in three dimensions, joined."""
 

@@ -37,6 +37,7 @@ import torch
 
 from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
 from outofcore.analysis import LARGE_BYTES
+from outofcore.analysis.agreement import WHOLE, Uses, agreed
 from outofcore.analysis.boxes import (
     Axes,
     Box,
@@ -72,6 +73,8 @@ _AS_ONE = Way("as one", 1, {}, {})
 MOST_PARTS = 64
 # A storage is worth cutting if it takes at least this part of what an op may need.
 _WORTH = 8
+# A part that needs so little more than the least, as a fraction of that, is small enough.
+_NEAR = 16
 # A result that was made whole, and is gathered again so few ops later, is used as it is.
 _SOON = 6
 
@@ -487,45 +490,68 @@ class _Search:
     def _is_worth(self, storage: int) -> bool:
         return self.parts is not None or self.graph.storages[storage].bytes * _WORTH > self.most
 
-    def _agreed(self, ops: Sequence[int], storages: set[int]) -> dict[int, Way]:
-        """A way for each op: one by which it needs little, and by which its neighbours are cut."""
-        votes: dict[int, dict[int, int]] = {}
-        found: dict[int, Way] = {}
+    def _agreed(self, ops: Sequence[int], storages: Set[int]) -> dict[int, Way]:
+        """A way for each op: one by which it needs little, and such that little is copied from part to part."""
 
-        def vote(op: int, sign: int) -> None:
-            if op in found:
-                for index, cut in self._cut_values(op, found[op]):
-                    mine = votes.setdefault(self.values[index].storage, {})
-                    axis = self._axis(index, cut)
-                    mine[axis] = mine.get(axis, 0) + sign * self._size(index)
-
-        def worth(op: int, place: int, way: Way) -> tuple[int, int, int]:
+        def beyond(op: int, way: Way) -> int:
             least = self._need_in_parts(op, way, min(MOST_PARTS, way.extent))
-            agreed = sum(
-                votes.get(self.values[index].storage, {}).get(self._axis(index, cut), 0)
-                for index, cut in self._cut_values(op, way)
-            )
-            beyond = max(least - self.most, 0) // max(self.most // 8, 1)
-            return -beyond, agreed, -place
+            return max(least - self.most, 0) // max(self.most // 8, 1)
 
-        flexible = [op for op in ops if _is_pointwise(self.captured.calls[op])]
-        fixed = [op for op in ops if op not in set(flexible)]
-        for group in (fixed, flexible, fixed, flexible):
-            for op in group:
-                vote(op, -1)
-                ways = self.ways(op)
-                best = max(range(len(ways)), key=lambda place: worth(op, place, ways[place]))
-                found[op] = ways[best]
-                vote(op, 1)
-        return found
+        ways: dict[int, list[Way]] = {}
+        for op in ops:
+            needs = [beyond(op, way) for way in self.ways(op)]
+            ways[op] = [way for way, need in zip(self.ways(op), needs, strict=True) if need == min(needs)]
+        uses = {op: [self._uses(op, way, storages) for way in ways[op]] for op in ops}
+        others: dict[int, int] = {}  # bytes that ops which stay whole look at
+        cut = set(ops)
+        for op in sorted({op for storage in storages for op in self.graph.uses[storage]} - cut):
+            for storage, _, count in self._uses(op, _AS_ONE, storages).cells:
+                others[storage] = others.get(storage, 0) + count
+        flexible = {op for op in ops if _is_pointwise(self.captured.calls[op])}
+        single = {storage for storage in storages if self._has_one_axis(storage)}
+        chosen = agreed(uses, others, flexible, single)
+        return {op: ways[op][place] for op, place in chosen.items()}
+
+    def _has_one_axis(self, storage: int) -> bool:
+        """Whether a storage is cut along one axis alone, so that who is cut along another copies.
+
+        Cells that are cut along all of them are copied by all. But each part of one who is cut along another axis looks
+        at all cells, which had better be there meanwhile.
+        """
+        return self.graph.storages[storage].bytes <= self.most and storage not in self.ranged
+
+    def _uses(self, op: int, way: Way, storages: Set[int]) -> Uses:
+        """What the parts of an op look at and make."""
+        call = self.captured.calls[op]
+        written = self.graph.ops[op].mutates
+        named = [(index, way.given.get(name)) for name, index in _named_refs(call) if name[0] not in way.unread]
+        made = [(index, way.made.get(place)) for place, index in enumerate(call.results) if index is not None]
+        cells: list[tuple[int, int, int]] = []
+        copied = 0
+        for index, cut in [*named, *made]:
+            value = self.values[index]
+            storage = value.storage
+            count = self._size(index) * (2 if storage in written else 1)  # there and back
+            if storage in storages:
+                cells.append((storage, WHOLE if cut is None else self._axis(index, cut), count))
+            elif cut is not None and prod(value.shape[: cut.dims[0]]) > 1:
+                copied += count  # what is not side by side in memory
+        return Uses(tuple(cells), copied)
 
     def _parts(self, ways: Mapping[int, Way], storages: set[int]) -> dict[int, int]:
         """Into how many parts each op is cut: as few as will do, and as many as its neighbours on the same axis."""
         found: dict[int, int] = {}
         for op, way in ways.items():
-            parts = 1 if self.parts is None else min(self.parts, way.extent)
-            if self.parts is None and self.need(op) > self.most:
-                while parts * 2 <= min(way.extent, MOST_PARTS) and self._need_in_parts(op, way, parts) > self.most:
+            if self.parts is not None:
+                found[op] = min(self.parts, way.extent)
+                continue
+            parts = 1
+            if self.need(op) > self.most:
+                finest = min(way.extent, MOST_PARTS)
+                # What is given whole is there as a whole: finer parts save nothing worth their number.
+                least = self._need_in_parts(op, way, finest)
+                enough = max(self.most, least + least // _NEAR)
+                while parts * 2 <= finest and self._need_in_parts(op, way, parts) > enough:
                     parts *= 2
             found[op] = parts
         changed = True
@@ -660,6 +686,17 @@ class _Search:
 
     def _set_cuts(self, ways: Mapping[int, Way]) -> None:
         found: dict[int, list[set[int]]] = {s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()}
+        looked: dict[int, dict[int, int]] = {}  # bytes by axis
+        for op, way in ways.items():
+            for storage, axis, count in self._uses(op, way, self.axes.keys()).cells:
+                if axis != WHOLE:
+                    counts = looked.setdefault(storage, {})
+                    counts[axis] = counts.get(axis, 0) + count
+        only = {
+            storage: min(counts, key=lambda axis: (-counts[axis], axis))
+            for storage, counts in looked.items()
+            if self._has_one_axis(storage)
+        }
 
         def add(storage: int, box: Box) -> None:
             for ends, (low, high), size in zip(found[storage], box, self.axes[storage].sizes, strict=True):
@@ -668,7 +705,7 @@ class _Search:
         for op, way in ways.items():
             for index, cut in self._cut_values(op, way):
                 storage = self.values[index].storage
-                if storage in self.axes:
+                if storage in self.axes and only.get(storage) in (None, self._axis(index, cut)):
                     ends = self._ends[op]
                     for low, high in itertools.pairwise(ends):
                         box = self.axes[storage].part(self.places[index], cut.dims, *cut.ends(low, high))
@@ -853,8 +890,11 @@ class _Builder:
 
     # Arguments.
 
-    def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box) -> int:
-        """A storage that holds a box of a storage that has cells: a cell, or a copy; zero beyond the edges."""
+    def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, again: bool) -> int:
+        """A storage that holds a box of a storage that has cells: a cell, or a copy; zero beyond the edges.
+
+        With ``again`` other parts of the same op find the same copy.
+        """
         axes = self.search.axes[storage]
         inside = clipped(box, axes.whole())
         found = list(cells(self.search.cuts[storage], inside)) if inside else []
@@ -872,8 +912,8 @@ class _Builder:
             if part is not None:
                 target, source = window_within(box, part), window_within(cell, part)
                 self._copy(like, _windowed(made, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
-        if storage in self.search.ranged:
-            self.fresh[storage, box] = made, like.id  # for the other parts of the same op
+        if again or storage in self.search.ranged:
+            self.fresh[storage, box] = made, like.id
         return made
 
     def _scattered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
@@ -918,7 +958,8 @@ class _Builder:
                 shape = (*value.shape[: dims[0]], last - first, *value.shape[dims[1] :])
             box = _there(box, op)
             stride = _there(axes.strides(place, shape, box, dims), op)
-            return Value(self._gathered(op, storage, value.dtype, box), value.dtype, shape, stride)
+            made = self._gathered(op, storage, value.dtype, box, again=cut is None)
+            return Value(made, value.dtype, shape, stride)
         if cut is None:
             return value
         first, last = cut.ends(low, high)

@@ -1,0 +1,183 @@
+"""Along which axes neighbouring ops are cut, so that few bytes are copied between parts along different ones.
+
+What ops that run in parts pass on is kept in cells. An op that is cut along the same axis finds each of its parts in
+one of them; another one copies its parts together, and one that stays whole copies all. To find the ways to cut all ops
+by which the least is copied is as hard as the best partition of a graph. Here each op in turn takes the way that saves
+the most, given those of the others, until none saves anything (iterated conditional modes: Besag, "On the statistical
+analysis of dirty pictures", Journal of the Royal Statistical Society B 48, 1986). A row of ops often saves something
+only if all change: so neighbours change together as well, the others follow, and it stays so if that pays.
+
+Nothing here knows tensors: ops, storages and axes are numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+# The axis of what is looked at as a whole.
+WHOLE = -1
+# How often neighbours change together, at most: each time all of them do.
+_PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What an op looks at and makes if it is cut in one way.
+
+    Attributes:
+        cells: storages that may have cells, each with the axis along which the op's parts cut it, or ``WHOLE``, and the
+            bytes that are copied if its cells are other ones.
+        copied: further bytes that are copied, whatever the other ops do.
+    """
+
+    cells: tuple[tuple[int, int, int], ...]
+    copied: int = 0
+
+
+def agreed(
+    uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], flexible: Set[int], single: Set[int]
+) -> dict[int, int]:
+    """For each op one of the ways in which it can be cut, such that little is copied.
+
+    Args:
+        uses: by op, of each way, the one that is best for its kernels first: of those that copy as much the first is
+            taken.
+        others: by storage, the bytes that ops which are not cut look at.
+        flexible: ops that can be cut along most axes; neighbours among them change together, too.
+        single: storages with cells along one axis alone, the one that saves the most. All others have cells along all
+            axes on which somebody is cut; if these are several, everybody copies.
+
+    Returns:
+        By op, the place of its way.
+
+    >>> rows = Uses(((7, 0, 100),))
+    >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
+    >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
+    {1: 0, 2: 1}
+    """
+    found = _Agreement(uses, others, single)
+    groups = [*found.neighbours(flexible), *found.neighbours(uses.keys())]
+    for _ in range(_PASSES):
+        turned = [group for group in groups if found.turn(group)]
+        if not turned:
+            break
+    return {op: found.chosen[op] for op in uses}
+
+
+class _Agreement:
+    """Ways that are chosen, with the bytes that are looked at along each axis of a storage."""
+
+    def __init__(self, uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], single: Set[int]) -> None:
+        self._uses, self._single = uses, single
+        self._touched = {
+            op: tuple(dict.fromkeys(storage for way in ways for storage, _, _ in way.cells))
+            for op, ways in uses.items()
+        }
+        self._users: dict[int, list[int]] = {}
+        for op, storages in self._touched.items():
+            for storage in storages:
+                self._users.setdefault(storage, []).append(op)
+        self._looked = {storage: {WHOLE: others.get(storage, 0)} for storage in self._users}
+        self.chosen: dict[int, int] = {}
+        # Those with the fewest ways first, for the others to follow.
+        for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
+            self._take(op, self._best(op))
+        self._settle(uses)
+
+    def _take(self, op: int, place: int) -> None:
+        self._leave(op)
+        self.chosen[op] = place
+        self._count(op, place, 1)
+
+    def _leave(self, op: int) -> None:
+        if op in self.chosen:
+            self._count(op, self.chosen.pop(op), -1)
+
+    def _count(self, op: int, place: int, sign: int) -> None:
+        for storage, axis, count in self._uses[op][place].cells:
+            looked = self._looked[storage]
+            looked[axis] = looked.get(axis, 0) + sign * count
+
+    def _copied(self, storage: int) -> int:
+        looked = self._looked[storage]
+        along = [count for axis, count in looked.items() if axis != WHOLE and count]
+        if not along:
+            return 0
+        saved = max(along) if storage in self._single or len(along) == 1 else 0
+        return looked[WHOLE] + sum(along) - saved
+
+    def _copied_by(self, ops: Iterable[int]) -> int:
+        """Bytes that ops copy, and all others of the same storages."""
+        storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
+        return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
+
+    def _best(self, op: int) -> int:
+        """The way by which the least is copied as the others are now; it is not taken, and neither is another one."""
+        costs: list[int] = []
+        for place in range(len(self._uses[op])):
+            self._take(op, place)
+            costs.append(self._copied_by((op,)))
+        self._leave(op)
+        return costs.index(min(costs))
+
+    def _settle(self, ops: Iterable[int]) -> dict[int, int]:
+        """Let ops change one by one, and those next to them, while that saves copies; those that did, as they were."""
+        before: dict[int, int] = {}
+        queue = deque(ops)
+        waiting = set(queue)
+        while queue:
+            op = queue.popleft()
+            waiting.remove(op)
+            old = self.chosen[op]
+            # Each change saves bytes, or takes an earlier way for as many: so this ends.
+            best = self._best(op)
+            self._take(op, best)
+            if best != old:
+                before.setdefault(op, old)
+                near = sorted(self._next_to(op) - waiting)
+                queue.extend(near)
+                waiting.update(near)
+        return before
+
+    def _next_to(self, op: int) -> set[int]:
+        return {other for storage in self._touched[op] for other in self._users[storage]} - {op}
+
+    def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
+        """The ops in groups: together are those that look at the same storages, or are joined by such."""
+        left = set(ops)
+        found: list[list[int]] = []
+        while left:
+            group = [min(left)]
+            left.remove(group[0])
+            for op in group:  # which grows
+                near = sorted(self._next_to(op) & left)
+                group += near
+                left.difference_update(near)
+            found.append(group)
+        return found
+
+    def turn(self, group: Sequence[int]) -> bool:
+        """Let a group change together, to one axis after the other, where that saves copies; whether it did."""
+        axes = sorted({axis for op in group for way in self._uses[op] for _, axis, _ in way.cells if axis != WHOLE})
+        turned = [axis for axis in axes if self._turn_to(axis, group)]
+        return bool(turned)
+
+    def _turn_to(self, axis: int, group: Sequence[int]) -> bool:
+        turned: dict[int, int] = {}
+        for op in group:
+            along = [place for place, way in enumerate(self._uses[op]) if any(a == axis for _, a, _ in way.cells)]
+            if along and self.chosen[op] not in along:
+                turned[op] = along[0]
+        before = {op: self.chosen[op] for op in turned}
+        everybody = list(self._uses)
+        cost = self._copied_by(everybody)
+        for op, place in turned.items():
+            self._take(op, place)
+        followed = self._settle(sorted({other for op in turned for other in self._next_to(op)}))
+        if self._copied_by(everybody) < cost:
+            return True
+        for op, place in (followed | before).items():
+            self._take(op, place)
+        return False
