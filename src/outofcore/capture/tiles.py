@@ -74,7 +74,9 @@ MOST_PARTS = 64
 # A storage is worth cutting if it takes at least this part of what an op may need.
 _WORTH = 8
 # A part that needs so little more than the least, as a fraction of that, is small enough.
-_NEAR = 16
+_NEAR = 32
+# Of ways that need more than an op may, those are as good as each other that differ by less than this part of that.
+_SAME = 32
 # A result that was made whole, and is gathered again so few ops later, is used as it is.
 _SOON = 6
 
@@ -495,7 +497,7 @@ class _Search:
 
         def beyond(op: int, way: Way) -> int:
             least = self._need_in_parts(op, way, min(MOST_PARTS, way.extent))
-            return max(least - self.most, 0) // max(self.most // 8, 1)
+            return max(least - self.most, 0) // max(self.most // _SAME, 1)
 
         ways: dict[int, list[Way]] = {}
         for op in ops:
