@@ -13,7 +13,8 @@ in each step like inputs, and go back there if they change. Updates are cut by e
 rows.
 
 Parts run depth first: the next op's part as soon as what it needs is there. So of a chain of ops that are cut alike
-no tensor ever exists as a whole. Neighbours along an axis begin their parts at the same places.
+no tensor ever exists as a whole. Ops are cut along such axes that little has to be gathered (``analysis.agreement``),
+and neighbours along an axis begin their parts at the same places.
 
 The same tensors and the same budget of bytes for an op give the same step. The idea to cut ops along dimensions that
 do not mix is that of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken:
@@ -505,8 +506,8 @@ class _Search:
             ways[op] = [way for way, need in zip(self.ways(op), needs, strict=True) if need == min(needs)]
         uses = {op: [self._uses(op, way, storages) for way in ways[op]] for op in ops}
         others: dict[int, int] = {}  # bytes that ops which stay whole look at
-        cut = set(ops)
-        for op in sorted({op for storage in storages for op in self.graph.uses[storage]} - cut):
+        users = {op for storage in storages for op in self.graph.uses[storage]}
+        for op in sorted(users.difference(ops)):
             for storage, _, count in self._uses(op, _AS_ONE, storages).cells:
                 others[storage] = others.get(storage, 0) + count
         flexible = {op for op in ops if _is_pointwise(self.captured.calls[op])}
@@ -515,15 +516,15 @@ class _Search:
         return {op: ways[op][place] for op, place in chosen.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
-        """Whether a storage is cut along one axis alone, so that who is cut along another copies.
+        """Whether a storage is cut along one axis alone, so that ops which are cut along another one copy.
 
-        Cells that are cut along all of them are copied by all. But each part of one who is cut along another axis looks
-        at all cells, which had better be there meanwhile.
+        Of cells that are cut along several, all ops copy. But a part of an op that is cut along another axis looks at
+        all cells, so that these had better stay on the device meanwhile: they do where they need no more than an op.
         """
         return self.graph.storages[storage].bytes <= self.most and storage not in self.ranged
 
     def _uses(self, op: int, way: Way, storages: Set[int]) -> Uses:
-        """What the parts of an op look at and make."""
+        """What the parts of an op look at and make, and the bytes that are copied if that is cut otherwise."""
         call = self.captured.calls[op]
         written = self.graph.ops[op].mutates
         named = [(index, way.given.get(name)) for name, index in _named_refs(call) if name[0] not in way.unread]
