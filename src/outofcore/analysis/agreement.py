@@ -84,7 +84,7 @@ class _Agreement:
         # Those with the fewest ways first, for the others to follow.
         for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
             self._take(op, self._best(op))
-        self._settle(uses)
+        self._settle(sorted(uses))
 
     def _take(self, op: int, place: int) -> None:
         self._leave(op)
@@ -177,6 +177,7 @@ class _Agreement:
             self._take(op, place)
         followed = self._settle(sorted({other for op in turned for other in self._next_to(op)}))
         if self._copied_by(everybody) < cost:
+            self._settle(sorted(turned))  # some may do better still
             return True
         for op, place in (followed | before).items():
             self._take(op, place)
