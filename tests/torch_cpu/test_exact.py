@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -53,6 +53,7 @@ class Ran:
         case: what was trained.
         results: of its steps.
         seen: their arguments, as the step left them.
+        shown: what a user could see before the step was closed.
         moved: bytes copied in.
         again: how many ops ran again.
         in_core: the budget that holds everything in the first step; 0: plain PyTorch.
@@ -61,6 +62,7 @@ class Ran:
     case: Case
     results: list[Any]
     seen: list[Any]
+    shown: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     moved: int = 0
     again: int = 0
     in_core: int = 0
@@ -69,9 +71,13 @@ class Ran:
         """The names of what a user can see that differs by any bit, once results and arguments are the same."""
         assert_same(self.results, other.results)
         assert_same(self.seen, other.seen)
-        left, right = dict(everything(self.case)), dict(everything(other.case))
-        assert left.keys() == right.keys()
-        return [key for key, tensor in right.items() if not torch.equal(left[key], tensor)]
+        closed, right = dict(everything(self.case)), dict(everything(other.case))
+        assert self.shown.keys() == closed.keys() == right.keys()
+        return [
+            key
+            for key, tensor in right.items()
+            if not (torch.equal(self.shown[key], tensor) and torch.equal(closed[key], tensor))
+        ]
 
 
 def run(
@@ -84,10 +90,14 @@ def run(
     """Train; with a budget out of core, and each program proved valid."""
     torch.manual_seed(1234)
     case = make()
-    step: Any = case.step
-    if budget is not None:
-        models, optimizers = list(case.models), list(case.optimizers)
-        step = outofcore.compile(case.step, models, optimizers, budget=budget, home=home, policy=policy)
+    if budget is None:
+        return _ran(case, case.step, None, steps)
+    models, optimizers = list(case.models), list(case.optimizers)
+    with outofcore.compile(case.step, models, optimizers, budget=budget, home=home, policy=policy) as step:
+        return _ran(case, step, budget, steps)
+
+
+def _ran(case: Case, step: Any, budget: int | None, steps: int) -> Ran:
     ran = Ran(case, [], [])
     proved = None
     for _ in range(steps):
@@ -108,6 +118,7 @@ def run(
             ran.again += sum(isinstance(i, Run) and i.again for i in planned.program.instructions)
             ran.moved += step.stats.bytes_in
             ran.in_core = ran.in_core or in_core_budget(step.captured.graph, step.costs)
+    ran.shown = {key: tensor.clone() for key, tensor in everything(case)}
     return ran
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,28 @@ def test_an_operator_that_fails_late_tears_the_step(compiled: Any, monkeypatch: 
     assert any("part old and part new" in note for note in caught.value.__notes__)
     with pytest.raises(StateError, match=r"checkpoint .* compile"):
         step(batch(9))
+
+
+@pytest.mark.parametrize("kind", ["op", "copy", "copy by Python's threads"])
+def test_a_step_that_failed_and_that_nobody_closes_leaves_nothing_behind(
+    kind: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, train = sides()
+    step: Any = outofcore.compile(train, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all")
+    step._session.engine._copies_natively = kind != "copy by Python's threads"
+    step(batch(0))
+    session = weakref.ref(step._session)
+    with monkeypatch.context() as patch:
+        if kind != "op":
+            fail_at(patch, step, "read", 5, TransferError("the disk is gone"))
+        with pytest.raises(Exception, match=r"the disk is gone|index out of range"):
+            step(batch(9) + (1000 if kind == "op" else 0))
+    del step
+    gc.collect()
+    assert session() is None
+    # It takes PyTorch's allocator for itself.
+    with outofcore.budget("1GiB", model):
+        pass
 
 
 def test_an_exception_of_the_users_step_changes_nothing(smallest: int, tmp_path: Path) -> None:

@@ -327,6 +327,10 @@ class Copying:
         if self._library.outofcore_copying_stop(self.handle):
             self._raised = error
 
+    def let_go(self) -> None:
+        """Forget what was raised, which holds the frames of the caller."""
+        self._raised = None
+
     @property
     def failure(self) -> BaseException | None:
         """Why the step was given up; None: it was not."""

@@ -65,6 +65,10 @@ class _Queues(Protocol):
         """Give the step up, unless it was given up before."""
         ...
 
+    def let_go(self) -> None:
+        """Forget why the step was given up: what was raised holds the frames of the caller."""
+        ...
+
 
 class _Progress:
     """How many instructions of each queue are done; who waits sleeps on one condition."""
@@ -91,6 +95,9 @@ class _Progress:
             if self.failure is None:
                 self.failure = error
             self.condition.notify_all()
+
+    def let_go(self) -> None:
+        self.failure = None
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
         done = self.done
@@ -386,9 +393,13 @@ class CpuEngine:
             raise
         finally:
             table.end()
-            _finish(resting, queues)
-        if queues.failure is not None:
-            raise _explained(queues.failure)
+            try:
+                _finish(resting, queues)
+            finally:
+                failure = queues.failure
+                queues.let_go()
+        if failure is not None:
+            raise _explained(failure)
         end = perf_counter()
         self._seconds = end - begin
         self._all_seconds += self._seconds
