@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import capture_cases as cases
@@ -11,6 +12,7 @@ import torch
 from replay import Replay
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import outofcore
 from outofcore.capture import OptimizerUpdate, StateOwner, capture_step
 from outofcore.capture import optimizers as optimizers_module
 from outofcore.capture.captured import Call
@@ -331,3 +333,35 @@ def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         (found,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
         assert set(found) == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters, rate: torch.optim.SGD(parameters, momentum=0.9, weight_decay=rate, foreach=False),
+        lambda parameters, rate: torch.optim.Adam(parameters, weight_decay=rate, foreach=False),
+        lambda parameters, rate: torch.optim.Adamax(parameters, weight_decay=rate, foreach=False),
+    ],
+)
+def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(make: Any, tmp_path: Path) -> None:
+    # With weight decay there is one tensor more; what was measured without it is kept for later steps.
+    def run(rate: float) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 128)
+        optimizer = make(model.parameters(), rate)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        with outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path) as ours:
+            for _ in range(2):
+                ours(torch.ones(4, 256))
+                assert ours.stats.off_plan == 0
+            return ours.planned.program.arena_bytes
+
+    assert run(0.0) < run(0.01)
+    assert run(0.0) == run(0.0)

@@ -443,6 +443,8 @@ class StepRecorder:
         self._tables.ops[pending.place] = op, call_of_update(update, args)
 
 
+# Settings that are 0 at times, as while it warms up, and leave nothing out then.
+_RATES = ("lr", "initial_lr")
 # The arguments of an update: parameters, gradients, and the state of each.
 UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[Ref]]]
 
@@ -466,13 +468,30 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings(update: OptimizerUpdate) -> str:
-    """The settings of the groups that bear on which kernels run."""
+    """The settings of the groups that bear on which kernels run.
+
+    Of a number only whether it is 0, as of a weight decay: then something is left out. How much it is may change in
+    each step, and kernels take as long.
+    """
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
-        group = update.optimizer.param_groups[index]
-        parts += [f"{k}={v}" for k, v in sorted(group.items()) if v is None or isinstance(v, bool | str)]
+        for name, value in sorted(update.optimizer.param_groups[index].items()):
+            if name not in _RATES and (text := _setting(value)) is not None:
+                parts.append(f"{name}={text}")
     return ",".join(parts)
+
+
+def _setting(value: object) -> str | None:
+    match value:
+        case None | bool() | str():
+            return str(value)
+        case int() | float():
+            return "0" if value == 0 else "number"
+        case (int() | float(), *_):
+            return " ".join(str(_setting(each)) for each in value)
+        case _:
+            return None
 
 
 def _unfinished(*_: Any) -> None:
