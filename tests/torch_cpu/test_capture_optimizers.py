@@ -361,7 +361,12 @@ def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(make: A
             for _ in range(2):
                 ours(torch.ones(4, 256))
                 assert ours.stats.off_plan == 0
-            return ours.planned.program.arena_bytes
+            found = ours.planned.program.arena_bytes
+            # By a schedule of the user's, say.
+            optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
+            ours(torch.ones(4, 256))
+            assert ours.stats.off_plan == 0
+            return found
 
     assert run(0.0) < run(0.01)
     assert run(0.0) == run(0.0)

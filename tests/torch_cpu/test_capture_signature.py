@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[Callable[[World], Any], str]] = {
     "first_buffer": (lambda w: w.model[0].register_buffer("extra", torch.zeros(3)), "have been added"),
     "group": (add_group, "have been added"),
     "setting": (lambda w: w.optimizer.param_groups[0].update(nesterov=True), "settings of an optimizer"),
+    "weight_decay": (lambda w: w.optimizer.param_groups[0].update(weight_decay=0.1), "settings of an optimizer"),
     "momentum": (lambda w: w.optimizer.param_groups[0].update(momentum=0.9), "settings of an optimizer"),
     "global": (lambda w: set_scale(3.0), "the variable SCALE changed from 2.0 to 3.0"),
     "closure": (lambda w: w.close(5), "the variable closed changed from 1 to 5"),

@@ -22,8 +22,9 @@ from outofcore.capture.replicas import parallel_models, phase
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
-# Settings of optimizers that take effect in a captured step as they are: numbers are read anew in each step.
-_STATE_MAKING = ("momentum",)
+# Numbers among the settings of optimizers are read anew in each step. Where one of these is 0, there is less state, or
+# updates take less memory.
+_ZERO_SAVES = ("momentum", "weight_decay")
 
 
 class Signature(NamedTuple):
@@ -259,7 +260,7 @@ _SURROUNDINGS: dict[str, Callable[[], Any]] = {
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
     flags = [(k, v) for k, v in group.items() if v is None or v.__class__ is bool or v.__class__ is str]
-    return (*flags, *[bool(group[name]) for name in _STATE_MAKING if name in group])
+    return (*flags, *[bool(group[name]) for name in _ZERO_SAVES if name in group])
 
 
 def _variable(variable: Variable) -> tuple[str, Any]:
