@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shutil
-import sys
-import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -52,17 +49,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _a_failure_keeps_no_step_open() -> Iterator[None]:
-    """pytest keeps the frames of a test that failed; a step in them would be in the way of all tests that follow."""
-    yield
-    failure = getattr(sys, "last_value", None)
-    if isinstance(failure, BaseException):
-        # Its report is made by now.
-        sys.last_value = sys.last_traceback = sys.last_exc = None
-        while failure is not None:
-            traceback.clear_frames(failure.__traceback__)
-            failure = failure.__cause__ or failure.__context__
-        gc.collect()
