@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import outofcore
 
 WIDTH = 144  # a weight of this width is large: it takes more than 64 KiB
+_UPDATING = ("train", "renew")
 
 
 def batch(number: int, rows: int = 8) -> torch.Tensor:
@@ -71,19 +73,26 @@ def plain(seed: int) -> Side:
     return Side(model, optimizer, train, renew, gather, evaluate)
 
 
+@functools.cache
+def _smallest(name: str) -> int:
+    """The smallest budget of a step by its name."""
+    side = plain(0)
+    optimizer = side.optimizer if name in _UPDATING else None
+    smallest = outofcore.smallest_budget(getattr(side, name), side.model, optimizer, inputs=(batch(0),))
+    return 2 * smallest if name == "gather" else smallest  # it adds to gradients, too
+
+
 def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
     side = plain(seed)
-    functions = [(side.train, side.optimizer), (side.renew, side.optimizer), (side.gather, None), (side.evaluate, None)]
     found: list[outofcore.Step] = []
-    for function, optimizer in functions:
-        smallest = outofcore.smallest_budget(function, side.model, optimizer, inputs=(batch(0),))
-        if function is side.gather:
-            smallest *= 2  # it adds to gradients, too
+    for name in ("train", "renew", "gather", "evaluate"):
+        smallest = _smallest(name)
         room = {"smallest": smallest, "half": 3 * smallest // 2, "all": 1 << 28}[budget]
         if found and shared:
             where: dict[str, Any] = {"home": found[0].home}
         else:
             where = {"home": home, "host_budget": host_budget}
+        function, optimizer = getattr(side, name), side.optimizer if name in _UPDATING else None
         found.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **where))
     side.train, side.renew, side.gather, side.evaluate = found
     side.steps = found
