@@ -350,21 +350,15 @@ def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(make: A
         model = torch.nn.Linear(256, 128)
         optimizer = make(model.parameters(), rate)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step, batch = cases.supervised(model, optimizer), cases.classify(256, 128)
         with outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path) as ours:
             for _ in range(2):
-                ours(torch.ones(4, 256))
+                ours(*batch())
                 assert ours.stats.off_plan == 0
             found = ours.planned.program.arena_bytes
             # By a schedule of the user's, say.
             optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
-            ours(torch.ones(4, 256))
+            ours(*batch())
             assert ours.stats.off_plan == 0
             return found
 

@@ -443,7 +443,7 @@ class StepRecorder:
         self._tables.ops[pending.place] = op, call_of_update(update, args)
 
 
-# Settings that are 0 at times, as while it warms up, and leave nothing out then.
+# Learning rates may be 0 while they warm up; the same kernels run then.
 _RATES = ("lr", "initial_lr")
 # The arguments of an update: parameters, gradients, and the state of each.
 UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[Ref]]]
@@ -470,8 +470,8 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 def _settings(update: OptimizerUpdate) -> str:
     """The settings of the groups that bear on which kernels run.
 
-    Of a number only whether it is 0, as of a weight decay: then something is left out. How much it is may change in
-    each step, and kernels take as long.
+    Of a number only whether it is 0: without weight decay, say, an op is left out. Otherwise its value may change from
+    step to step, and the same kernels run.
     """
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
