@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,12 @@ def capturing_thread() -> Callable[[], bool]:
     return lambda: threading.get_ident() == here or threading.current_thread().name.startswith("Dummy-")
 
 
+def class_method(owner: type, name: str) -> Callable[..., Any]:
+    """Return a class method, written in Python or in C, as a function whose first argument is the class."""
+    method = inspect.getattr_static(owner, name)
+    return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set ``owner.name`` to ``value`` and leave no trace afterwards; other threads go on calling what was there.
@@ -28,7 +35,11 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """
     own = vars(owner)
     existed, old = name in own, own.get(name)
-    setattr(owner, name, _for_this_thread(value, old if existed else getattr(owner, name)))
+    if isinstance(value, classmethod):
+        replacement: Any = classmethod(_for_this_thread(value.__func__, class_method(owner, name)))
+    else:
+        replacement = _for_this_thread(value, old if existed else getattr(owner, name))
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
@@ -39,8 +50,6 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _for_this_thread(value: Any, original: Any) -> Any:
-    if isinstance(value, classmethod):
-        return classmethod(_for_this_thread(value.__func__, original.__func__))
     if not callable(value):
         return value
     ours = capturing_thread()

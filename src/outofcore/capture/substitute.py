@@ -20,7 +20,7 @@ from outofcore._torch_internals import (
     is_compiled,
     without_compiled_code,
 )
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import class_method, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
 from outofcore.capture.tables import map_leaves
@@ -157,10 +157,10 @@ class Substitute(TorchFunctionMode):
             with self, provenance.in_backward():
                 return engine(*self.swap(args), **self.swap(kwargs))
 
-        apply = vars(torch.autograd.Function)["apply"]
+        apply = class_method(torch.autograd.Function, "apply")
 
         def substituted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return apply.__func__(cls, *self.swap(args), **self.swap(kwargs))
+            return apply(cls, *self.swap(args), **self.swap(kwargs))
 
         def from_numpy(array: Any) -> Any:
             raise self._refused(_array_refusal())

@@ -26,6 +26,14 @@ Terms = Mapping[int, float]
 Stay = tuple[int, Iterable[tuple[int, int]]]
 
 
+class _SilentHighs(highspy.Highs):
+    """HiGHS without any output: since 1.16 its constructor prints a banner as it enables callbacks."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 - the name of HiGHS
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 class LinearProgram:
     """A linear program to be minimised."""
 
@@ -99,8 +107,7 @@ class LinearProgram:
         lp.a_matrix_.start_ = np.array(self._starts)
         lp.a_matrix_.index_ = np.array(self._columns, dtype=np.int32)
         lp.a_matrix_.value_ = np.array(self._values)
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
+        solver = _SilentHighs()
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("random_seed", 0)
         solver.setOptionValue("solver", "simplex")
