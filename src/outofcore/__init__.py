@@ -19,6 +19,7 @@ from outofcore.errors import (
     TransferError,
     UnitError,
     ValidationError,
+    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ __all__ = [
     "TransferError",
     "UnitError",
     "ValidationError",
+    "VersionError",
     "budget",
     "build",
     "compile",

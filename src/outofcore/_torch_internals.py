@@ -1,53 +1,27 @@
 """Every private name of PyTorch that outofcore leans on, under a public name of ours.
 
-A new release of PyTorch that moves or drops one of them breaks this file alone.
-Checked with torch 2.11 to 2.13.
+A new release of PyTorch that moves or drops one of them breaks this file alone, and of the library only the features
+that need the name: ``require`` refuses those, and names what has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import logging
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunction
-from torch._C._autograd import _get_sequence_nr
-from torch._compile import _disable_dynamo as not_compiled
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    MetadataMismatchError,
-    UnsupportedFakeTensorException,
-    UnsupportedMutationAliasingException,
-    UnsupportedOperatorException,
-)
-from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
-from torch.library import _impls as _library_impls
-from torch.nn import parameter
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from outofcore.errors import VersionError
 
 __all__ = [
     "BACKWARD_ENTRY_POINTS",
@@ -56,12 +30,15 @@ __all__ = [
     "FUNCTIONAL_COLLECTIVES",
     "PARALLEL_SETTINGS",
     "TENSOR_MODULE",
+    "TESTED",
+    "TESTED_TEXT",
     "CompilerMissingError",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "Feature",
     "HigherOrderOperator",
     "MetadataMismatchError",
     "OpOverload",
@@ -88,12 +65,14 @@ __all__ = [
     "has_python_kernel",
     "has_rebuilt_buckets",
     "is_compiled",
+    "is_tested",
     "issuing",
     "keystr",
     "let_device_idle",
     "mark_buckets_rebuilt",
     "mark_stepped",
     "memory_of",
+    "missing",
     "negative_view",
     "node_sequence_number",
     "not_compiled",
@@ -106,6 +85,7 @@ __all__ = [
     "reduction_named",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "require",
     "result_leaves",
     "saved_tensors_of",
     "scatter_reduced",
@@ -129,14 +109,141 @@ __all__ = [
     "without_new_versions",
 ]
 
+# The oldest and the newest release of PyTorch with which the whole test suite passes.
+TESTED = ((2, 11), (2, 15))
+TESTED_TEXT = " to ".join(f"{major}.{minor}" for major, minor in TESTED)
+
+_log = logging.getLogger("outofcore")
+
+
+class Feature(enum.Enum):
+    """A part of the library that needs private names of PyTorch."""
+
+    COMPILE = "outofcore.compile"  # also all that captures a step to plan or to estimate it
+    BUDGET = "outofcore.budget"  # also outofcore.run
+    RECOMPUTE = "recomputation in a loop under outofcore.budget"
+    KERNELS = 'kernels="inductor"'
+    LAZY_MODULES = "lazy modules in outofcore.compile"
+    PARALLEL = "DistributedDataParallel in outofcore.compile"
+    COLLECTIVES = "collectives in outofcore.compile"
+
+
+_missing: dict[Feature, list[str]] = {}
+
+
+class _Substitute(type):
+    """The type of what takes the place of a private name that has gone: whoever calls it is told so."""
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise VersionError(cls.__doc__)
+
+
+def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
+    """Return a private object of PyTorch; where it has gone, ``otherwise``, or what raises when it is called.
+
+    Args:
+        name: dotted, from ``torch`` on.
+        features: what cannot do without it. None: only what calls it.
+        otherwise: what serves as well.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        for feature in features:
+            _missing.setdefault(feature, []).append(name)
+        # An exception, so that it can stand in "except" as well; nothing is ever an instance of it.
+        why = _refusal(features[0].value if features else "this", [name])
+        return _Substitute("Missing", (Exception,), {"__doc__": why}) if otherwise is None else otherwise
+
+
+def _refusal(what: str, names: Sequence[str]) -> str:
+    return (
+        f"{what} cannot work with PyTorch {torch.__version__}: it has no {', '.join(names)}, on which it relies; "
+        f"install a version with which outofcore is tested, {TESTED_TEXT}, or a newer outofcore"
+    )
+
+
+def missing(feature: Feature) -> tuple[str, ...]:
+    """The private names that a feature needs and this PyTorch does not have."""
+    if feature is Feature.KERNELS:
+        _compiler()
+    return tuple(_missing.get(feature, ()))
+
+
+def require(feature: Feature) -> None:
+    """Refuse a feature that needs a name which has gone; warn once of a PyTorch with which nothing was tested.
+
+    Raises:
+        VersionError: this PyTorch lacks a private name that the feature relies on.
+    """
+    _warn_of_untested(torch.__version__)
+    if names := missing(feature):
+        raise VersionError(_refusal(feature.value, names))
+
+
+def is_tested(version: str = torch.__version__) -> bool:
+    """Whether the tests ran with this release of PyTorch, or with an older and a newer one."""
+    release = re.match(r"(\d+)\.(\d+)", version)
+    return release is not None and TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
+
+
+@functools.cache
+def _warn_of_untested(version: str) -> None:
+    if not is_tested(version):
+        _log.warning("PyTorch %s: outofcore is tested with %s; numbers and budgets may not hold", version, TESTED_TEXT)
+
+
+if TYPE_CHECKING:
+    from torch._C import DisableTorchFunction
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        MetadataMismatchError,
+        UnsupportedFakeTensorException,
+        UnsupportedMutationAliasingException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+else:
+    DisableTorchFunction = _private("torch._C.DisableTorchFunction", Feature.COMPILE, Feature.RECOMPUTE)
+    HigherOrderOperator = _private("torch._ops.HigherOrderOperator")
+    OpOverload = _private("torch._ops.OpOverload", Feature.COMPILE)
+    OpOverloadPacket = _private("torch._ops.OpOverloadPacket", Feature.COMPILE)
+    DataDependentOutputException = _private("torch._subclasses.fake_tensor.DataDependentOutputException")
+    DynamicOutputShapeException = _private("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+    FakeTensor = _private("torch._subclasses.fake_tensor.FakeTensor", Feature.COMPILE)
+    FakeTensorMode = _private("torch._subclasses.fake_tensor.FakeTensorMode", Feature.COMPILE)
+    MetadataMismatchError = _private("torch._subclasses.fake_tensor.MetadataMismatchError")
+    UnsupportedFakeTensorException = _private("torch._subclasses.fake_tensor.UnsupportedFakeTensorException")
+    UnsupportedMutationAliasingException = _private(
+        "torch._subclasses.fake_tensor.UnsupportedMutationAliasingException"
+    )
+    UnsupportedOperatorException = _private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
+    TorchDispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", Feature.COMPILE)
+    TreeSpec = _private("torch.utils._pytree.TreeSpec", Feature.COMPILE)
+    keystr = _private("torch.utils._pytree.keystr", Feature.COMPILE)
+    tree_flatten = _private("torch.utils._pytree.tree_flatten", Feature.COMPILE, Feature.BUDGET)
+    tree_flatten_with_path = _private("torch.utils._pytree.tree_flatten_with_path", Feature.COMPILE)
+    tree_unflatten = _private("torch.utils._pytree.tree_unflatten", Feature.COMPILE, Feature.BUDGET)
+
+_dist: Any = torch.distributed
+
 # Where Python code enters the autograd engine: (module, attribute), all bound to one function.
 BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.graph, "_engine_run_backward"),
 )
+for _module, _name in BACKWARD_ENTRY_POINTS:
+    _private(f"{_module.__name__}.{_name}", Feature.COMPILE)
 
 # The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
-FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types
+FOREACH_TENSOR_TYPES: list[type] = _private(
+    "torch.utils._foreach_utils._foreach_supported_types", Feature.COMPILE, otherwise=[]
+)
 
 
 # The module of the methods of tensors that are written in Python.
@@ -148,7 +255,17 @@ FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 # What uninitialised parameters and buffers of lazy modules have in common.
-UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
+UninitializedTensorMixin: Any = _private("torch.nn.parameter.UninitializedTensorMixin", Feature.LAZY_MODULES)
+
+# Do not let torch.compile look into a function.
+not_compiled: Any = _private("torch._compile._disable_dynamo", otherwise=torch.compiler.disable)
+
+# Lets ops run on real tensors where fake ones are being traced.
+real_tensors: Any = _private("torch._subclasses.fake_tensor.unset_fake_temporarily", Feature.COMPILE)
+
+
+_fakes: Any = _private("torch._subclasses", Feature.COMPILE)
+_private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 
 @contextlib.contextmanager
@@ -168,12 +285,17 @@ def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
         def __subclasscheck__(cls, other: type) -> bool:
             return issubclass(other, kind)
 
-    module: Any = torch._subclasses
+    module: Any = _fakes
     module.FakeTensor = Asked("FakeTensor", (), {})
     try:
         yield
     finally:
         module.FakeTensor = kind
+
+
+# Where PyTorch's own object for a storage, or for a tensor, lies.
+_private("torch.UntypedStorage._cdata", Feature.COMPILE, Feature.BUDGET)
+_private("torch.Tensor._cdata", Feature.RECOMPUTE)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -186,6 +308,9 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+_library_impls: set[str] = _private("torch.library._impls", Feature.BUDGET)
+
+
 def has_python_kernel(name: str, overload: str) -> bool:
     """Whether an operator, such as "mylib::mul", runs Python code on the CPU."""
     namespace, _, op = name.partition("::")
@@ -193,14 +318,11 @@ def has_python_kernel(name: str, overload: str) -> bool:
     return any(f"{full}/{key}" in _library_impls for key in ("CPU", "CompositeExplicitAutograd"))
 
 
-def autograd_sequence_number() -> int:
-    """One more than the number of the autograd node made last in this thread."""
-    return _get_sequence_nr()
+# One more than the number of the autograd node made last in this thread.
+autograd_sequence_number: Callable[[], int] = _private("torch._C._autograd._get_sequence_nr", Feature.COMPILE)
 
-
-def current_autograd_node() -> Any | None:
-    """The node that the autograd engine is running in this thread, or None outside of backward."""
-    return torch._C._current_autograd_node()
+# The node that the autograd engine is running in this thread, or None outside of backward.
+current_autograd_node: Callable[[], Any | None] = _private("torch._C._current_autograd_node", Feature.COMPILE)
 
 
 def node_sequence_number(node: Any) -> int:
@@ -216,9 +338,14 @@ def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any
     return step
 
 
+_GLOBAL_HOOKS: tuple[Any, ...] = tuple(
+    _private(f"torch.optim.optimizer._global_optimizer_{when}_hooks", Feature.COMPILE) for when in ("pre", "post")
+)
+
+
 def global_optimizer_hooks() -> bool:
     """Whether hooks are registered that run around the step of every optimizer."""
-    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    return any(_GLOBAL_HOOKS)
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -232,20 +359,26 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+_ATTENTION_FLAGS: tuple[Any, ...] = tuple(
+    _private(f"torch._C._get_{kind}_sdp_enabled", Feature.COMPILE)
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+)
+
+
 def sdp_backends_enabled() -> tuple[bool, ...]:
     """Which implementations of scaled dot-product attention may be chosen."""
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )
+    return tuple(flag() for flag in _ATTENTION_FLAGS)
+
+
+_below_autograd: Any = _private("torch._C._AutoDispatchBelowAutograd", Feature.COMPILE)
+_without_autocast: Any = _private("torch._C._DisableAutocast", Feature.COMPILE, Feature.KERNELS)
+_modes_of_this_thread: Any = _private("torch._C._len_torch_dispatch_stack", Feature.COMPILE)
 
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Run ops as autograd runs them after it has done its own part, with autocast off: as they were recorded."""
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+    with torch.no_grad(), _below_autograd(), _without_autocast():
         yield
 
 
@@ -267,7 +400,7 @@ def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
 
 def replayable() -> bool:
     """Whether no mode of Python's sees the ops of this thread."""
-    return torch._C._len_torch_dispatch_stack() == 0
+    return _modes_of_this_thread() == 0
 
 
 def tensors_returned(func: Callable[..., Any]) -> int:
@@ -302,6 +435,9 @@ def precision_of(backend: Any, op: str) -> str | None:
     return getattr(getattr(backend, op, None), "fp32_precision", None)
 
 
+_private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a call of this module runs code of torch.compile, be it wrapped or compiled in place."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
@@ -318,10 +454,13 @@ def without_compiled_code() -> Iterator[None]:
         yield
 
 
+_without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_current_modes", Feature.COMPILE)
+
+
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Run ops on tensors as they are, past all modes of this thread."""
-    with DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), _without_dispatch_modes():
         yield
 
 
@@ -343,25 +482,34 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+_address: Any = _private("torch._C.TensorBase.data_ptr", otherwise=torch.Tensor.data_ptr)
+
+
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
     """Whether the address of a tensor on the CPU is a multiple of so many bytes, or none is to be had.
 
     Nobody is told that the address was looked at. Where ops are recorded, what runs them later has tensors of its own.
     """
-    if torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor):
+    if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
-    return torch._C.TensorBase.data_ptr(tensor) % bytes_ == 0
+    return _address(tensor) % bytes_ == 0
+
+
+_neg_view: Any = _private("torch._neg_view")
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same bytes that reads as their negative."""
-    return torch._neg_view(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return _neg_view(tensor)
+
+
+_uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
     """Whether another tensor than this one has the same storage."""
     # The tensor, and the object that asks.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+    return _uses_of_storage(tensor.untyped_storage()._cdata) > 2
 
 
 def tensor_impl(tensor: torch.Tensor) -> int:
@@ -369,11 +517,13 @@ def tensor_impl(tensor: torch.Tensor) -> int:
     return tensor._cdata
 
 
+_tensors_taken: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs", Feature.RECOMPUTE)
+
+
 def tensor_at(address: int) -> torch.Tensor:
     """The tensor of an ``at::Tensor`` that native code made with ``new``, and that is deleted here."""
     # The function of this name for one tensor alone does not delete it.
-    native: Any = torch._C
-    (tensor,) = native._aoti.alloc_tensors_by_stealing_from_void_ptrs([_new_capsule(address, None, None)])
+    (tensor,) = _tensors_taken([_new_capsule(address, None, None)])
     return tensor
 
 
@@ -408,6 +558,10 @@ class SavedTensor:
         self._raw.register_hooks(pack, unpack)
 
 
+for _name in ("data", "register_hooks", "unpack_hook"):
+    _private(f"torch._C._autograd.SavedTensor.{_name}", Feature.RECOMPUTE)
+
+
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
     """What an autograd node has saved, but for what has hooks or was freed."""
     for saved, unpacked in _names_of_saved(type(node)):
@@ -434,9 +588,13 @@ def _names_of_saved(kind: type) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-# Of a PyTorch that was built without collectives there is less; nothing here is then called.
-_dist: Any = torch.distributed
-_distributed_extension: Any = getattr(torch._C, "_distributed_c10d", None)
+# A PyTorch that was built without collectives has none of these; nothing here is then called.
+def _collective(name: str, *features: Feature) -> Any:
+    return _private(name, *features) if _dist.is_available() else None
+
+
+_resolve_group: Any = _collective("torch.distributed.distributed_c10d._resolve_process_group", Feature.COLLECTIVES)
+_finished: Any = _collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
 # The functional collectives: what ``torch.distributed`` calls them, and whether they write to their argument.
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all_reduce", False),
@@ -462,7 +620,7 @@ def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, 
 
 def group_named(name: Any) -> Any:
     """The process group that a functional collective names, or is given."""
-    return _dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+    return _resolve_group(name) if isinstance(name, str) else name
 
 
 def unboxed_group(boxed: Any) -> Any:
@@ -472,7 +630,7 @@ def unboxed_group(boxed: Any) -> Any:
 
 def finished_work() -> Any:
     """What an operator of a collective returns beside its result, of work that is done."""
-    return _distributed_extension.FakeWork().boxed()
+    return _finished().boxed()
 
 
 def reduction_named(reduction: Any) -> Any:
@@ -483,6 +641,12 @@ def reduction_named(reduction: Any) -> Any:
     boxed: Any = reduction
     kind = boxed.op() if isinstance(reduction, torch.ScriptObject) else reduction
     return next((name for name, one in names.items() if kind in (one, int(one))), None)
+
+
+for _name in ("_build_params_for_reducer", "_assign_modules_buffers"):
+    _collective(f"torch.nn.parallel.DistributedDataParallel.{_name}", Feature.PARALLEL)
+_first_bucket_bytes: Any = _collective("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", Feature.PARALLEL)
+_buckets_by_size: Any = _collective("torch.distributed._compute_bucket_assignment_by_size", Feature.PARALLEL)
 
 
 def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
@@ -502,7 +666,7 @@ def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
     own: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if own:
         return own, own
-    first = _dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
+    first = _first_bucket_bytes if model.bucket_bytes_cap_default else model.bucket_bytes_cap
     return [sys.maxsize], [first, model.bucket_bytes_cap]
 
 
@@ -517,7 +681,7 @@ def bucket_assignment(
         order: the numbers of the parameters, in the order in which gradients come.
     """
     taken = parameters if order is None else [parameters[index] for index in order]
-    return _dist._compute_bucket_assignment_by_size(taken, limits, [False] * len(parameters), order or [])[0]
+    return _buckets_by_size(taken, limits, [False] * len(parameters), order or [])[0]
 
 
 # Settings of a ``DistributedDataParallel`` under which it does not reduce gradients as it does by default: how the
@@ -544,15 +708,20 @@ def mark_buckets_rebuilt(model: Any) -> None:
     model._has_rebuilt_buckets = True
 
 
+_engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PARALLEL)
+
+
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
     """Have the backward pass that runs now call something when it ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    _engine.queue_callback(call)
+
+
+_same_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter", Feature.PARALLEL)
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:
     """In this context changes of tensors in place do not count for what autograd has saved."""
-    autograd: Any = torch.autograd
-    return autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return _same_versions(tuple(tensors))
 
 
 class CompilerMissingError(Exception):
@@ -598,6 +767,25 @@ _KERNEL_OPTIONS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def _compiler() -> dict[str, Any]:
+    """Load what Inductor consists of: to import it takes seconds, which those who compile nothing need not wait for."""
+    names = (
+        "torch._guards.TracingContext",
+        "torch._guards.tracing",
+        "torch._inductor.config",
+        "torch._inductor.exc",
+        "torch._inductor.compile_fx.compile_fx_inner",
+        "torch._inductor.cpp_builder.get_cpp_compiler",
+        "torch._inductor.decomposition.select_decomp_table",
+        "torch._inductor.virtualized.V",
+        "torch.fx.experimental.proxy_tensor.make_fx",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "torch.utils._triton.has_triton",
+    )
+    return {name.rpartition(".")[2]: _private(name, Feature.KERNELS) for name in names}
+
+
 def compile_traced(
     function: Callable[..., tuple[torch.Tensor, ...]],
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
@@ -617,53 +805,41 @@ def compile_traced(
         CompilerMissingError: there is no compiler.
         Exception: Inductor cannot compile it.
     """
-    # To import this takes seconds, which those who compile nothing need not wait for.
-    from torch._guards import TracingContext, tracing  # noqa: PLC0415
-    from torch._inductor import config, exc  # noqa: PLC0415
-    from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
-    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
-    from torch._inductor.virtualized import V  # noqa: PLC0415
-    from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415
-
-    settings: Any = config
+    compiler = _compiler()
+    settings: Any = compiler["config"]
     known = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
     options = {name: value for name, value in _KERNEL_OPTIONS.items() if name in known} | {"cpp.threads": threads}
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without which nothing is kept, although all sizes are numbers
+    # Without an environment of shapes nothing is cached, although all sizes are numbers.
+    mode = FakeTensorMode(shape_env=compiler["ShapeEnv"]())
     with (
         without_modes(),
         torch.inference_mode(mode=False),
         torch.no_grad(),
-        torch._C._DisableAutocast(),
+        _without_autocast(),
         settings.patch(options),
     ):
-        _check_compiler({device.type for *_, device in layouts}, exc)
+        _check_compiler({device.type for *_, device in layouts}, compiler)
         with mode:
             given = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 for shape, stride, dtype, device in layouts
             ]
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*given)
+            graph = compiler["make_fx"](function, decomposition_table=compiler["select_decomp_table"]())(*given)
         node = next(iter(reversed(graph.graph.nodes)))
         node.meta["user_visible_output_idxs"] = list(range(len(node.args[0])))
-        with V.set_fake_mode(mode), tracing(TracingContext(mode)):
-            compiled: Any = compile_fx_inner(graph, given, is_inference=True)
+        with compiler["V"].set_fake_mode(mode), compiler["tracing"](compiler["TracingContext"](mode)):
+            compiled: Any = compiler["compile_fx_inner"](graph, given, is_inference=True)
     return compiled
 
 
-def _check_compiler(devices: set[str], exceptions: Any) -> None:
+def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:
     if "cpu" in devices:
-        from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
-
         try:
-            get_cpp_compiler()
-        except exceptions.InvalidCxxCompiler as error:
+            compiler["get_cpp_compiler"]()
+        except compiler["exc"].InvalidCxxCompiler as error:
             raise CompilerMissingError("no C++ compiler is there; install g++ or clang++") from error
-    if devices - {"cpu"}:
-        from torch.utils._triton import has_triton  # noqa: PLC0415
-
-        if not has_triton():
-            raise CompilerMissingError("Triton is not installed, or does not know this GPU")
+    if devices - {"cpu"} and not compiler["has_triton"]():
+        raise CompilerMissingError("Triton is not installed, or does not know this GPU")
 
 
 def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

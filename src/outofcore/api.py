@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning, presets
-from outofcore._torch_internals import tree_flatten
+from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
 from outofcore.capture.kernels import Kernels
@@ -312,6 +312,7 @@ def _compiled(
     split: SplitName = "exact",
 ) -> Step[P, R]:
     """What ``compile`` returns; ``alternating`` as for ``Session``."""
+    require(Feature.COMPILE)
     count = parse_bytes(budget)
     chosen = policy_of(policy)
     if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
@@ -379,7 +380,10 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
     """
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
-    return None if name == "eager" else Kernels(compiles)
+    if name == "eager":
+        return None
+    require(Feature.KERNELS)
+    return Kernels(compiles)
 
 
 def _sharing_group(

@@ -12,7 +12,8 @@
     ├── TransferError (also an OSError)     a copy to or from a home failed
     │   └── DeviceError                     the device itself failed, and does nothing more in this process
     ├── StateError (also a RuntimeError)    a step, model or tensor is used in a state that forbids it
-    └── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not come to it
+    ├── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not come to it
+    └── VersionError (also an ImportError)  the installed PyTorch lacks what a feature relies on
 
 Each message says what happened, why, and what to do; where the user's own code is the
 place to act, the message carries its file and line or the module path.
@@ -87,3 +88,7 @@ class StateError(OutOfCoreError, RuntimeError):
 
 class CommunicationError(OutOfCoreError, RuntimeError):
     """A collective failed: another process has ended, or did not come to it in time."""
+
+
+class VersionError(OutOfCoreError, ImportError):
+    """The installed PyTorch lacks a name that a feature relies on; the other features work."""

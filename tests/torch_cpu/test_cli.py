@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from outofcore._torch_internals import TESTED_TEXT
 from outofcore.cli.app import app
 from outofcore.errors import InputError, UnitError
 
@@ -207,6 +208,22 @@ def test_doctor_prints_what_it_sees() -> None:
     names = ("PyTorch", "CPU", "memory speed", "native arena", "measurements", "disk speed", "disk beside ops")
     for name in (*names, "direct I/O", "host speed", "CUDA"):
         assert re.search(rf"^[ !] {name} +\S", result.stdout, re.MULTILINE), name
+    assert f"outofcore is tested with {TESTED_TEXT}" in result.stdout
+    for door in ("compile", "budget"):
+        assert re.search(
+            rf"^  {door} on cpu +3 steps within .* losses as in plain PyTorch", result.stdout, re.MULTILINE
+        )
+
+
+def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel\nat this place")
+
+    monkeypatch.setattr("outofcore.compile", fails, raising=False)
+    result = outofcore("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"^! compile on cpu +RuntimeError: no such kernel$", result.stdout, re.MULTILINE)
+    assert result.stdout.count("losses as in plain PyTorch") == 1
 
 
 def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,13 @@ def test_a_program_is_solved_again_with_another_bound() -> None:
     assert program.minimise() is not None and program.least() == -7.0
     program.bound_row(row, low=11.0)
     assert program.minimise() is None
+
+
+def test_linear_program_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output belongs to the commands: ``plan --json`` has to be JSON."""
+    program = LinearProgram()
+    column = program.variable(1.0, 2.0, 3.0)
+    assert program.minimise() is not None
+    program.bound_row(program.row({column: 1.0}, 0.0, 5.0), 0.0, 4.0)
+    assert program.least() == 3.0
+    assert capfd.readouterr() == ("", "")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from outofcore._torch_internals import UninitializedTensorMixin, without_modes
+from outofcore._torch_internals import Feature, UninitializedTensorMixin, require, without_modes
 from outofcore.capture.patching import patched
 
 _HOOKS = ("_initialize_hook", "_load_hook")
@@ -45,6 +45,8 @@ class LazyInitialisation:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._modules = lazy_modules(models)
+        if self._modules:
+            require(Feature.LAZY_MODULES)
         self._kinds = [type(module) for module in self._modules]
         self._before = [dict(vars(module)) for module in self._modules]
         self._after: list[tuple[type, dict[str, Any]]] = []
@@ -58,6 +60,9 @@ class LazyInitialisation:
     @contextmanager
     def learning(self, mirror: Callable[[torch.Tensor], None]) -> Iterator[None]:
         """Give tensors memory as they learn their shapes, and hand them to ``mirror``."""
+        if not self._modules:
+            yield
+            return
         materialize = UninitializedTensorMixin.materialize
 
         def learned(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:

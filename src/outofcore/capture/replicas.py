@@ -27,6 +27,7 @@ from torch import nn
 
 from outofcore._torch_internals import (
     PARALLEL_SETTINGS,
+    Feature,
     at_the_end_of_backward,
     bucket_assignment,
     has_rebuilt_buckets,
@@ -34,6 +35,7 @@ from outofcore._torch_internals import (
     parallel_buffers,
     parallel_limits,
     parallel_parameters,
+    require,
     without_new_versions,
 )
 from outofcore.analysis.chunks import is_dense
@@ -75,6 +77,7 @@ def check_supported(models: Sequence[nn.Module]) -> None:
         InputError: one has a setting that is not supported.
     """
     for model in parallel_models(models):
+        require(Feature.PARALLEL)
         for what, path, plain in PARALLEL_SETTINGS:
             value: Any = model
             for name in path.split("."):

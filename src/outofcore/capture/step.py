@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, answering_what_is_fake, tree_flatten
+from outofcore._torch_internals import (
+    FAKE_LOGGER,
+    FakeTensorMode,
+    Feature,
+    answering_what_is_fake,
+    require,
+    tree_flatten,
+)
 from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.guard import Guard
@@ -66,8 +73,10 @@ def capture_step(
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
             something behind that would be out of date after the next step, or does something else that one
             graph cannot say. The message names the user's line where there is one.
+        VersionError: this PyTorch lacks a private name on which captures rely.
         Exception: what the user's own code raises, unchanged.
     """
+    require(Feature.COMPILE)
     with TURN:
         lazy = LazyInitialisation(models)
         try:

@@ -660,13 +660,13 @@ def doctor(
         bool, typer.Option("--clear-cache", help="Delete the measurements that are kept, and do nothing else.")
     ] = False,
 ) -> None:
-    """Print what the library sees of this machine, and what is amiss."""
+    """Check this machine and the installed versions, and train a small model through both doors."""
     if clear_cache:
         measured = Cache(default_cache_folder() if cache is None else cache)
         taken = measured.bytes()
         typer.echo(f"{measured.folder}: {measured.clear()} files deleted, {format_bytes(taken)}")
-    else:
-        import_module("outofcore.cli.doctor").doctor(home, cache)
+    elif not import_module("outofcore.cli.doctor").doctor(home, cache):
+        raise typer.Exit(1)
 
 
 def main() -> None:

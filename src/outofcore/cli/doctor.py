@@ -1,14 +1,17 @@
-"""``outofcore doctor``: what the library sees of the machine."""
+"""``outofcore doctor``: check the machine and the installed versions, and train a small model through both doors."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import outofcore
+from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested, missing
 from outofcore.compiling import COMPILERS
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.cuda.backend import CudaBackend
@@ -21,29 +24,98 @@ from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
 from outofcore.units import MIB, format_bytes, format_seconds
 
+# The tensors of the small training take 9 MiB.
+_TRIAL_BUDGET = 4 * MIB
+_TRIAL_STEPS = 3
 
-def doctor(home: str, cache: Path | None) -> None:
-    """Print one line for each thing that matters, as it becomes known; an exclamation mark marks what is amiss.
+
+def doctor(home: str, cache: Path | None) -> bool:
+    """Print one line for each check, as soon as it is done; an exclamation mark marks a problem.
 
     Args:
         home: as on the command line.
         cache: the folder in which measurements are kept; None: the user's own.
+
+    Returns:
+        whether a small model trains through both doors with the losses of plain PyTorch.
 
     Raises:
         SpillError: the home cannot be used.
     """
     (store,) = open_homes(home)
     try:
-        for good, name, text in _findings(store, cache):
-            print(f"{' ' if good else '!'} {name:<18} {text}", flush=True)
+        for is_good, name, text in _findings(store, cache):
+            _print_line(is_good, name, text)
     finally:
         store.close()
+    works = True
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for name, losses_of in (("compile", _compiled_losses), ("budget", _loop_losses)):
+            is_good, text = _trial(losses_of, device, home if device == "cpu" else "host")
+            _print_line(is_good, f"{name} on {device}", text)
+            works = works and is_good
+    return works
+
+
+def _print_line(is_good: bool, name: str, text: str) -> None:
+    print(f"{' ' if is_good else '!'} {name:<18} {text}", flush=True)
+
+
+def _trial(losses_of: Callable[[_Training, str], list[float]], device: str, home: str) -> tuple[bool, str]:
+    """Train a small model through a door, and compare its losses with those of plain PyTorch."""
+    began = time.perf_counter()
+    plain, trained = _Training(device), _Training(device)
+    try:
+        expected = [plain.step(plain.x).item() for _ in range(_TRIAL_STEPS)]
+        losses = losses_of(trained, home)
+    except Exception as error:  # whatever it is, it is the answer
+        return False, f"{type(error).__name__}: {error}".partition("\n")[0]
+    if losses != expected:
+        return False, f"the losses are {losses}, and in plain PyTorch {expected}"
+    seconds = format_seconds(time.perf_counter() - began)
+    return True, f"{_TRIAL_STEPS} steps within {format_bytes(_TRIAL_BUDGET)}, losses as in plain PyTorch; {seconds}"
+
+
+class _Training:
+    """A small model, the same each time, with its optimizer and its input."""
+
+    def __init__(self, device: str) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)]
+            self.model = nn.Sequential(*layers).to(device)
+            self.x = torch.rand(256, 256).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.model(x) - x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def _compiled_losses(training: _Training, home: str) -> list[float]:
+    model, device = training.model, str(training.x.device)
+    with outofcore.compile(
+        training.step, model, training.optimizer, budget=_TRIAL_BUDGET, device=device, home=home, cache=False
+    ) as step:
+        return [step(training.x).item() for _ in range(_TRIAL_STEPS)]
+
+
+def _loop_losses(training: _Training, home: str) -> list[float]:
+    with outofcore.budget(_TRIAL_BUDGET, training.model, home=home, cache=False):
+        return [training.step(training.x).item() for _ in range(_TRIAL_STEPS)]
 
 
 def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str, str]]:
     machine = this_machine()
     yield True, "outofcore", f"{outofcore.__version__}, Python {machine.python}, {machine.kernel}"
-    yield True, "PyTorch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    yield is_tested(), "PyTorch", f"{torch.__version__}, {threads}; outofcore is tested with {TESTED_TEXT}"
+    for feature in Feature:
+        if names := missing(feature):
+            yield False, "PyTorch", f"{feature.value} does not work: {', '.join(names)} is missing"
     yield True, "CPU", f"{machine.cpu}, {machine.cores} cores"
     available = available_memory_bytes()
     free = "" if available is None else f", {format_bytes(available)} available"

@@ -21,9 +21,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
+    Feature,
+    missing,
     not_compiled,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
+    require,
     storage_address,
 )
 from outofcore.capture.provenance import user_line, users_part
@@ -116,6 +119,7 @@ class Loop:
         check: Check = Check.SAMPLED,
         beside: bool = False,
     ) -> None:
+        require(Feature.BUDGET)
         self._limit = limit
         self._models = tuple(models)
         self._device = device  # of a GPU, with its index
@@ -202,7 +206,8 @@ class Loop:
             if self._policy is not None:
                 self._planner = BackgroundPlanner(self._limit, self._policy)
                 undo.callback(self._planner.close)
-                if not self._on_gpu and isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0:
+                wanted = isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0
+                if wanted and not self._on_gpu and not missing(Feature.RECOMPUTE):
                     self._trial = RecomputeTrial(Recipes(space))
             self._undo = undo.pop_all()
         return self

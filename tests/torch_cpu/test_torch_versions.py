@@ -1,0 +1,207 @@
+"""What happens with a PyTorch that was not tested, or that lacks a private name on which the library relies."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pkgutil
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from outofcore import _torch_internals as internals
+from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested
+from outofcore.capture.patching import class_method, patched
+from outofcore.errors import VersionError
+
+SOURCE = Path(str(internals.__file__))
+ROOT = Path(__file__).parents[2]
+
+
+class Number(int):
+    """A class that inherits a class method written in C."""
+
+
+def test_patched_replaces_a_class_method_of_c_for_this_thread_alone() -> None:
+    plain = class_method(Number, "from_bytes")
+
+    def negated(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return cls(-plain(cls, *args, **kwargs))
+
+    seen: list[int] = []
+    with patched(Number, "from_bytes", classmethod(negated)):
+        thread = threading.Thread(target=lambda: seen.append(Number.from_bytes(b"\x05", "big")))
+        thread.start()
+        thread.join()
+        assert Number.from_bytes(b"\x05", "big") == -5
+    assert seen == [5]
+    assert type(seen[0]) is Number
+    assert "from_bytes" not in vars(Number)
+    assert Number.from_bytes(b"\x05", "big") == 5
+
+
+def loaded_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, loaded where PyTorch does not have a private name."""
+    resolve = pkgutil.resolve_name
+
+    def resolved(wanted: str) -> Any:
+        if wanted == name:
+            raise AttributeError(wanted)
+        return resolve(wanted)
+
+    spec = importlib.util.spec_from_file_location("outofcore._internals_for_a_test", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", resolved)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        for feature in module.Feature:
+            module.missing(feature)
+    return module
+
+
+def test_each_private_name_that_is_gone_is_reported_for_its_features_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, asked = pkgutil.resolve_name, []
+    with monkeypatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", lambda name: asked.append(name) or resolve(name))
+        whole = loaded_without("", monkeypatch)
+    assert not any(whole.missing(feature) for feature in whole.Feature)
+    assert len(asked) > 60
+    refused: set[str] = set()
+    for name in asked:
+        module = loaded_without(name, monkeypatch)
+        for feature in module.Feature:
+            if names := module.missing(feature):
+                assert names == (name,)
+                refused.add(feature.name)
+                with pytest.raises(VersionError, match=re.escape(name)) as raised:
+                    module.require(feature)
+                assert feature.value in str(raised.value)
+                assert TESTED_TEXT in str(raised.value)
+    assert refused == {feature.name for feature in Feature}
+
+
+def test_private_names_are_looked_up_where_they_may_be_missing() -> None:
+    """A plain import or attribute of a private name would end ``import outofcore`` where the name is gone."""
+    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    checked_by_types = next(
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    tree.body[tree.body.index(checked_by_types)] = ast.If(ast.Constant(True), checked_by_types.orelse, [])
+    names = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"torch(\.\w+)*\._(?!_)\w", ast.unparse(node))
+    ]
+    names += [
+        str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "._" in str(node.module)
+    ]
+    # Looked up where it is called, by benchmarks and by a measurement of a GPU.
+    assert set(names) <= {
+        "torch._functorch",
+        "torch._functorch.config",
+        "torch._functorch.config.activation_memory_budget",
+        "torch.cuda._sleep",
+    }
+
+
+DOORS = """
+import pkgutil, sys
+import torch
+gone = set(sys.argv[2].split(","))
+resolve = pkgutil.resolve_name
+def resolved(name):
+    if name in gone:
+        raise AttributeError(name)
+    return resolve(name)
+pkgutil.resolve_name = resolved
+import outofcore
+if sys.argv[3]:
+    from outofcore import _torch_internals
+    _torch_internals.TESTED = ((1, 0), (1, 1))
+
+def train(door, make=lambda: torch.nn.Linear(64, 64), **options):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+    x = torch.ones(8, 64)
+    if door == "plain":
+        return step(x).item()
+    if door == "compile":
+        with outofcore.compile(step, model, optimizer, budget="1MiB", cache=False, home="host", **options) as run:
+            return run(x).item()
+    with outofcore.budget("1MiB", model, cache=False, home="host"):
+        return step(x).item()
+
+def tried(name, *args, **options):
+    try:
+        print(name, "works" if train(*args, **options) == train("plain", *args[1:]) else "differs")
+    except outofcore.VersionError as error:
+        print(name, "refused:", error)
+
+for name in sys.argv[1].split(","):
+    if name == "lazy":
+        tried(name, "compile", lambda: torch.nn.LazyLinear(64))
+    elif name == "kernels":
+        tried(name, "compile", kernels="inductor")
+    else:
+        tried(name, name)
+"""
+
+
+def doors(names: str, gone: str = "", untested: str = "") -> tuple[list[str], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", DOORS, names, gone, untested], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gone", "refused"),
+    [
+        ("torch._subclasses.fake_tensor.FakeTensorMode", {"compile", "lazy", "kernels"}),
+        ("torch.library._impls", {"budget"}),
+        (
+            "torch.nn.parameter.UninitializedTensorMixin,torch._inductor.compile_fx.compile_fx_inner",
+            {"lazy", "kernels"},
+        ),
+    ],
+)
+def test_doors_refuse_by_name_what_is_missing_and_the_rest_works(gone: str, refused: set[str]) -> None:
+    lines, _ = doors("compile,budget,lazy,kernels" if "inductor" in gone else "compile,budget,lazy", gone)
+    for line in lines:
+        name, _, answer = line.partition(" ")
+        if name in refused:
+            assert any(lost in answer for lost in gone.split(","))
+        else:
+            assert answer == "works"
+
+
+def test_untested_torch_is_warned_of_once_with_the_tested_range() -> None:
+    lines, errors = doors("compile,budget", untested="untested")
+    assert lines == ["compile works", "budget works"]
+    assert errors.count(f"PyTorch {torch.__version__}: ") == errors.count(TESTED_TEXT) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.10.1", False), ("2.11.0", True), ("2.13.0+cpu", True), ("2.99.0a0+git1", False), ("3.0", False), ("x", False)],
+)
+def test_is_tested_compares_releases(version: str, expected: bool) -> None:
+    assert is_tested(version) is expected
