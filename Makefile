@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
+.PHONY: help setup test test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
 	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
@@ -30,6 +30,18 @@ setup: $(STAMP)  ## make .venv with everything pinned
 
 test: setup  ## run all tests; those for CUDA skip themselves without a GPU
 	$(BIN)/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+
+# What pip installs today: nothing is pinned, but the oldest supported PyTorch in one of them. Each takes some 6 GB.
+test-in-newest: TORCH := torch
+test-in-oldest: TORCH := torch==2.11.*
+test-newest: test-in-newest  ## run all tests with what pip installs today, nothing pinned
+test-oldest: test-in-oldest  ## the same with the oldest supported PyTorch
+test-in-%:
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/python -m pip install --quiet --upgrade pip
+	build/$*/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable . --group dev "$(TORCH)"
+	build/$*/bin/python -m pip list --format=freeze | grep -E '^(torch|highspy|numpy|msgspec|transformers|accelerate)=='
+	build/$*/bin/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
 
 check: setup  ## lint, format, types, layers, tests, README: what must pass before a change goes in
 	$(BIN)/ruff check .

@@ -132,10 +132,12 @@ _missing: dict[Feature, list[str]] = {}
 
 
 class _Substitute(type):
-    """The type of what takes the place of a private name that has gone: whoever calls it is told so."""
+    """The type of what takes the place of a private name that has gone: to call it raises."""
+
+    refusal: VersionError
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        raise VersionError(cls.__doc__)
+        raise cls.refusal
 
 
 def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
@@ -152,12 +154,12 @@ def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
         for feature in features:
             _missing.setdefault(feature, []).append(name)
         # An exception, so that it can stand in "except" as well; nothing is ever an instance of it.
-        why = _refusal(features[0].value if features else "this", [name])
-        return _Substitute("Missing", (Exception,), {"__doc__": why}) if otherwise is None else otherwise
+        refusal = _refusal_of(features[0].value if features else "this", [name])
+        return _Substitute("Missing", (Exception,), {"refusal": refusal}) if otherwise is None else otherwise
 
 
-def _refusal(what: str, names: Sequence[str]) -> str:
-    return (
+def _refusal_of(what: str, names: Sequence[str]) -> VersionError:
+    return VersionError(
         f"{what} cannot work with PyTorch {torch.__version__}: it has no {', '.join(names)}, on which it relies; "
         f"install a version with which outofcore is tested, {TESTED_TEXT}, or a newer outofcore"
     )
@@ -178,7 +180,7 @@ def require(feature: Feature) -> None:
     """
     _warn_of_untested(torch.__version__)
     if names := missing(feature):
-        raise VersionError(_refusal(feature.value, names))
+        raise _refusal_of(feature.value, names)
 
 
 def is_tested(version: str = torch.__version__) -> bool:

@@ -35,7 +35,7 @@ def test_a_planners_fault_is_not_the_users() -> None:
 
 def test_all_errors_have_one_root() -> None:
     found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert len(found) == 13
+    assert len(found) == 14
     assert all(issubclass(error, errors.OutOfCoreError) for error in found)
 
 
