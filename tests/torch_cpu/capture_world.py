@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,12 @@ def picture(world: World) -> Any:
         world.scheduler.state_dict(),
         torch.get_rng_state(),
         random.getstate(),
-        (nn.Module.__call__, torch.autograd.Function.apply.__func__, torch.get_rng_state, torch.manual_seed),
+        (
+            nn.Module.__call__,
+            inspect.getattr_static(torch.autograd.Function, "apply"),
+            torch.get_rng_state,
+            torch.manual_seed,
+        ),
         (torch.from_numpy, torch.autograd.graph._engine_run_backward, torch.amp.GradScaler.scale, type(optimizer).step),
         torch.is_grad_enabled(),
     )
