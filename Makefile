@@ -8,12 +8,14 @@ GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_
 	manylinux1_x86_64
 GPU_STUB := build/gpu-stub
 GPU_STUB_PYTHON ?= $(GPU_STUB)/venv/bin/python
+# The oldest that is supported. The newest: make gpu-stub GPU_STUB=build/gpu-stub-newest GPU_STUB_TORCH=torch
+GPU_STUB_TORCH ?= torch==2.11.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-gpu bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
+.PHONY: help setup test test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
 	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
@@ -135,8 +137,8 @@ bench-compare: setup  ## every policy on every model of the zoo, side by side
 bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
 	$(BIN)/python benchmarks/g10.py $(INSTANCES)
 
-gpu-visit:  ## on a machine with a GPU, no network needed: all that wants one, piece by piece; ONLY=A,B does a part
-	$(GPU_PYTHON) tools/gpu_visit.py $(if $(ONLY),--only $(ONLY))
+gpu-visit:  ## on a machine with a GPU, no network needed: all that wants one; PARTS=9-11 or SECONDS=540
+	$(GPU_PYTHON) tools/gpu_visit.py $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 # Without what such a machine has, PyTorch and numpy; below 20 MB.
 gpu-wheels:  ## wheels for gpu-visit on a machine that has PyTorch and no network, in the folder .gpu-wheels
@@ -149,16 +151,13 @@ gpu-wheels:  ## wheels for gpu-visit on a machine that has PyTorch and no networ
 # The default wheel for Linux is the CUDA build: 5 GB with the packages that it needs.
 $(GPU_STUB)/venv/bin/python:
 	$(PYTHON) -m venv $(GPU_STUB)/venv
-	$@ -m pip install --quiet --disable-pip-version-check torch numpy highspy msgspec typer rich pytest
+	$@ -m pip install --quiet --disable-pip-version-check $(GPU_STUB_TORCH) numpy highspy msgspec typer rich pytest
 
 gpu-stub: $(GPU_STUB_PYTHON)  ## the CUDA build of PyTorch on a runtime without a device, no GPU needed; ONLY=bits,races does a part
 	$(GPU_STUB_PYTHON) tests/cuda/stub/suite.py $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS))
 
-gpu-predictions: setup  ## what the planner expects of the rows of gpu-visit's comparison, without a GPU; ROWS=1,3 does a part
+gpu-predictions: setup  ## caps, batches and times of gpu-visit's rows as the planner predicts them, without a GPU; ROWS=1,3 does a part
 	$(BIN)/python tools/gpu_rows.py --predict $(ROWS)
-
-bench-gpu: setup  ## throughput under one memory cap, beside what else trains large models on one GPU
-	$(BIN)/python benchmarks/gpu.py
 
 bench-state: setup  ## train a GPT born on disk, from birth to a checkpoint and on from it
 	$(BIN)/python benchmarks/state.py

@@ -1,7 +1,10 @@
-"""The pieces of a visit to a GPU: see ``gpu_visit.py``, which starts each in a process of its own.
+"""The measurements of a visit to a GPU: see ``gpu_visit.py``, which runs them in processes of this file.
 
-What a piece finds it prints as lines of JSON behind a mark; all else is for the log. Each part of a piece is tried by
-itself, so that one that fails leaves the rest. Has run on a runtime without a device; not on a GPU yet.
+    gpu_pieces.py [--small] NAME...
+
+Each measurement is a function that returns what it found, with a sentence under "say", and raises what went wrong. The
+first that fails ends the process: nobody knows in which state the device is then. None has run on a GPU yet; all run on
+a runtime without a device (``make gpu-stub ONLY=visit``).
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import json
+import mmap
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -21,98 +25,121 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gpu_visit import MARK, ROOT
 
-MIB, GIB = 1 << 20, 1 << 30
-FAILED: list[str] = []
-START = time.monotonic()
+sys.path[1:1] = [str(ROOT / "tests" / "cuda"), str(ROOT / "tests" / "shared")]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+Found = dict[str, Any]
+# A followed loop's workspaces and requests below 64 KiB lie beside its budget: cuBLAS takes 33 MiB for each of two
+# threads, and the caching allocator takes segments of 2 and 20 MiB.
+_BESIDE_A_LOOP = 128 * MIB
+_UNTIL_PLANNED_S = 45
 
 
-def tell(**answer: Any) -> None:
+class WrongBitsError(Exception):
+    """What was trained has other bits than in plain PyTorch."""
+
+
+class OverBudgetError(Exception):
+    """More memory of the device was taken than the budget allows."""
+
+
+class RefusedError(Exception):
+    """Something that has to work did not."""
+
+
+def tell(**result: Any) -> None:
     """Print a result."""
-    print(f"{MARK}{json.dumps(answer, default=str)}", flush=True)
+    print(f"{MARK}{json.dumps(result, default=str)}", flush=True)
 
 
-@contextlib.contextmanager
-def part(piece: str, name: str) -> Iterator[dict[str, Any]]:
-    """Try a part, and tell what it found or how it failed."""
-    found: dict[str, Any] = {}
-    begin = time.monotonic()
-    print(f"--- {piece} {name}", flush=True)
+def output_of(*command: str) -> str:
+    """Return what a command prints, or how it failed."""
     try:
-        yield found
-    except Exception as error:  # whatever it is, the rest is tried
-        traceback.print_exc()
-        FAILED.append(name)
-        first = str(error).splitlines()[0][:300] if str(error) else ""
-        tell(**{**found, "piece": piece, "part": name, "error": type(error).__name__, "detail": str(error)[:1500]})
-        tell(piece=piece, say=f"! {name}: {type(error).__name__}: {first}"[:160])
-    else:
-        tell(**{"piece": piece, "part": name, "part_s": round(time.monotonic() - begin, 2), **found})
-
-
-def left(seconds: float) -> float:
-    """Seconds until the limit."""
-    return seconds - (time.monotonic() - START)
-
-
-def said(command: Sequence[str], limit: float = 30) -> str:
-    """What a command prints; how it failed, if it did."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     return (done.stdout + done.stderr).strip()
 
 
-# A: the machine
+# Part 1: the machine
 
 
-def machine(seconds: float, small: bool) -> None:
-    """What is here."""
-    for command in (["nvidia-smi"], ["nvidia-smi", "-q"], ["lscpu"], ["free", "-g"], ["df", "-h"], ["uname", "-a"]):
-        print(f"$ {' '.join(command)}\n{said(command)}", flush=True)
-    print(said(["bash", "-c", "ulimit -a; cat /sys/kernel/mm/transparent_hugepage/*enabled; c++ --version"]))
-    print(said([sys.executable, "-m", "pip", "list"]), flush=True)
-    with part("A", "host memory") as found:
-        before = _meminfo()
-        count = (256 * MIB) if small else min(100 * GIB, int(_physical() * 0.9))
-        begin = time.monotonic()
-        _touch(count)
-        found.update(touched_gib=count / GIB, touch_s=time.monotonic() - begin, before=before, after=_meminfo())
-        tell(
-            piece="A",
-            say=f"host memory: {before['MemTotal'] >> 20} GiB before, {found['after']['MemTotal'] >> 20} GiB after "
-            f"{count / GIB:.0f} GiB were touched in {found['touch_s']:.0f} s",
-        )
-    with part("A", "torch") as found:
-        import torch
+def native_code(small: bool) -> Found:
+    """Build the three libraries of a GPU, and those of the planner, side by side."""
+    begin = time.monotonic()
+    import torch
 
-        properties = torch.cuda.get_device_properties(0)
-        free, total = torch.cuda.mem_get_info(0)
-        found.update(
-            torch=torch.__version__,
-            cuda=torch.version.cuda,
-            cudnn=torch.backends.cudnn.version(),
-            device=properties.name,
-            capability=[properties.major, properties.minor],
-            total=total,
-            free=free,
-            context_bytes=total - free,
-            python=sys.version,
-        )
-        tell(piece="A", say=f"{properties.name}, {total / GIB:.0f} GiB, PyTorch {torch.__version__}")
-    with part("A", "native code") as found:
-        from outofcore.execution.native import Flavor, load_native
+    from outofcore.execution.native import Flavor, load_native
+    from outofcore.execution.replay import load_replay
+    from outofcore.follow.native import load_paging
+    from outofcore.planning.placement import compiled as placing
+    from outofcore.planning.remat import compiled as searching
 
-        begin = time.monotonic()
-        native = load_native(Flavor.CUDA)
-        found.update(build_s=time.monotonic() - begin, reason=native.reason)
-        if native.library is None:
-            raise RuntimeError(native.reason)
+    found: Found = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
+    seconds: dict[str, float] = {}
+
+    def build(name: str, load: Callable[[], Any]) -> None:
+        started = time.monotonic()
+        library = load()
+        seconds[name] = round(time.monotonic() - started, 1)
+        if library is None or getattr(library, "library", library) is None:
+            raise RefusedError(f"{name}: {getattr(library, 'reason', 'not built')}")
+
+    jobs: dict[str, Callable[[], Any]] = {
+        "paging-cuda": lambda: load_paging(Flavor.CUDA),
+        "replay": load_replay,
+        "arena-cuda": lambda: load_native(Flavor.CUDA),
+        "placement": placing.load_compiled,
+        "remat": searching.load_compiled,
+    }
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(build, name, load) for name, load in jobs.items()]:
+            done.result()
+    told = ", ".join(f"{name} {taken:.0f} s" for name, taken in seconds.items())
+    return {**found, "build_s": seconds, "say": f"import {found['import_s']:.1f} s, then side by side {told}"}
+
+
+def machine(small: bool) -> Found:
+    """Find out what is here; the details go to the log."""
+    import torch
+
+    for command in ("nvidia-smi", "nvidia-smi -q", "nvidia-smi topo -m", "lscpu", "free -g", "df -h", "uname -a"):
+        print(f"$ {command}\n{output_of(*command.split())}", flush=True)
+    print(output_of("bash", "-c", "ulimit -a; head /sys/kernel/mm/transparent_hugepage/*enabled; c++ --version"))
+    print(output_of(sys.executable, "-m", "pip", "list"), flush=True)
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    found: Found = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "device": properties.name,
+        "capability": [properties.major, properties.minor],
+        "total": total,
+        "context_bytes": total - free,
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": sys.version,
+    }
+    say = f"{properties.name}, {total / GIB:.0f} GiB, of which {(total - free) / MIB:.0f} MiB in use; "
+    return {**found, "say": f"{say}PyTorch {torch.__version__}, cuDNN {found['cudnn']}, {found['cpus']} processors"}
+
+
+def host_memory(small: bool) -> Found:
+    """Touch 8 GiB from several processes: some machines get theirs only as it is used."""
+    before, count = _meminfo(), 64 * MIB if small else 8 * GIB
+    begin = time.monotonic()
+    _touch(count)
+    taken, after = time.monotonic() - begin, _meminfo()
+    say = f"{after['MemTotal'] >> 20} GiB, {after['MemAvailable'] >> 20} GiB of them to be had; "
+    return {"before": before, "after": after, "say": f"{say}{count / GIB:.1f} GiB touched in {taken:.1f} s"}
 
 
 def _meminfo() -> dict[str, int]:
@@ -121,12 +148,7 @@ def _meminfo() -> dict[str, int]:
     return {line.split()[0].rstrip(":"): int(line.split()[1]) for line in lines if line.startswith(wanted)}
 
 
-def _physical() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _touch(count: int) -> None:
-    """Touch so much memory from several processes: some machines get theirs only as it is used."""
     code = "import mmap,sys; m=mmap.mmap(-1,int(sys.argv[1])); [m.__setitem__(i,1) for i in range(0,len(m),4096)]"
     parts = max(min(os.cpu_count() or 1, 8), 1)
     processes = [subprocess.Popen([sys.executable, "-c", code, str(count // parts)]) for _ in range(parts)]
@@ -134,28 +156,45 @@ def _touch(count: int) -> None:
         process.wait()
 
 
-# B: primitives
+# Part 2: streams, arena and links
 
 
-def primitives(seconds: float, small: bool) -> None:
-    """What a step is made of, without a step."""
+def _driver() -> Any:
     import torch
 
-    from outofcore.execution.cuda.backend import CudaBackend
     from outofcore.execution.cuda.driver import CudaDriver
+
+    return CudaDriver(torch.device("cuda", 0))
+
+
+@contextlib.contextmanager
+def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
+    """Open a pinned home and an arena of so many bytes."""
+    from outofcore.execution.cuda.backend import CudaBackend
+
+    home = CudaBackend(driver.device, driver).home(count)
+    home.ensure(count)
+    arena = driver.open_arena(count, MIB)
+    try:
+        yield home, arena
+    finally:
+        driver.synchronize()
+        arena.close()
+        home.close()
+
+
+def tape(small: bool) -> Found:
+    """Copy there and back by a tape, in which one copy waits for the other."""
+    import torch
+
     from outofcore.execution.cuda.interface import Copy, Record, Stream, Wait
 
-    device = torch.device("cuda", 0)
-    driver = CudaDriver(device)
-    with part("B", "streams, marks and a tape"):
-        home = CudaBackend(device, driver).home(64 * MIB)
-        home.ensure(16 * MIB)
-        arena = driver.open_arena(16 * MIB, MIB)
-        host, there = home.face(0, 8 * MIB), arena.view(0, 8 * MIB)
+    driver = _driver()
+    with _home_and_arena(driver, 16 * MIB) as (home, arena):
+        host, there, back = home.face(0, 8 * MIB), arena.view(0, 8 * MIB), home.face(8 * MIB, 8 * MIB)
         host.random_(0, 255)
-        kept, mark = host.clone(), driver.mark()
+        mark = driver.mark()
         with driver.step(None):
-            back = home.face(8 * MIB, 8 * MIB)
             play = driver.tape(
                 [
                     Copy(Stream.COPY_IN, 0, there, host),
@@ -164,163 +203,143 @@ def primitives(seconds: float, small: bool) -> None:
                     Copy(Stream.COPY_OUT, 1, back, there),
                 ]
             )
-            for _ in range(3):
+            for number in range(3):
                 back.zero_()
                 play()
                 driver.synchronize()
-                if not torch.equal(back, kept):
-                    raise RuntimeError("what a tape has copied there and back is not what it was")
-        arena.close()
-        home.close()
-    with part("B", "a disk, one way and both at once") as found:
-        from outofcore.execution.homes import DiskHome
+                if not torch.equal(back, host):
+                    wrong = int((back != host).sum())
+                    raise WrongBitsError(f"{wrong} bytes that a tape copied there and back differ, time {number + 1}")
+    return {"say": "copied there and back three times"}
 
-        disk = DiskHome(tempfile.mkdtemp(prefix="gpu-visit-", dir=os.environ.get("TMPDIR")))
-        disk.ensure(32 * MIB)
-        memory = driver.staging(16 * MIB)
-        memory.fill_(7)
-        halves = {Stream.WRITE: (0, memory[: 8 * MIB]), Stream.READ: (16 * MIB, memory[8 * MIB :])}
-        rates: dict[str, float] = {}
-        count = 4 if small else 32
-        with driver.step(None):
-            driver.transfer(Stream.WRITE, -1, disk, 16 * MIB, memory[8 * MIB :])
-            driver.synchronize()
-            for ways in ((Stream.WRITE,), (Stream.READ,), (Stream.WRITE, Stream.READ)):
-                begin = time.monotonic()
-                for _ in range(count):
-                    for stream in ways:
-                        driver.transfer(stream, -1, disk, *halves[stream])
-                driver.synchronize()
-                taken = time.monotonic() - begin
-                rates[" and ".join(way.name for way in ways)] = count * len(ways) * 8 * MIB / taken
-        threads = 0 if driver._lanes is None else len(driver._lanes.of)
-        found.update(bytes_per_s=rates, direct=disk.direct, right=int(memory.min()) == int(memory.max()) == 7)
-        found.update(threads=threads)
-        told = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in rates.items())
-        tell(piece="B", say=f"{'' if threads == 2 else '! '}a disk, GB/s: {told}; threads of its own: {threads}")
-        disk.close()
-    with part("B", "pinning") as found:
-        rates = {}
-        for count in (64 * MIB, GIB, *(() if small else (8 * GIB, 32 * GIB))):
-            if count > _physical() // 2:
-                continue
-            home = CudaBackend(device, driver).home(count)
+
+def arena(small: bool) -> Found:
+    """Serve a request at its planned place."""
+    import torch
+
+    from outofcore.execution.arena import ScopeTable
+
+    opened = _driver().open_arena(4 * MIB, MIB)
+    table = ScopeTable(opened, [[(MIB, 512 * KIB)]])
+    table.begin(0)
+    one = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    table.end()
+    at = one.data_ptr() - opened.address
+    opened.close()
+    if at != 512 * KIB:
+        raise RefusedError(f"a request was served at {at} and not at {512 * KIB}")
+    return {"say": "a request was served where it was planned"}
+
+
+def cap(small: bool) -> Found:
+    """Ask for more than ``set_per_process_memory_fraction`` allows."""
+    import torch
+
+    from outofcore.errors import ArenaError
+
+    driver = _driver()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 64 * MIB) / total, 0)
+    try:
+        driver.open_arena(256 * MIB, MIB)
+    except ArenaError:
+        return {"say": "an arena beyond the cap is refused"}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    raise OverBudgetError("an arena beyond the cap was given")
+
+
+def disk(small: bool) -> Found:
+    """Write and read a file by the threads of a driver, one after the other and at once."""
+    from outofcore.execution.cuda.interface import Stream
+    from outofcore.execution.homes import DiskHome
+
+    driver = _driver()
+    home = DiskHome(tempfile.mkdtemp(prefix="gpu-visit-", dir=os.environ.get("TMPDIR")))
+    home.ensure(32 * MIB)
+    memory = driver.staging(16 * MIB)
+    memory.fill_(7)
+    halves = {Stream.WRITE: (0, memory[: 8 * MIB]), Stream.READ: (16 * MIB, memory[8 * MIB :])}
+    rates: dict[str, float] = {}
+    count = 4 if small else 32
+    with driver.step(None):
+        driver.transfer(Stream.WRITE, -1, home, 16 * MIB, memory[8 * MIB :])
+        driver.synchronize()
+        for ways in ((Stream.WRITE,), (Stream.READ,), (Stream.WRITE, Stream.READ)):
             begin = time.monotonic()
-            home.ensure(count)
-            rates[str(count >> 20)] = round(time.monotonic() - begin, 3)
-            home.close()
-        found.update(seconds_by_mib=rates, pinned=home.pinned)
-        tell(piece="B", say=f"to reserve and pin, seconds by MiB: {rates}")
-    with part("B", "a fork beside pinned memory") as found:
-        home = CudaBackend(device, driver).home(GIB)
-        home.ensure(256 * MIB if small else GIB)
-        home.face(0, 4096).fill_(3)
-        begin = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if ctypes.c_ubyte.from_address(home.face(0, 4096).data_ptr()).value == 3 else 1)
-        status = os.waitpid(child, 0)[1]
-        found.update(seconds=time.monotonic() - begin, child_sees_it=status == 0)
-        home.close()
-    with part("B", "copy rates") as found:
-        found["rates"] = _copy_rates(driver, [64 << 10, MIB, 16 * MIB, *(() if small else (256 * MIB,))])
-        best = {name: rate if name == "mib" else rate / 1e9 for name, rate in found["rates"][-1].items()}
-        tell(
-            piece="B",
-            say=f"copies of {best['mib']:.0f} MiB: {best['alone_in']:.0f} GB/s in, {best['alone_out']:.0f} out, "
-            f"{best['both_in']:.0f} and {best['both_out']:.0f} at once",
-        )
-    with part("B", "issue costs") as found:
-        found["us"] = _issue_costs(driver)
-    with part("B", "arena") as found:
-        from outofcore.execution.arena import ScopeTable
+            for _ in range(count):
+                for stream in ways:
+                    driver.transfer(stream, -1, home, *halves[stream])
+            driver.synchronize()
+            taken = time.monotonic() - begin
+            rates[" and ".join(way.name for way in ways)] = count * len(ways) * 8 * MIB / taken
+    threads = 0 if driver._lanes is None else len(driver._lanes.of)
+    if not int(memory.min()) == int(memory.max()) == 7:
+        raise WrongBitsError("what was read from the disk is not what was written")
+    home.close()
+    told = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in rates.items())
+    say = f"GB/s: {told}; {threads} threads of its own"
+    return {"bytes_per_s": rates, "direct": home.direct, "threads": threads, "say": say}
 
-        arena = driver.open_arena(4 * MIB, MIB)
-        table = ScopeTable(arena, [[(MIB, 512 << 10)]])
-        table.begin(0)
-        one = torch.empty(MIB, dtype=torch.uint8, device=device)
-        table.end()
-        found.update(served=arena.counters().served, at=one.data_ptr() - arena.address)
-        arena.close()
-        if found["at"] != 512 << 10:
-            raise RuntimeError(f"a request was served at {found['at']} and not at {512 << 10}")
-    with part("B", "cap"):
-        from outofcore.errors import ArenaError
 
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 64 * MIB) / total, device)
-        try:
-            driver.open_arena(256 * MIB, MIB)
-        except ArenaError:
-            pass
-        else:
-            raise RuntimeError("an arena beyond the cap was given")
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
-    with part("B", "facts") as found:
-        found.update(driver.facts())
+def copies(small: bool) -> Found:
+    """Measure copies by size, alone and in both directions at once."""
+    rates = _copy_rates(_driver(), [64 * KIB, MIB, 16 * MIB, *(() if small else (256 * MIB,))])
+    told = [
+        f"{row['mib']:g} MiB {row['alone_in'] / 1e9:.1f} in, {row['alone_out'] / 1e9:.1f} out, "
+        f"{row['both_in'] / 1e9:.1f} and {row['both_out'] / 1e9:.1f} at once"
+        for row in rates[::-1]
+    ]
+    return {"rates": rates, "say": f"GB/s: {'; '.join(told)}"}
 
 
 def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
-    from outofcore.execution.cuda.backend import CudaBackend
     from outofcore.execution.cuda.interface import Stream
 
     rows: list[dict[str, float]] = []
     for size in sizes:
-        home = CudaBackend(driver.device, driver).home(2 * size + 8192)
-        home.ensure(2 * size)
-        arena = driver.open_arena(2 * size, MIB)
-        out = (home.face(0, size), arena.view(0, size))
-        into = (arena.view(size, size), home.face(size, size))
         row: dict[str, float] = {"mib": size / MIB}
-        with driver.step(None):
-            for name, ways in (("alone", (True, False)), ("both", (None,))):
-                for only in ways:
-                    pairs = [
-                        p
-                        for p in ((Stream.COPY_OUT, *out), (Stream.COPY_IN, *into))
-                        if only is None or (p[0] is Stream.COPY_OUT) is only
-                    ]
-                    marks = {s: (driver.mark(timed=True), driver.mark(timed=True)) for s, *_ in pairs}
-                    count = max(4, min(64, (64 * MIB) // size))
-                    for stream, *_ in pairs:
-                        driver.record(stream, marks[stream][0])
-                    for _ in range(count):
-                        for stream, to, of in pairs:
-                            driver.copy(stream, -1, to, of)
-                    for stream, *_ in pairs:
-                        driver.record(stream, marks[stream][1])
-                    driver.synchronize()
-                    for stream, *_ in pairs:
-                        taken = max(driver.seconds(*marks[stream]), 1e-9)
-                        row[f"{name}_{'out' if stream is Stream.COPY_OUT else 'in'}"] = count * size / taken
-        arena.close()
-        home.close()
         rows.append(row)
+        with _home_and_arena(driver, 2 * size) as (home, arena), driver.step(None):
+            pairs = {
+                "out": (home.face(0, size), arena.view(0, size)),
+                "in": (arena.view(size, size), home.face(size, size)),
+            }
+            for name, ways in (("alone", ("in",)), ("alone", ("out",)), ("both", ("in", "out"))):
+                streams = {way: Stream.COPY_OUT if way == "out" else Stream.COPY_IN for way in ways}
+                marks = {way: (driver.mark(timed=True), driver.mark(timed=True)) for way in ways}
+                count = max(4, min(64, 64 * MIB // size))
+                for way in ways:
+                    driver.record(streams[way], marks[way][0])
+                for _ in range(count):
+                    for way in ways:
+                        driver.copy(streams[way], -1, *pairs[way])
+                for way in ways:
+                    driver.record(streams[way], marks[way][1])
+                driver.synchronize()
+                for way in ways:
+                    row[f"{name}_{way}"] = count * size / max(driver.seconds(*marks[way]), 1e-9)
     return rows
 
 
-def _issue_costs(driver: Any) -> dict[str, float]:
-    """Microseconds of the host for one of each."""
-    from outofcore.execution.cuda.backend import CudaBackend
+def issue_costs(small: bool) -> Found:
+    """Measure what the host pays for issuing copies, marks and waits, in microseconds."""
     from outofcore.execution.cuda.interface import Copy, Record, Stream, Wait
 
-    home = CudaBackend(driver.device, driver).home(MIB)
-    home.ensure(MIB)
-    arena = driver.open_arena(MIB, MIB)
-    host, there, mark = home.face(0, 65536), arena.view(0, 65536), driver.mark()
+    driver = _driver()
     found: dict[str, float] = {}
-    with driver.step(None):
+    with _home_and_arena(driver, MIB) as (home, arena), driver.step(None):
+        host, there, mark = home.face(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
         many = [Copy(Stream.COPY_IN, -1, there, host), Record(Stream.COPY_IN, mark), Wait(Stream.COMPUTE, mark)]
         ways: dict[str, tuple[Callable[[], object], int]] = {
             "copy, by PyTorch": (lambda: driver.copy_callers(Stream.COPY_IN, -1, there, host), 1),
             "copy": (lambda: driver.copy(Stream.COPY_IN, -1, there, host), 1),
             "record": (lambda: driver.record(Stream.COPY_IN, mark), 1),
             "wait": (lambda: driver.wait(Stream.COMPUTE, mark), 1),
-            "of a tape of 30": (driver.tape(many * 10), 30),
+            "one of a tape of 30": (driver.tape(many * 10), 30),
         }
-        for name, (way, each) in ways.items():
+        for name, (way, parts) in ways.items():
             best = float("inf")
             for _ in range(5):
                 driver.synchronize()
@@ -328,18 +347,396 @@ def _issue_costs(driver: Any) -> dict[str, float]:
                 for _ in range(100):
                     way()
                 best = min(best, (time.perf_counter() - begin) / 100)
-            found[name] = round(best * 1e6 / each, 2)
-        driver.synchronize()
-    arena.close()
-    home.close()
-    return found
+            found[name] = round(best * 1e6 / parts, 2)
+    return {"us": found, "say": f"microseconds: {', '.join(f'{name} {us}' for name, us in found.items())}"}
 
 
-# C: what kernels return
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def faithfulness(seconds: float, small: bool) -> None:
-    """Every family of ops of many models, run once and compared with what it was captured to return."""
+def pin(kind: str, small: bool) -> Found:
+    """Make pinned memory in one of four ways, and copy from it and to it."""
+    import torch
+
+    from outofcore.execution.memory import map_anonymous, populate, unmap
+
+    count = 64 * MIB if small else 8 * GIB
+    setting = (_HUGE / "shmem_enabled").read_text(encoding="ascii").strip() if _HUGE.is_dir() else "never"
+    if kind == "shared huge" and any(f"[{word}]" in setting for word in ("never", "deny")):
+        return {"say": f"the kernel gives shared memory no huge pages: {setting}"}
+    begin = time.monotonic()
+    runtime: Any = torch.cuda.cudart()
+    if kind == "cudaHostAlloc":
+        memory = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        address, made_s = memory.data_ptr(), 0.0
+    else:
+        address = map_anonymous(count, shared=kind != "private huge")
+        if kind == "shared":
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(count), _MADV_NOHUGEPAGE)
+        populate(address, count)
+        made_s = time.monotonic() - begin
+        status = int(runtime.cudaHostRegister(address, count, 0))
+        if status:
+            raise RefusedError(f"cudaHostRegister of {count} bytes: error {status}")
+        memory = torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
+    whole_s = time.monotonic() - begin
+    piece = min(256 * MIB, count // 2)
+    there = torch.empty(piece, dtype=torch.uint8, device="cuda")
+    rates: dict[str, float] = {}
+    for way in ("in", "out"):
+        marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks[0].record()
+        for number in range(4):
+            host = memory[number % 2 * piece : (number % 2 + 1) * piece]
+            there.copy_(host, non_blocking=True) if way == "in" else host.copy_(there, non_blocking=True)
+        marks[1].record()
+        torch.cuda.synchronize()
+        rates[way] = 4 * piece / (max(marks[0].elapsed_time(marks[1]), 1e-6) / 1e3)
+    if kind != "cudaHostAlloc":
+        del memory, host
+        runtime.cudaHostUnregister(address)
+        unmap(address, count)
+    say = (
+        f"{count / GIB:.2f} GiB in {whole_s:.2f} s, {count / GIB / whole_s:.1f} GiB/s, of which {made_s:.2f} s are the "
+    )
+    say += f"system's; copies {rates['in'] / 1e9:.1f} GB/s in, {rates['out'] / 1e9:.1f} out"
+    return {"whole_s": whole_s, "made_s": made_s, "rates": rates, "shmem_enabled": setting, "say": say}
+
+
+_MADV_NOHUGEPAGE = getattr(mmap, "MADV_NOHUGEPAGE", 15)
+
+
+# Parts 3 and 4: bits
+
+_STEPS = 9
+_SETTLED = 3  # steps in which ops and links are measured, which takes memory of its own
+
+
+def _deterministic() -> Any:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch
+
+
+def _make_world(name: str, device: Any) -> Any:
+    from worlds import WORLDS, World
+
+    from outofcore.zoo import workload
+
+    if name != "gpt":
+        return WORLDS[name](device)
+    work = workload("gpt", batch=4, layers=3, width=128, context=64, amp=True)
+    model = work.build().to(device)
+    optimizer = work.optimizer(model)
+
+    def batch(index: int) -> tuple[Any, ...]:
+        return tuple(t.to(device) for t in next(work.batches(seed=index)))
+
+    return World(model, optimizer, work.make_step(model, optimizer), batch)
+
+
+@functools.cache
+def _trained_plainly(name: str) -> tuple[list[Any], dict[str, Any]]:
+    import torch
+    from worlds import eager
+
+    return eager(_make_world(name, torch.device("cuda", 0)), _STEPS)
+
+
+def _smallest(name: str, device: Any) -> int:
+    """Return the smallest budget that a refusal names, without what libraries take."""
+    import outofcore
+    from outofcore.errors import BudgetError
+    from outofcore.execution.cuda.backend import CudaBackend
+
+    world = _make_world(name, "cpu")
+    budget = CudaBackend(device).beside(128 * MIB, 4, 0) + 256 * KIB
+    try:
+        with outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device) as step:
+            step(*world.batch(0))
+    except BudgetError as error:
+        return (error.smallest_budget or budget) - budget + 512 * KIB
+    return MIB
+
+
+def compiled_bits(case: str, small: bool) -> Found:
+    """Train a compiled step and plain PyTorch on the device, and compare all bits and the memory taken."""
+    torch = _deterministic()
+    from worlds import same
+
+    import outofcore
+    from outofcore.execution.cuda.backend import CudaBackend
+    from outofcore.program import CopyIn, CopyOut
+
+    name, policy, *disk = case.split(", ")
+    device = torch.device("cuda", 0)
+    losses, state = _trained_plainly(name)
+    room = _smallest(name, device) + (4 * MIB if policy == "auto" else 0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    budget = room + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
+    # So little host memory that what leaves goes on to the disk.
+    options: Found = {"home": "disk", "host_budget": 512 * KIB} if disk else {"home": "host"}
+    world = _make_world(name, "cpu")
+    with outofcore.compile(
+        world.step, world.model, world.optimizer, budget=budget, device="cuda", policy=policy, **options
+    ) as step:
+        torch.manual_seed(1)
+        ours: list[Any] = []
+        for index in range(_STEPS):
+            if index == _SETTLED:
+                torch.cuda.reset_peak_memory_stats()
+            ours.append(step(*world.batch(index)).detach().cpu())
+        reserved = torch.cuda.max_memory_reserved()
+        moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
+        found: Found = {
+            "copies": len(moved),
+            "disk_copies": sum(copy.home == 1 for copy in moved),
+            "off_plan": step.stats.off_plan,
+            "step_s": step.stats.seconds,
+            "predicted_s": step.stats.predicted_seconds,
+            "peak_reserved": reserved,
+            "budget": budget,
+        }
+        differ = same(world.state(), state)
+    wrong = [index for index, (a, b) in enumerate(zip(ours, losses, strict=True)) if not torch.equal(a, b)]
+    if wrong or differ:
+        told = f"losses of steps {wrong}, {len(differ)} of {len(state)} tensors, first {differ[:3]}"
+        raise WrongBitsError(f"other bits than plain PyTorch's: {told}; {found}")
+    if disk and not found["disk_copies"]:
+        raise RefusedError(f"nothing has been to the disk: {found}")
+    _check_budget(reserved, budget)
+    say = f"equal, {found['copies']} copies, {found['off_plan']} off the plan, "
+    return {**found, "say": f"{say}{reserved / MIB:.1f} MiB of {budget / MIB:.1f} reserved"}
+
+
+def _check_budget(reserved: int, budget: int) -> None:
+    if reserved > budget:
+        raise OverBudgetError(f"{reserved / MIB:.1f} MiB of the device were reserved within {budget / MIB:.1f} MiB")
+
+
+@functools.cache
+def _looped_plainly(name: str) -> tuple[Any, int]:
+    """Return what plain PyTorch leaves, and the bytes that the loop has in use where everything fits."""
+    from following import peak_of, trained
+    from gpu_loops import LOOPS
+
+    return trained(*LOOPS[name])[0], peak_of(*LOOPS[name])
+
+
+def followed_bits(case: str, small: bool) -> Found:
+    """Train a loop within a budget and plain, and compare everything that it reads and leaves."""
+    torch = _deterministic()
+    from at_once import MOVES, PlannedAtOnce
+    from following import trained
+    from gpu_loops import LOOPS
+    from loops import adamw
+
+    from outofcore.follow import loop
+
+    what, *planned = case.split(", ")
+    name, _, share = what.partition(" at ")
+    plain, peak = _looped_plainly(name)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    budget = int(float(share) * peak) + 64 * KIB
+    policy = MOVES if planned else None
+    with mock.patch.object(loop, "BackgroundPlanner", PlannedAtOnce):
+        ours, stats = trained(*LOOPS[name], adamw, budget, policy=policy, cache=False)
+    reserved = torch.cuda.max_memory_reserved()
+    found: Found = {"budget": budget, "peak_reserved": reserved, "beside": reserved - budget, "loop": asdict(stats)}
+    if differs := ours.differs_from(plain):
+        raise WrongBitsError(f"other bits than plain PyTorch's: {differs}"[:400])
+    if not stats.evictions or (planned and not stats.planned_ops):
+        raise RefusedError(f"nothing has left, or no plan was followed: {stats}")
+    _check_budget(stats.peak_bytes, budget)
+    _check_budget(reserved, budget + _BESIDE_A_LOOP)
+    say = f"equal, {stats.evictions} out, {stats.fetches} in, {stats.plans} plans, {stats.planned_ops} ops planned; "
+    return {**found, "say": f"{say}{reserved / MIB:.1f} MiB reserved, budget {budget / MIB:.1f}"}
+
+
+# Parts 7 and 8: time
+
+
+def _work(name: str, small: bool) -> Any:
+    from outofcore.zoo import workload
+
+    if name == "gpt":
+        shape = {"layers": 2, "width": 128, "context": 128} if small else {"layers": 12, "width": 768, "context": 512}
+        return workload("gpt", batch=8, **shape, amp=True)
+    if name == "25M":
+        shape = {"layers": 2, "width": 128, "context": 64} if small else {"params": "25M", "context": 256}
+        return workload("gpt", batch=4 if small else 32, **shape, optimizer="adamw")
+    shape = {"batch": 4, "size": 32} if small else {"batch": 64, "size": 224}
+    return workload("resnet", **shape, images="generated", amp=True, optimizer="momentum")
+
+
+def _on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
+    """Make a model on the device; returns it and its step."""
+    model = work.build().cuda()
+    batch = tuple(t.cuda() for t in next(work.batches()))
+    step = work.make_step(model, work.optimizer(model))
+    return model, lambda: step(*batch)
+
+
+def host_time(case: str, small: bool) -> Found:
+    """Measure the host's time and the whole time of a step, and the share in which a kernel runs."""
+    import torch
+
+    import outofcore
+    from outofcore.execution.replay import load_replay
+
+    name, mode = case.split(", ")
+    work = _work(name, small)
+    total = torch.cuda.get_device_properties(0).total_memory
+    found: Found = {"job": f"{name}, host", "mode": mode}
+    with contextlib.ExitStack() as stack:
+        if mode in ("plain", "followed"):
+            model, step = _on_device(work)
+            if mode == "followed":
+                stack.enter_context(outofcore.budget(total // 4, model, cache=False))
+        else:
+            load_replay()
+            model, batch = work.build(), tuple(t.cuda() for t in next(work.batches()))
+            optimizer = work.optimizer(model)
+            compiled = stack.enter_context(
+                outofcore.compile(
+                    work.make_step(model, optimizer),
+                    model,
+                    optimizer,
+                    budget=total // 2,
+                    device="cuda",
+                    policy="offload-all" if mode == "offloaded" else "auto(trials=0)",
+                    replay="graphs" if mode == "graphs" else True,
+                )
+            )
+
+            def step() -> Any:
+                return compiled(*batch)
+
+        host_s, whole_s = _host_and_whole(step, 10, 6 if small else 12)
+        busy, _ = _busy(step)
+        if mode not in ("plain", "followed"):
+            found["instructions"] = len(compiled.planned.program.instructions)
+            found["predicted_s"] = compiled.stats.predicted_seconds
+    found |= {"host_s": host_s, "seconds_a_step": whole_s, "busy": busy}
+    say = f"host {host_s * 1e3:.2f} ms of {whole_s * 1e3:.2f} ms"
+    return {**found, "say": say + (f", kernels run {busy:.0%} of it" if busy is not None else "")}
+
+
+def _host_and_whole(step: Callable[[], Any], warm_up: int, steps: int) -> tuple[float, float]:
+    import torch
+
+    for _ in range(warm_up):
+        step()
+    torch.cuda.synchronize()
+    host: list[float] = []
+    whole: list[float] = []
+    for _ in range(steps):
+        begin, cpu = time.perf_counter(), time.process_time()
+        step()
+        host.append(time.process_time() - cpu)
+        torch.cuda.synchronize()
+        whole.append(time.perf_counter() - begin)
+    return statistics.median(host), statistics.median(whole)
+
+
+def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
+    """Profile a step: return the share of it in which a kernel runs, and that of its copies beside kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - begin
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in prof.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            is_copy = event.name.startswith("Memcpy") and ("HtoD" in event.name or "DtoH" in event.name)
+            spans[is_copy].append((event.time_range.start, event.time_range.end))
+    kernels, moves = _union(spans[False]), _union(spans[True])
+    if not kernels:
+        return None, None
+    both = sum(max(min(a, b) - max(s, t), 0) for s, a in kernels for t, b in moves)
+    copied = sum(end - start for start, end in moves)
+    return sum(end - start for start, end in kernels) / 1e6 / taken, both / copied if copied else None
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join spans that overlap."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _in_use(work: Any) -> int:
+    """Return the bytes that a followed loop has in use where everything fits."""
+    import torch
+
+    import outofcore
+
+    model, step = _on_device(work)
+    total = torch.cuda.get_device_properties(0).total_memory
+    with outofcore.budget(total // 4, model, policy=None, cache=False) as run:
+        for _ in range(2):
+            step()
+        return run.stats.peak_bytes
+
+
+def half(mode: str, small: bool) -> Found:
+    """Follow a GPT of 25 million parameters at half of what it has in use, once its plan is there."""
+    import torch
+    from gpu_rows import timed
+
+    import outofcore
+
+    work = _work("25M", small)
+    found: Found = {"job": "GPT, 25M, at half", "mode": mode}
+    steps = 4 if small else 10
+    if mode == "plain":
+        _, step = _on_device(work)
+        found |= timed(step, 10, steps)
+        return {**found, "say": f"{found['seconds_a_step'] * 1e3:.2f} ms"}
+    budget = _in_use(work) // 2
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    model, step = _on_device(work)
+    with outofcore.budget(budget, model, cache=False) as run:
+        begin = time.monotonic()
+        while not run.stats.planned_ops and time.monotonic() - begin < _UNTIL_PLANNED_S:
+            step()
+            torch.cuda.synchronize()
+        planned_s = time.monotonic() - begin
+        found |= timed(step, 10, steps)
+        _, overlapped = _busy(step)
+        stats = run.stats
+    found |= {"cap": budget, "loop": asdict(stats), "overlapped": overlapped, "planned_s": planned_s}
+    found.pop("losses")  # of later steps than plain PyTorch's
+    say = f"{found['seconds_a_step'] * 1e3:.2f} ms in {budget / MIB:.0f} MiB, after {planned_s:.0f} s with "
+    say += f"{stats.plans} plans, {stats.planned_ops} of {stats.ops} ops planned, "
+    say += f"{stats.fetches_ahead} of {stats.fetches} fetches ahead"
+    if overlapped is not None:
+        say += f"; {overlapped:.0%} of the copies' time beside kernels"
+    return {**found, "say": say if stats.planned_ops else f"ON DEMAND, no plan: {say}"}
+
+
+# Part 11: what kernels return
+
+
+def fakes(name: str, small: bool) -> Found:
+    """Run every family of a model's ops once, and compare what it returns with what it was captured to return."""
     import torch
 
     from outofcore import _torch_internals as internals
@@ -355,70 +752,46 @@ def faithfulness(seconds: float, small: bool) -> None:
 
     backend = CudaBackend(torch.device("cuda", 0))
     backend.prepare()
-    seen: Counter[str] = Counter()
-    tables: list[dict[str, Any]] = []
-    for name, make in _models(small).items():
-        if left(seconds) < 10:
-            tell(piece="C", say=f"! no time left for {name}")
-            break
-        with part("C", name) as found:
-            step, models, optimizers, batch = make()
-            try:
-                captured = leanest(capture_step(step, models, optimizers, batch, {}, backend.device)).aligned(512)
-            except CaptureError as error:  # it says so, and such a step is not run
-                found["refused"] = str(error)
-                tell(piece="C", say=f"{name} is refused: {error}"[:160])
-                continue
-            families: dict[str, Any] = {}
-            for op in captured.graph.ops:
-                if op.touched and (op.rerunnable or captured.calls[op.id].rehearse is not None):
-                    families.setdefault(op.family or f"#{op.id}", op)
-            rows: list[dict[str, Any]] = []
-            with _Bench(captured, backend) as bench:
-                for op in families.values():
-                    call = captured.calls[op.id]
-                    failed = ""
-                    for contents in contents_to_try(captured.device):
-                        try:
-                            run, *_ = bench._bound(op, Requests((), 0), contents)
-                            with internals.below_autograd():
-                                leaves = internals.result_leaves((call.rehearse or call.func)(*run.args, **run.kwargs))
-                                backend.driver.synchronize()
-                        except Exception as error:
-                            failed = f"{type(error).__name__}: {error}"[:400]
-                            if "CUDA error" in failed or "device failed" in failed:
-                                raise
-                            continue
-                        for one in differences(captured, op, leaves):
-                            rows.append(
-                                {
-                                    "op": op.name,
-                                    "what": one.what,
-                                    "real": one.real,
-                                    "captured": one.captured,
-                                    "survived": one.survived,
-                                }
-                            )
-                            seen[f"{op.name} {one.what}"] += 1
-                        failed = ""
-                        del leaves
-                        break
-                    if failed:
-                        rows.append({"op": op.name, "what": "raises", "real": failed})
-                        seen[f"{op.name} raises"] += 1
-            found.update(families=len(families), unseen=len(unseen_results(captured.graph)), differences=rows)
-            tables += rows
-        gc.collect()
-        torch.cuda.empty_cache()
-    grave = [row for row in tables if not row.get("survived")]
-    tell(piece="C", table=dict(seen))
-    tell(
-        piece="C",
-        say=f"{'! ' if grave else ''}{len(grave)} results that a step would refuse, {len(tables) - len(grave)} more "
-        "that it copies",
-    )
-    for name, count in seen.most_common(8):
-        tell(piece="C", say=f"{name}: {count}")
+    step, models, optimizers, batch = _models(small)[name]()
+    try:
+        captured = leanest(capture_step(step, models, optimizers, batch, {}, backend.device)).aligned(512)
+    except CaptureError as error:  # it says so, and such a step is not run
+        return {"refused": str(error), "say": f"is refused: {error}"}
+    families: dict[str, Any] = {}
+    for op in captured.graph.ops:
+        if op.touched and (op.rerunnable or captured.calls[op.id].rehearse is not None):
+            families.setdefault(op.family or f"#{op.id}", op)
+    rows: list[Found] = []
+    with _Bench(captured, backend) as bench:
+        for op in families.values():
+            call = captured.calls[op.id]
+            failed = ""
+            for contents in contents_to_try(captured.device):
+                try:
+                    run, *_ = bench._bound(op, Requests((), 0), contents)
+                    with internals.below_autograd():
+                        leaves = internals.result_leaves((call.rehearse or call.func)(*run.args, **run.kwargs))
+                        backend.driver.synchronize()
+                except Exception as error:
+                    failed = f"{type(error).__name__}: {error}"[:400]
+                    if "CUDA error" in failed or "device failed" in failed:
+                        raise
+                    continue
+                rows += [
+                    {"op": op.name, "what": d.what, "real": d.real, "captured": d.captured, "survived": d.survived}
+                    for d in differences(captured, op, leaves)
+                ]
+                failed = ""
+                del leaves
+                break
+            if failed:
+                rows.append({"op": op.name, "what": "raises", "real": failed})
+    grave = Counter(f"{row['op']} {row['what']}" for row in rows if not row.get("survived"))
+    found: Found = {"families": len(families), "unseen": len(unseen_results(captured.graph)), "differences": rows}
+    if grave:
+        tell(measurement=f"fakes: {name}", **found)
+        raise RefusedError(f"a step would refuse {', '.join(grave)}")
+    return {**found, "say": f"{len(families)} families, {len(rows)} results differ and are copied"}
 
 
 _Made = tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...]]
@@ -520,436 +893,72 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
     }
 
 
-# D: bits
+def row(name: str, small: bool) -> Found:
+    """Measure a row of ``gpu_rows.py``."""
+    from gpu_rows import measure
+
+    # Plain PyTorch is to use memory as well as it can; an arena is one segment.
+    if not name.endswith("ours"):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return measure(name, small)
 
 
-def bits(seconds: float, small: bool) -> None:
-    """Plain PyTorch on the device, and the same model within several plans."""
-    import torch
-
-    from outofcore.execution.cuda.backend import CudaBackend
-    from outofcore.execution.cuda.driver import CudaDriver
-
-    sys.path.insert(0, str(ROOT / "tests" / "cuda"))
-    torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda", 0)
-    for name, make in _worlds().items():
-        losses, state = _plain(make(device), 9)
-        for policy, home in (("keep-all", "host"), ("offload-all", "host"), ("auto", "host"), ("offload-all", "disk")):
-            if left(seconds) < 5:
-                tell(piece="D", say=f"! no time left for {name}, {policy}")
-                return
-            with part("D", f"{name}, {policy}, {home}") as found:
-                beside = CudaBackend(device, CudaDriver(device)).beside(128 * MIB, 4, 0)
-                torch.cuda.reset_peak_memory_stats(device)
-                world = make(torch.device("cpu"))
-                room = GIB if policy == "keep-all" else _smallest(make, device) + (4 * MIB if policy == "auto" else 0)
-                found.update(_compiled_bits(world, room + beside, policy, home, losses, state))
-                gc.collect()
-                torch.cuda.empty_cache()
-                tell(
-                    piece="D",
-                    say=f"{name}, {policy}, {home}: equal, {found['copies']} copies, {found['off_plan']} off the plan",
-                )
+SINGLE: dict[str, Callable[[bool], Found]] = {
+    "native code": native_code,
+    "machine": machine,
+    "host memory": host_memory,
+    "tape": tape,
+    "arena": arena,
+    "cap": cap,
+    "copies": copies,
+    "issue costs": issue_costs,
+    "disk": disk,
+}
+FAMILIES: dict[str, Callable[[str, bool], Found]] = {
+    "pin": pin,
+    "bits": compiled_bits,
+    "loop": followed_bits,
+    "row": row,
+    "host": host_time,
+    "half": half,
+    "fakes": fakes,
+}
 
 
-def _worlds() -> dict[str, Any]:
-    from worlds import WORLDS, World
+def find_measurement(name: str) -> Callable[[bool], Found]:
+    """Return the function that a name means, such as "cap", "pin: shared" or "row 3: ours".
 
-    from outofcore.zoo import workload
-
-    def gpt(device: Any) -> Any:
-        work = workload("gpt", batch=4, layers=3, width=128, context=64, amp=True)
-        model = work.build().to(device)
-        optimizer = work.optimizer(model)
-
-        def batch(index: int) -> tuple[Any, ...]:
-            return tuple(t.to(device) for t in next(work.batches(seed=index)))
-
-        return World(model, optimizer, work.make_step(model, optimizer), batch)
-
-    return {**WORLDS, "gpt": gpt}
-
-
-def _plain(world: Any, steps: int) -> tuple[list[Any], dict[str, Any]]:
-    from worlds import eager
-
-    return eager(world, steps)
-
-
-def _smallest(make: Any, device: Any) -> int:
-    import torch
-
-    import outofcore
-    from outofcore.errors import BudgetError
-    from outofcore.execution.cuda.backend import CudaBackend
-
-    world = make(torch.device("cpu"))
-    budget = CudaBackend(device).beside(128 * MIB, 4, 0) + (256 << 10)
-    step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device)
-    try:
-        with step:
-            step(*world.batch(0))
-    except BudgetError as error:
-        return (error.smallest_budget or budget) - budget + (512 << 10)
-    return MIB
-
-
-def _compiled_bits(world: Any, budget: int, policy: str, home: str, losses: Any, state: Any) -> dict[str, Any]:
-    import torch
-    from worlds import same
-
-    import outofcore
-    from outofcore.program import CopyIn, CopyOut
-
-    # So little host memory that what leaves goes on to the disk.
-    options: dict[str, Any] = {"host_budget": 512 << 10} if home == "disk" else {}
-    with outofcore.compile(
-        world.step, world.model, world.optimizer, budget=budget, device="cuda", policy=policy, home=home, **options
-    ) as step:
-        torch.manual_seed(1)
-        found = [step(*world.batch(index)).detach().cpu() for index in range(len(losses))]
-        wrong = [index for index, (a, b) in enumerate(zip(found, losses, strict=True)) if not torch.equal(a, b)]
-        differ = same(world.state(), state)
-        copies = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-        answer = {
-            "copies": len(copies),
-            "disk_copies": sum(copy.home == 1 for copy in copies),
-            "off_plan": step.stats.off_plan,
-            "step_s": step.stats.seconds,
-            "predicted_s": step.stats.predicted_seconds,
-            "peak_reserved": torch.cuda.max_memory_reserved(),
-            "budget": budget,
-        }
-    if home == "disk" and not answer["disk_copies"]:
-        raise RuntimeError(f"nothing has been to the disk: {answer}")
-    if wrong or differ:
-        raise RuntimeError(f"other bits than plain PyTorch's: losses of steps {wrong}, tensors {differ[:5]}: {answer}")
-    return answer
-
-
-# E: time of the host
-
-
-def host_time(seconds: float, small: bool) -> None:
-    """A GPT and a ResNet in core and offloaded, beside plain PyTorch; how busy the device is; one CUDA graph."""
-    import torch
-
-    from outofcore.zoo import workload
-
-    layers, width = (2, 128) if small else (12, 768)
-    works = {
-        "gpt": workload("gpt", batch=8, layers=layers, width=width, context=128 if small else 512, amp=True),
-        "resnet50": workload(
-            "resnet",
-            batch=4 if small else 64,
-            size=32 if small else 224,
-            images="generated",
-            amp=True,
-            optimizer="momentum",
-        ),
-    }
-    for name, work in works.items():
-        with part("E", name) as found:
-            found.update(_timed(work, 6 if small else 12))
-            tell(
-                piece="E",
-                say=f"{name}: host {found['plain_host_ms']} ms in plain PyTorch, {found['in_core_host_ms']} in core, "
-                f"{found['offloaded_host_ms']} offloaded ({found['in_core_by_python_host_ms']} and "
-                f"{found['offloaded_by_python_host_ms']} by Python, {found['in_core_graphs_host_ms']} with "
-                f"CUDA graphs); steps {found['plain_ms']}, {found['in_core_ms']}, "
-                f"{found['offloaded_ms']} ms",
-            )
-        gc.collect()
-        torch.cuda.empty_cache()
-    with part("E", "a CUDA graph") as found:
-        found.update(_graph())
-
-
-def _timed(work: Any, steps: int) -> dict[str, Any]:
-    import torch
-
-    import outofcore
-    from outofcore.execution.replay import load_replay
-
-    def measure(step: Any, batch: Any, warm: int) -> tuple[float, float]:
-        for _ in range(warm):
-            step(*batch)
-        torch.cuda.synchronize()
-        host: list[float] = []
-        whole: list[float] = []
-        for _ in range(steps):
-            begin, cpu = time.perf_counter(), time.process_time()
-            step(*batch)
-            host.append(time.process_time() - cpu)
-            torch.cuda.synchronize()
-            whole.append(time.perf_counter() - begin)
-        return round(statistics.median(host) * 1e3, 2), round(statistics.median(whole) * 1e3, 2)
-
-    found: dict[str, Any] = {}
-    model = work.build().cuda()
-    batch = tuple(t.cuda() for t in next(work.batches()))
-    step = work.make_step(model, work.optimizer(model))
-    found["plain_host_ms"], found["plain_ms"] = measure(step, batch, 4)
-    found["plain_busy"] = _busy(lambda step=step: step(*batch))
-    peak = torch.cuda.max_memory_allocated()
-    del model, step
-    gc.collect()
-    torch.cuda.empty_cache()
-    load_replay()
-    ways: tuple[tuple[str, str, Any], ...] = (
-        ("in_core", "auto", True),
-        ("in_core_by_python", "auto", False),
-        ("in_core_graphs", "auto", "graphs"),
-        ("offloaded", "offload-all", True),
-        ("offloaded_by_python", "offload-all", False),
-    )
-    for name, policy, replay in ways:
-        model = work.build()
-        optimizer = work.optimizer(model)
-        with outofcore.compile(
-            work.make_step(model, optimizer),
-            model,
-            optimizer,
-            budget=2 * peak + GIB,
-            device="cuda",
-            policy=policy,
-            replay=replay,
-        ) as compiled:
-            found[f"{name}_host_ms"], found[f"{name}_ms"] = measure(compiled, batch, 10)
-            found[f"{name}_busy"] = _busy(lambda c=compiled: c(*batch))
-            found[f"{name}_instructions"] = len(compiled.planned.program.instructions)
-            found[f"{name}_predicted_ms"] = round(compiled.stats.predicted_seconds * 1e3, 2)
-    return found
-
-
-def _busy(call: Callable[[], object]) -> float | None:
-    """The share of a step's time in which a kernel runs, as the profiler of PyTorch has it."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken = time.perf_counter() - begin
-    spans = sorted(
-        (e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA
-    )
-    if not spans:
-        return None
-    busy, until = 0.0, 0.0
-    for start, end in spans:
-        busy += max(end - max(start, until), 0)
-        until = max(until, end)
-    return round(busy / 1e6 / taken, 3)
-
-
-def _graph() -> dict[str, Any]:
-    """Ops of a program in core, from the first to the first update, captured as one CUDA graph and replayed."""
-    import torch
-
-    import outofcore
-    from outofcore import _torch_internals as internals
-    from outofcore.capture.optimizers import OptimizerUpdate
-    from outofcore.execution.binding import Draws
-    from outofcore.execution.cuda.engine import _call
-    from outofcore.zoo import workload
-
-    work = workload("gpt", batch=4, layers=2, width=128, context=64, dropout=0.0, optimizer="sgd")
-    model = work.build()
-    optimizer = work.optimizer(model)
-    batch = tuple(t.cuda() for t in next(work.batches()))
-    with outofcore.compile(
-        work.make_step(model, optimizer), model, optimizer, budget=2 * GIB, device="cuda", policy="keep-all"
-    ) as step:
-        for _ in range(8):
-            step(*batch)
-        session = step._session
-        placed = session.runner._placed
-        calls = session.shown.captured.calls
-        ops = [(scope, run) for scope, run in enumerate(placed.bound.runs)]
-        ops = [(s, r) for s, r in ops if not isinstance(calls[r.op].func, OptimizerUpdate) and r.draws is Draws.FREELY]
-        with internals.below_autograd():  # what comes from the host's memory, such as constants, cannot be captured
-            ops = [
-                (s, r) for s, r in ops if all(t.is_cuda for t in internals.tensor_leaves(r.func(*r.args, **r.kwargs)))
-            ]
-        stream = torch.cuda.Stream()
-        prepared = session.engine._prepared
-        with torch.cuda.stream(stream), internals.below_autograd():
-            session.backend.driver._make_workspaces()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            issue = [_call(run, scope, placed.table, prepared.generators) for scope, run in ops]
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for call in issue:
-                    call()
-            finally:
-                graph.capture_end()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        graph.replay()
-        issued = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        return {
-            "ops": len(ops),
-            "of": len(placed.bound.runs),
-            "issue_ms": issued * 1e3,
-            "replay_ms": (time.perf_counter() - begin) * 1e3,
-        }
-
-
-# F: compute-sanitizer
-
-
-def sanitizer(seconds: float, small: bool) -> None:
-    """The smallest step under the checker of memory: it sees ops that go beyond where the plan has their results."""
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    with part("F", "memcheck") as found:
-        if not Path(tool).exists():
-            found["absent"] = tool
-            tell(piece="F", say="compute-sanitizer is not installed")
-            return
-        command = [tool, "--tool", "memcheck", sys.executable, "-c", _SMALLEST]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds - 5, 5), check=False)
-        except subprocess.TimeoutExpired as error:
-            print(error.stdout, error.stderr)
-            raise RuntimeError("not done in time") from None
-        print(done.stdout, done.stderr)
-        lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
-        found.update(status=done.returncode, summary=lines)
-        tell(piece="F", say=f"{lines[0] if lines else 'no summary'}, exit status {done.returncode}")
-        if done.returncode:
-            raise RuntimeError(f"exit status {done.returncode}: {lines}")
-
-
-_SMALLEST = """
-import torch, outofcore
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
-opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-def step(x):
-    loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad(); return loss
-with outofcore.compile(step, model, opt, budget="160MiB", device="cuda", policy="offload-all") as run:
-    for k in range(3):
-        print(float(run(torch.randn(64, 256))))
-"""
-
-
-# G: tests
-
-_PLUGIN = """
-import json, os, pytest
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logstart(nodeid, location):
-    with open(os.environ["VISIT_TESTS"], "a") as file: file.write(json.dumps({"test": nodeid}) + "\\n")
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        told = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
-        with open(os.environ["VISIT_TESTS"], "a") as file: file.write(json.dumps(told) + "\\n")
-"""
-
-
-def tests(seconds: float, small: bool) -> None:
-    """The tests of the GPU in groups, each a process: one that dies is gone on from behind the test that killed it."""
-    folder = Path(tempfile.mkdtemp(prefix="gpu-visit-"))
-    (folder / "visit_plugin.py").write_text(_PLUGIN, encoding="utf-8")
-    counts: Counter[str] = Counter()
-    groups = [
-        "not (bits or dawdle or disk or test_follow_gpu)",
-        "bits and dense",
-        "bits and convolutional",
-        "dawdle",
-        "disk",
-        "test_follow_gpu and not unchanged",
-        "test_follow_gpu and unchanged",
-    ]
-    for number, group in enumerate(groups):
-        done: list[str] = []
-        for attempt in range(4):
-            if left(seconds) < 15:
-                tell(piece="G", say=f"! no time left in group {group!r}")
-                FAILED.append(group)
-                break
-            report = folder / f"{number}-{attempt}.jsonl"
-            report.touch()
-            env = {
-                **os.environ,
-                "VISIT_TESTS": str(report),
-                "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-            }
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-p",
-                "visit_plugin",
-                "-p",
-                "no:cacheprovider",
-                "--tb=short",
-                "-v",
-            ]
-            command += ["--color=no", "-m", "cuda", "tests/cuda", "-k", group, *(f"--deselect={name}" for name in done)]
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=sys.stdout, stderr=subprocess.STDOUT)
-            try:
-                status: int | None = process.wait(left(seconds) - 10)
-            except subprocess.TimeoutExpired:
-                process.send_signal(2)
-                try:
-                    status = process.wait(8)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    status = None
-            lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-            ended = {line["test"]: line["outcome"] for line in lines if "outcome" in line}
-            for line in lines:
-                if "outcome" in line:
-                    counts[line["outcome"]] += 1
-                    if line["outcome"] == "failed":
-                        FAILED.append(line["test"])
-                        tell(piece="G", say=f"! failed: {line['test'].rpartition('::')[2]}")
-            begun = [line["test"] for line in lines if line["test"] not in ended]
-            for name in dict.fromkeys(begun):
-                counts["died"] += 1
-                FAILED.append(name)
-                tell(piece="G", say=f"! died in {name.rpartition('::')[2]}, exit status {status}")
-            done += [*ended, *begun]
-            tell(piece="G", group=group, attempt=attempt, status=status, outcomes=ended)
-            if status in (0, 1, 5) or not lines:
-                break
-    tell(piece="G", counts=dict(counts), say=f"tests: {dict(counts)}")
+    Raises:
+        KeyError: there is none.
+    """
+    if name in SINGLE:
+        return SINGLE[name]
+    family, rest = name.split(" ", 1)
+    return functools.partial(FAMILIES[family.rstrip(":")], rest)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("piece")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("names", nargs="+")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
-    if given.piece == "H":
-        from gpu_rows import compare
-
-        compare(given.seconds, given.small, tell, FAILED)
-        return int(bool(FAILED))
-    if given.piece == "I":
-        from gpu_rows import paces
-
-        paces(given.seconds, given.small, tell, FAILED)
-        return int(bool(FAILED))
-    pieces: dict[str, Callable[[float, bool], None]] = {
-        "A": machine,
-        "B": primitives,
-        "C": faithfulness,
-        "D": bits,
-        "E": host_time,
-        "F": sanitizer,
-        "G": tests,
-    }
-    pieces[given.piece](given.seconds, given.small)
-    return int(bool(FAILED))
+    for name in given.names:
+        print(f"--- {name}", flush=True)
+        begin = time.monotonic()
+        try:
+            found = find_measurement(name)(given.small)
+        except Exception as error:
+            traceback.print_exc()
+            tell(
+                measurement=name, passed=False, seconds=round(time.monotonic() - begin, 1), error=type(error).__name__,
+                detail=str(error)[:1500],
+            )  # fmt: skip
+            return 1
+        tell(measurement=name, passed=True, seconds=round(time.monotonic() - begin, 1), **found)
+        gc.collect()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":

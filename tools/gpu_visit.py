@@ -1,27 +1,30 @@
-"""Everything that wants a GPU, in one command and without a network, so that no minute on one is lost.
+"""Visit a machine with a GPU: run everything that needs one, in the order of its worth, within a given time.
 
-Needs Python, PyTorch built for CUDA, and for what else is missing the folder ``.gpu-wheels`` (``make gpu-wheels`` where
-there is a network). Each piece is a process of its own with a limit of its own, and none stops the next:
+    python3 tools/gpu_visit.py --out FOLDER --seconds 540               # parts 1 to 8
+    python3 tools/gpu_visit.py --out FOLDER --parts 9-11 --seconds 240  # the rest
 
-    A  the machine: driver, libraries, host memory before and after it is touched, the native code built
-    B  primitives without a step: streams, events, host functions, pinning, copies by size and direction, arena, caps
-    C  what kernels return beside what PyTorch says they return: a table of differences, the list of repairs
-    D  bits: small models within several plans beside plain PyTorch
-    E  the host's time and the device's, beside plain PyTorch; one step as a CUDA graph
-    F  compute-sanitizer on the smallest step, where it is installed
-    G  the tests marked ``cuda``, in groups, going on after a crash
-    I  loops that are followed, beside plain PyTorch and compiled steps
-    H  the comparison: jobs within a memory cap, beside what else there is, and what was predicted beforehand
+It needs Python, PyTorch's CUDA build and g++, and for missing packages the folder ``.gpu-wheels`` (``make gpu-wheels``
+makes it where there is a network). ``PARTS`` below has the parts, their measurements and all deadlines.
 
-One line of JSON a piece, and in H one a row, as they end; logs whole in the folder given. Exit status: 0 all passed, 1
-something did not, 2 there is no GPU here: then it says what it would do. ``--only A,B`` does a part.
+Measurements run in processes of ``gpu_pieces.py``, several in a row in one process unless they need a fresh one. A
+measurement that exceeds its deadline, fails or dies ends its process; the next one starts in a new process. A part may
+take the time that the parts before it left over. After a failure in a part that compares bits, its failed measurements
+run again with ``CUDA_LAUNCH_BLOCKING=1``, and the part that looks for the cause comes before all others.
+
+FOLDER receives at most 8 files, of at most 8 MiB each: ``results.jsonl``, one line for each result, written as soon as
+the result exists; ``summary.txt``, at most 40 lines for each part; and a log for every two parts.
+
+Exit status: 0, everything passed; 1, something did not; 2, there is no GPU: then it prints what it would do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,55 +32,140 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".gpu-wheels"
-MARK = "@@"  # a line of a piece that begins with it is a result, and not only for the log
-LOG_BYTES = 15 << 20  # of each log: what is beyond it is left out from the middle
+MARK = "@@"  # begins a line of standard output that is a result
+FILE_BYTES = 8 << 20
 SUMMARY_LINES = 40
-_GRACE_S = 10
+_LINE_CHARACTERS = 200  # of a line of the summary
+_RESULT_CHARACTERS = 64 << 10
+_DUMP_S = 2  # for a process that is aborted to print where it was
+_LEAST_S = 5  # nothing useful runs in less
+_IMPORT_S = 120
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One process.
+class Measurement:
+    """One thing that is measured.
 
     Attributes:
-        key: its letter.
-        what: it does, in a few words.
-        limit: seconds.
+        name: its name in ``gpu_pieces.py``.
+        limit: in seconds; that of the first measurement of a process includes starting it.
+        alone: whether it needs a process of its own.
     """
 
-    key: str
+    name: str
+    limit: float
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Measurements that answer one question.
+
+    Attributes:
+        number: by which a part is chosen.
+        what: its question, in a few words.
+        seconds: what it may take; what is left is for the parts after it.
+        measurements: in their order.
+        bits: whether it compares bits: if it fails, ``SUSPECTS`` comes next.
+    """
+
+    number: int
     what: str
-    limit: int
+    seconds: float
+    measurements: tuple[Measurement, ...]
+    bits: bool = False
 
 
-PIECES = (
-    Piece("A", "the machine, host memory, the native build", 120),
-    Piece("B", "streams, events, host functions, pinning, copies, arena, caps", 120),
-    Piece("C", "fakes against kernels, of every family", 180),
-    Piece("D", "the bits of plain PyTorch: dense, conv, GPT; in core, offloaded, auto, disk", 180),
-    Piece("E", "time of the host and of the device, and one CUDA graph", 120),
-    Piece("F", "compute-sanitizer on the smallest step", 180),
-    Piece("G", "the tests marked cuda, in groups", 420),
-    Piece("I", "loops that are followed, beside plain PyTorch and compiled steps", 300),
-    Piece("H", "the comparison within caps", 1200),
+def _each(limit: float, *names: str, alone: bool = False) -> tuple[Measurement, ...]:
+    return tuple(Measurement(name, limit, alone) for name in names)
+
+
+def _jobs(limit: float, *names: str) -> tuple[Measurement, ...]:
+    return _each(limit, *names, alone=True)
+
+
+MODELS = (
+    *("gpt, autocast", "attention, flash", "attention, cudnn", "attention, efficient", "resnet, autocast"),
+    *("channels last, autocast", "gpt, fused", "attention, flash, dropout", "resnet", "channels last"),
+    *("attention, math", "convolution 1d, group norm", "convolution 3d", "unet3d, autocast", "unet3d", "vgg16"),
+    *("densenet121", "lstm", "lstm, dropout", "gru, two ways"),
 )
+# Ours comes before plain PyTorch, and both before rivals.
+PARTS = (
+    Part(
+        1, "the machine and the native code", 80, (Measurement("native code", 75), *_each(25, "machine", "host memory"))
+    ),
+    Part(
+        2,
+        "streams, arena and links",
+        35,
+        (
+            *_each(15, "tape", "arena", "cap", "copies", "issue costs", "disk"),
+            *_each(15, "pin: shared", "pin: cudaHostAlloc", "pin: private huge", "pin: shared huge"),
+        ),
+    ),
+    Part(
+        3,
+        "bits of compiled steps",
+        85,
+        _each(
+            30,
+            *("bits: dense, offload-all", "bits: gpt, offload-all", "bits: gpt, auto"),
+            *("bits: convolutional, offload-all", "bits: dense, offload-all, disk"),
+        ),
+        bits=True,
+    ),
+    Part(
+        4,
+        "bits of followed loops",
+        60,
+        _each(
+            25,
+            *("loop: dense at 0.5", "loop: dense at 0.5, planned", "loop: language at 0.5"),
+            *("loop: language at 0.5, planned", "loop: dense at 0.4", "loop: language at 0.4"),
+        ),
+        bits=True,
+    ),
+    Part(5, "ResNet-50, batch 640, in 16 GiB", 85, _jobs(70, "row 3: ours", "row 3: plain")),
+    Part(6, "ViT-giant at 0.41 of its memory", 75, _jobs(60, "row 1: ours", "row 1: plain")),
+    Part(
+        7,
+        "time of the host",
+        65,
+        _each(
+            25,
+            *("host: gpt, in core", "host: gpt, offloaded", "host: gpt, followed", "host: gpt, plain"),
+            *("host: resnet50, in core", "host: resnet50, offloaded", "host: resnet50, followed"),
+            *("host: resnet50, plain", "host: gpt, graphs", "host: resnet50, graphs"),
+        ),
+    ),
+    Part(8, "a followed loop at half of its memory", 55, (*_jobs(75, "half: ours"), *_jobs(30, "half: plain"))),
+    Part(9, "Qwen3-0.6B shape at 0.69 of its memory", 70, _jobs(60, "row 4: ours", "row 4: plain")),
+    Part(10, "ResNet-50 at 7.5 times the batch of 16 GiB", 110, _jobs(110, "row 2: ours")),
+    Part(
+        11,
+        "what kernels return, and rivals",
+        60,
+        (*_each(20, *(f"fakes: {name}" for name in MODELS)), *_jobs(60, "row 3: checkpoint", "row 1: checkpoint")),
+    ),
+)
+USUAL = "1-8"
+SUSPECTS = 11
 
 
-def site_from(wheels: Path, folder: Path) -> list[str]:
-    """Unpack wheels whose packages are not here into a folder; returns what was unpacked.
+def unpack_missing(wheels: Path, folder: Path) -> list[str]:
+    """Unpack the wheels whose packages are not installed, and return their names.
 
-    A wheel is an archive of what goes on the path, so that neither pip nor a network is needed.
+    A wheel is an archive of what goes on the path, so neither pip nor a network is needed.
     """
-    import importlib.util  # noqa: PLC0415 - here alone
-
-    done: list[str] = []
+    unpacked: list[str] = []
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             tops = {name.split("/")[0] for name in archive.namelist()}
@@ -85,12 +173,12 @@ def site_from(wheels: Path, folder: Path) -> list[str]:
             if names and all(name.isidentifier() and importlib.util.find_spec(name) is not None for name in names):
                 continue
             archive.extractall(folder)
-            done.append(wheel.name)
-    return done
+            unpacked.append(wheel.name)
+    return unpacked
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Of a piece: the package itself, the wheels, and what makes crashes speak."""
+    """Return the environment of a process: the package itself, the wheels, and what makes crashes print a traceback."""
     paths = [str(ROOT / "src"), str(ROOT / "tools"), str(site), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -103,41 +191,46 @@ def environment(site: Path) -> dict[str, str]:
 
 
 class Log:
-    """A file of bounded size: its beginning, and its end."""
+    """A file of bounded size that keeps its beginning and its end.
 
-    def __init__(self, path: Path, most: int = LOG_BYTES) -> None:
-        self._path, self._half = path, most // 2
-        self._file = path.open("wb")
-        self._written = 0
-        self._end: list[bytes] = []
-        self._end_bytes = 0
-        self._lost = 0
+    The end is a ring in the file itself, so a process that is killed leaves both; ``close`` puts it in order.
+    """
+
+    def __init__(self, path: Path, most: int = FILE_BYTES) -> None:
+        self._half = (most - 100) // 2
+        self._file = path.open("w+b", buffering=0)
+        self._begun = 0  # bytes of the beginning
+        self._ring = 0  # bytes that were written to the ring, the overwritten ones included
 
     def write(self, line: bytes) -> None:
         """Add a line."""
-        if self._written + len(line) <= self._half:
+        if not self._ring and self._begun + len(line) <= self._half:
             self._file.write(line)
-            self._file.flush()
-            self._written += len(line)
+            self._begun += len(line)
             return
-        self._end.append(line[-self._half :])
-        self._end_bytes += len(self._end[-1])
-        while self._end_bytes > self._half:
-            gone = self._end.pop(0)
-            self._end_bytes -= len(gone)
-            self._lost += len(gone)
+        self._ring += max(len(line) - self._half, 0)
+        line = line[-self._half :]
+        while line:
+            at = self._ring % self._half
+            piece, line = line[: self._half - at], line[self._half - at :]
+            self._file.seek(self._begun + at)
+            self._file.write(piece)
+            self._ring += len(piece)
 
     def close(self) -> None:
-        """Write the end."""
-        if self._lost:
-            self._file.write(f"\n[... {self._lost} bytes left out ...]\n".encode())
-        self._file.write(b"".join(self._end))
+        """Put the end in order."""
+        if self._ring > self._half:
+            self._file.seek(self._begun)
+            ring, at = self._file.read(self._half), self._ring % self._half
+            self._file.seek(self._begun)
+            self._file.write(f"\n[... {self._ring - self._half} bytes left out ...]\n".encode())
+            self._file.write(ring[at:] + ring[:at])
         self._file.close()
 
 
 @dataclass
 class Outcome:
-    """What came of a piece: its exit status, None where it was stopped, its results and the end of what it said."""
+    """How a process ended: its exit status, None where it was killed, its results and the end of its output."""
 
     status: int | None
     seconds: float
@@ -145,10 +238,21 @@ class Outcome:
     tail: str
 
 
-def run(command: Sequence[str], limit: float, log: Log, env: dict[str, str], tell: Any = None) -> Outcome:
-    """Run a process to its end or its limit, line by line into a log.
+def run(
+    command: Sequence[str],
+    until: Callable[[], float],
+    log: Log,
+    env: dict[str, str],
+    hear: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> Outcome:
+    """Run a process to its end or its deadline, and kill what it leaves running.
 
-    It is asked to end by SIGINT at its limit, so that it can say where it was, and killed with all its children after.
+    Args:
+        command: what to run.
+        until: returns the deadline on the monotonic clock, which may change while the process runs.
+        log: receives all output.
+        env: the environment.
+        hear: is called with each result as it comes.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -162,40 +266,40 @@ def run(command: Sequence[str], limit: float, log: Log, env: dict[str, str], tel
             log.write(line)
             text = line.decode(errors="replace").rstrip()
             if text.startswith(MARK):
-                try:
+                with contextlib.suppress(ValueError):
                     results.append(json.loads(text[len(MARK) :]))
-                except ValueError:
-                    tail.append(text)
+                    hear(results[-1])
                     continue
-                if tell is not None:
-                    tell(results[-1])
-            elif text:
+            if text:
                 tail.append(text)
                 del tail[:-12]
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    status: int | None
-    try:
-        status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        status = None
-        for number in (signal.SIGINT, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)  # it leads a session of its own
-                process.wait(_GRACE_S)
+    status: int | None = None
+    while True:
+        try:
+            status = process.wait(min(max(until() - time.monotonic(), 0.01), 0.2))
+            break
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until():
+                process.send_signal(signal.SIGABRT)  # Python's fault handler prints where it was
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_DUMP_S)
                 break
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-    reader.join(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+    process.wait()
+    reader.join(_DUMP_S)
     return Outcome(status, round(time.monotonic() - begin, 1), results, "\n".join(tail))
 
 
 _PROBE = """
-import json
-found = {}
+import json, time
+begin, found = time.monotonic(), {}
 try:
     import torch
+    found["import_s"] = round(time.monotonic() - begin, 1)
     found["torch"] = torch.__version__
     found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 except Exception as error:
@@ -204,111 +308,240 @@ print(json.dumps(found))
 """
 
 
-def probe(env: dict[str, str]) -> dict[str, Any]:
-    """Whether there is a GPU, asked in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=env, text=True, capture_output=True, check=False, timeout=120
-    )
+def probe(env: dict[str, str], limit: float = _IMPORT_S) -> dict[str, Any]:
+    """Return which GPU and PyTorch are here and how long the first import took, asked in a process of its own.
+
+    An image that nobody has read yet may need minutes for that import: this is no reason not to go on.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], env=env, text=True, capture_output=True, check=False, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"slow": f"the first import of torch was not done in {limit:.0f} s; going on without knowing the GPU"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {"error": done.stderr.strip()[-500:] or f"exit status {done.returncode}"}
 
 
-def chosen(only: str) -> list[Piece]:
-    """The pieces named, in their order.
+def choose_parts(text: str) -> list[Part]:
+    """Return the parts that a text such as "1-8" or "3,5" names, in their order.
 
     Raises:
-        SystemExit: there is no such piece.
+        SystemExit: there is no such part.
     """
-    if not only:
-        return list(PIECES)
-    wanted = {key.strip().upper() for key in only.split(",") if key.strip()}
-    unknown = wanted - {piece.key for piece in PIECES}
-    if unknown:
-        raise SystemExit(f"gpu-visit: there is no piece {sorted(unknown)[0]}; there are A to I")
-    return [piece for piece in PIECES if piece.key in wanted]
+    numbers: set[int] = set()
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        try:
+            numbers |= set(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise SystemExit(f"gpu-visit: {piece!r} names no parts; write 1-8 or 3,5") from None
+    known = {part.number for part in PARTS}
+    if not numbers or numbers - known:
+        raise SystemExit(f"gpu-visit: there is no part {text}; there are {min(known)} to {max(known)}")
+    return [part for part in PARTS if part.number in numbers]
 
 
-def plan_of(pieces: Sequence[Piece]) -> str:
-    """What would be done, in words."""
-    lines = [f"  {piece.key}  {piece.what} (at most {piece.limit} s)" for piece in pieces]
+def describe(parts: Iterable[Part]) -> str:
+    """Return what would be done, in words."""
+    lines: list[str] = []
+    for part in parts:
+        lines.append(f"{part.number:2}  {part.what}, {part.seconds:.0f} s")
+        lines += [f"      {one.name} (at most {one.limit:.0f} s)" for one in part.measurements]
     return "\n".join(["gpu-visit would do, on a machine with a GPU:", *lines])
 
 
-def summary(lines: Sequence[str]) -> str:
-    """No more lines than fit on a page, failures before the rest."""
-    bad = [line for line in lines if not line.startswith("ok")]
-    good = [line for line in lines if line.startswith("ok")]
-    return "\n".join([*bad, *good][:SUMMARY_LINES])
+def page(lines: Sequence[str], most: int = SUMMARY_LINES) -> list[str]:
+    """Return at most so many lines, failures before the rest."""
+    bad = [line[:_LINE_CHARACTERS] for line in lines if line.startswith("!!")]
+    good = [line[:_LINE_CHARACTERS] for line in lines if not line.startswith("!!")]
+    kept = [*bad, *good][:most]
+    if len(lines) > most:
+        kept[-1] = f"   ... and {len(lines) - most + 1} lines more in results.jsonl"
+    return kept
+
+
+def compare(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each job that ran in several ways: their times as shares of plain PyTorch's."""
+    jobs: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in results:
+        if one.get("passed") and "job" in one and "seconds_a_step" in one:
+            jobs.setdefault(one["job"], {})[one["mode"]] = one
+    lines: list[str] = []
+    for job, ways in jobs.items():
+        plain = ways.pop("plain", None)
+        if plain is None or not ways:
+            continue
+        told: list[str] = []
+        for mode, way in ways.items():
+            text = f"{mode} {way['seconds_a_step'] / plain['seconds_a_step']:.2f}x"
+            if "host_s" in way and plain.get("host_s"):
+                text += f" (host {way['host_s'] / plain['host_s']:.2f}x)"
+            if way.get("cap") and plain.get("peak_reserved"):
+                text += f" in {way['cap'] / plain['peak_reserved']:.2f} of its memory"
+            if way.get("foretold_share"):
+                text += f" (beforehand {way['foretold_share']:.2f}x)"
+            pairs = zip(way.get("losses", ()), plain.get("losses", ()), strict=False)
+            if any(abs(a - b) > 0.01 * abs(b) for a, b in pairs):
+                text += " WITH OTHER LOSSES"
+            told.append(text)
+        line = f"{job}: of plain PyTorch's step: {', '.join(told)}"
+        lines.append(f"!! {line}" if "WITH OTHER LOSSES" in line else f"   {line}")
+    return lines
+
+
+@dataclass
+class Visit:
+    """Runs parts, and writes what comes of them."""
+
+    out: Path
+    env: dict[str, str]
+    end: float  # on the monotonic clock
+    patience: float = 1
+    small: bool = False
+    begin: float = field(default_factory=time.monotonic)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # of all parts
+    _written: int = 0
+    _logs: dict[int, Log] = field(default_factory=dict)
+
+    def tell(self, **result: Any) -> None:
+        """Write a result."""
+        result = {"at_s": round(time.monotonic() - self.begin, 1), **result}
+        self.results.append(result)
+        text = json.dumps(result, default=str)
+        if len(text) > _RESULT_CHARACTERS:
+            text = json.dumps({**{k: v for k, v in result.items() if len(str(v)) < 2000}, "shortened": len(text)})
+        self._written += len(text) + 1
+        if self._written <= FILE_BYTES:
+            with (self.out / "results.jsonl").open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+    def print_summary(self, title: str, lines: Sequence[str]) -> None:
+        """Print and write at most ``SUMMARY_LINES`` lines."""
+        text = "\n".join([title, *page(lines, SUMMARY_LINES - 1)])
+        print(text, flush=True)
+        with (self.out / "summary.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+    def run_all(self, parts: Sequence[Part]) -> bool:
+        """Run parts one after the other; returns whether everything passed."""
+        todo, due, done = list(parts), time.monotonic(), set[int]()
+        while todo:
+            part = todo.pop(0)
+            done.add(part.number)
+            due = min(due + part.seconds * self.patience, self.end)
+            failed = self.run_part(part, part.measurements, due)
+            if part.bits and failed:
+                again = [one for one in part.measurements if one.name in failed]
+                self.run_part(part, again, due, CUDA_LAUNCH_BLOCKING="1")
+                suspects = [one for one in PARTS if one.number == SUSPECTS and one.number not in done]
+                todo = [*suspects, *(one for one in todo if one.number != SUSPECTS)]
+        passed = all(one["passed"] for one in self.results if "passed" in one)
+        self.print_summary(f"== all parts, {time.monotonic() - self.begin:.0f} s", self.lines)
+        return passed
+
+    def run_part(self, part: Part, measurements: Sequence[Measurement], due: float, **env: str) -> set[str]:
+        """Run measurements of a part until a deadline; returns the names of those that did not pass."""
+        begin, first = time.monotonic(), len(self.results)
+        todo = list(measurements)
+        while todo and due - time.monotonic() >= _LEAST_S:
+            shared = next((n for n, one in enumerate(todo) if one.alone), len(todo))
+            group = todo[: max(shared, 1)]
+            todo = todo[self._run_group(part, group, due, env) :]
+        for one in todo if not env else ():
+            self.tell(part=part.number, measurement=one.name, skipped="no time left", passed=False)
+        lines: list[str] = []
+        found = self.results[first:]
+        for result in found:
+            if "passed" in result:
+                lines.append(_line(result, env))
+        lines += compare(found)
+        title = f"== part {part.number}: {part.what}{', again with ' + ' '.join(env) if env else ''}"
+        self.print_summary(f"{title}, {time.monotonic() - begin:.0f} s", lines)
+        self.lines += lines
+        return {one["measurement"] for one in found if one.get("passed") is False}
+
+    def _run_group(self, part: Part, group: Sequence[Measurement], due: float, env: dict[str, str]) -> int:
+        """Run measurements in one process until one of them fails; returns how many are done with."""
+        ended = 0
+        began = time.monotonic()
+
+        def until() -> float:
+            limit = group[min(ended, len(group) - 1)].limit
+            return min(began + limit * self.patience, due)
+
+        def hear(result: dict[str, Any]) -> None:
+            nonlocal ended, began
+            self.tell(part=part.number, **result, **env)
+            if "passed" in result:
+                ended, began = ended + 1, time.monotonic()
+
+        command = [sys.executable, "-u", str(ROOT / "tools" / "gpu_pieces.py"), *(["--small"] if self.small else [])]
+        outcome = run([*command, *(one.name for one in group)], until, self._log(part), {**self.env, **env}, hear)
+        if ended < len(group) and not (ended and not outcome.results[-1].get("passed", True)):
+            seconds = time.monotonic() - began
+            how = f"stopped after {seconds:.0f} s" if outcome.status is None else f"died, exit status {outcome.status}"
+            name = group[ended].name
+            self.tell(
+                part=part.number, measurement=name, passed=False, seconds=round(seconds, 1), error=how,
+                tail=outcome.tail[-3000:], **env,
+            )  # fmt: skip
+            ended += 1
+        return ended
+
+    def _log(self, part: Part) -> Log:
+        number = (part.number + 1) // 2
+        if number not in self._logs:
+            self._logs[number] = Log(self.out / f"parts-{2 * number - 1}-{2 * number}.log")
+        return self._logs[number]
+
+    def close(self) -> None:
+        """Put the logs in order."""
+        for log in self._logs.values():
+            log.close()
+
+
+def _line(result: dict[str, Any], env: dict[str, str]) -> str:
+    """Return a result in words."""
+    told = result.get("say") or result.get("skipped") or result.get("error") or ""
+    if result.get("detail"):
+        told = f"{told}: {str(result['detail']).splitlines()[0]}"
+    again = f", {' '.join(f'{k}={v}' for k, v in env.items())}" if env else ""
+    seconds = f" ({result['seconds']:.1f} s)" if "seconds" in result else ""
+    return f"{'ok' if result['passed'] else '!!'} {result['part']} {result['measurement']}{again}{seconds}: {told}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-visit", help="folder for the logs")
-    parser.add_argument("--only", default="", help="pieces, such as A,B")
-    parser.add_argument("--seconds", type=float, default=0, help="for all of it; 0: as long as it takes")
-    parser.add_argument("--patience", type=float, default=1, help="limits are so many times as long: on a slow machine")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to try the pieces themselves")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-visit", help="folder for results and logs")
+    parser.add_argument("--parts", default=USUAL, help="such as 9-11 or 3,5; by default %(default)s")
+    parser.add_argument("--seconds", type=float, default=0, help="for everything; 0, the default: the sum of the parts")
+    parser.add_argument("--patience", type=float, default=1, help="factor of all deadlines, for a slow machine")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse the visit")
     given = parser.parse_args(arguments)
-    pieces = chosen(given.only)
+    begin = time.monotonic()
+    parts = choose_parts(given.parts)
+    # A process that is aborted holds gigabytes: nobody is to write them to a disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(prefix="gpu-visit-") as folder:
         site = Path(folder)
-        unpacked = site_from(WHEELS, site) if WHEELS.is_dir() else []
+        unpacked = unpack_missing(WHEELS, site) if WHEELS.is_dir() else []
         env = environment(site)
-        there = probe(env)
-        if not there.get("gpu"):
+        there = probe(env, min(_IMPORT_S, given.seconds / 2) if given.seconds else _IMPORT_S)
+        if not there.get("gpu") and "slow" not in there:
             why = there.get("error") or f"PyTorch {there['torch']} sees no CUDA device"
-            print(f"gpu-visit: {why}; nothing has been run.\n{plan_of(pieces)}", flush=True)
+            print(f"gpu-visit: {why}; nothing has been run.\n{describe(parts)}", flush=True)
             return 2
-        print(json.dumps({"visit": there, "unpacked": unpacked}), flush=True)
-        return _visit(pieces, given, env)
-
-
-def _visit(pieces: Sequence[Piece], given: argparse.Namespace, env: dict[str, str]) -> int:
-    out: Path = given.out
-    out.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
-    deadline = time.monotonic() + given.seconds if given.seconds else None
-    failed = False
-    with (out / "results.jsonl").open("w", encoding="utf-8") as file:
-
-        def tell(answer: dict[str, Any]) -> None:
-            text = json.dumps(answer)
-            file.write(f"{text}\n")
-            file.flush()
-            print(text[:4000], flush=True)
-
-        # Eight files come back from some machines: two logs are shared.
-        logs = {"A": "A-C", "B": "A-C", "C": "A-C", "D": "D-F", "E": "D-F", "F": "D-F", "G": "G", "H": "H", "I": "I"}
-        opened = {name: Log(out / f"{name}.log") for name in sorted({logs[piece.key] for piece in pieces})}
+        given.out.mkdir(parents=True, exist_ok=True)
+        end = begin + given.seconds if given.seconds else float("inf")
+        visit = Visit(given.out, env, end, given.patience, given.small, begin)
+        visit.tell(probe=there, unpacked=unpacked, parts=[part.number for part in parts])
+        print(f"gpu-visit: {there.get('slow') or there}", flush=True)
         try:
-            for piece in pieces:
-                limit = piece.limit * given.patience
-                if deadline is not None:
-                    limit = min(limit, deadline - time.monotonic())
-                if limit < 5:
-                    tell({"piece": piece.key, "status": "no time left"})
-                    lines.append(f"-- {piece.key} no time left")
-                    continue
-                command = [sys.executable, "-u", str(ROOT / "tools" / "gpu_pieces.py"), piece.key, str(out)]
-                command += ["--seconds", f"{limit - 5:.0f}", *(["--small"] if given.small else [])]
-                outcome = run(command, limit, opened[logs[piece.key]], env, tell)
-                passed = outcome.status == 0
-                failed |= not passed
-                how = "passed" if passed else "stopped at its limit" if outcome.status is None else "failed"
-                answer: dict[str, Any] = {"piece": piece.key, "status": how, "seconds": outcome.seconds}
-                if not passed:
-                    answer |= {"exit": outcome.status, "tail": outcome.tail[-3000:]}
-                tell(answer)
-                told = [item["say"] for item in outcome.results if "say" in item]
-                lines.append(f"{'ok' if passed else '!!'} {piece.key} {how} in {outcome.seconds:.0f} s: {piece.what}")
-                lines += [f"{'!!' if line.startswith('!') else 'ok'}    {line.lstrip('! ')}" for line in told]
+            return 0 if visit.run_all(parts) else 1
         finally:
-            for log in opened.values():
-                log.close()
-    text = summary(lines)
-    (out / "summary.txt").write_text(f"{text}\n", encoding="utf-8")
-    print(text, flush=True)
-    return int(failed)
+            visit.close()
 
 
 if __name__ == "__main__":

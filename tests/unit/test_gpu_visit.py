@@ -1,9 +1,11 @@
-"""The visit to a GPU, where there is none: what it says, and that no piece stops another."""
+"""The visit to a GPU, where there is none: its order, its deadlines, and what it writes."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,70 +13,277 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import gpu_pieces
 import gpu_visit
+from gpu_visit import Measurement, Part
 
-
-def test_without_a_gpu_it_says_what_it_would_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(gpu_visit, "probe", lambda _: {"torch": "2.13", "gpu": None})
-    assert gpu_visit.main(["--only", "d,A", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().out
-    assert "PyTorch 2.13 sees no CUDA device; nothing has been run" in said
-    assert [line.split()[0] for line in said.splitlines()[2:]] == ["A", "D"]
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit, match="no piece X"):
-        gpu_visit.main(["--only", "X"])
-
-
-PIECES = """
-import json, sys, time
-piece = sys.argv[1]
-print("@@" + json.dumps({"piece": piece, "say": f"I am {piece}"}), flush=True)
-print("to the log")
-if piece == "A": sys.exit(1)
-if piece == "B": time.sleep(60)
-if piece == "C":
-    import os; os.abort()
+WORKER = """
+import json, os, sys, time
+def tell(**result): print("@@" + json.dumps(result), flush=True)
+for name in [name for name in sys.argv[1:] if name != "--small"]:
+    print(f"log of {name} in {os.getpid()}", flush=True)
+    if name == "hangs":
+        tell(measurement=name, rows=3)
+        time.sleep(600)
+    if name == "dies": os._exit(7)
+    if name == "fails":
+        tell(measurement=name, passed=False, error="WrongBitsError", detail="other bits")
+        sys.exit(1)
+    if name == "blocked" and "CUDA_LAUNCH_BLOCKING" not in os.environ:
+        tell(measurement=name, passed=False, error="WrongBitsError", detail="other bits")
+        sys.exit(1)
+    if name == "many":
+        for number in range(100): tell(measurement="many", passed=number % 10 != 0, seconds=0.0, say="x" * 500)
+        sys.exit(0)
+    job = {"job": "a job", "mode": name.partition(": ")[2], "seconds_a_step": 2.0 if "ours" in name else 1.0}
+    tell(measurement=name, passed=True, say=f"I am {name}", pid=os.getpid(), **(job if ": " in name else {}))
 """
 
 
-def test_a_piece_that_fails_hangs_or_dies_does_not_stop_the_next(
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    (folder / "tools").mkdir(parents=True)
+    (folder / "tools" / "gpu_pieces.py").write_text(WORKER, encoding="utf-8")
+    monkeypatch.setattr(gpu_visit, "ROOT", folder)
+    monkeypatch.setattr(gpu_visit, "_DUMP_S", 0.5)
+    monkeypatch.setattr(gpu_visit, "probe", lambda *_: {"torch": "2.13", "gpu": "a GPU"})
+    return folder
+
+
+def measurements(*names: str, limit: float = 20, alone: bool = False) -> tuple[Measurement, ...]:
+    return tuple(Measurement(name, limit, alone) for name in names)
+
+
+def visit(monkeypatch: pytest.MonkeyPatch, out: Path, parts: list[Part], *arguments: str) -> tuple[int, list[Any]]:
+    monkeypatch.setattr(gpu_visit, "PARTS", tuple(parts))
+    numbers = ",".join(str(part.number) for part in parts if part.number != gpu_visit.SUSPECTS)
+    status = gpu_visit.main(["--out", str(out), "--parts", numbers, *arguments])
+    return status, [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_measurement_of_the_visit_exists() -> None:
+    for part in gpu_visit.PARTS:
+        for one in part.measurements:
+            gpu_pieces.find_measurement(one.name)
+
+
+def test_parts_fit_the_two_calls_of_a_visit() -> None:
+    seconds = {part.number: part.seconds for part in gpu_visit.PARTS}
+    assert list(seconds) == list(range(1, 12))
+    assert sum(seconds[number] for number in range(1, 9)) <= 540
+    assert sum(seconds[number] for number in range(9, 12)) <= 240
+
+
+def test_rows_measure_ours_before_plain_before_rivals() -> None:
+    names = [one.name for part in gpu_visit.PARTS for one in part.measurements]
+    for number in (1, 3, 4):
+        modes = [name.partition(": ")[2] for name in names if name.startswith(f"row {number}: ")]
+        assert modes == ["ours", "plain", "checkpoint"][: len(modes)]
+
+
+def test_parts_are_chosen_by_number_and_range() -> None:
+    assert [part.number for part in gpu_visit.choose_parts("1-8")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [part.number for part in gpu_visit.choose_parts("9-11,3")] == [3, 9, 10, 11]
+    for wrong in ("12", "0-3", "x", ""):
+        with pytest.raises(SystemExit, match="part"):
+            gpu_visit.choose_parts(wrong)
+
+
+def test_without_a_gpu_the_visit_prints_its_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    root = tmp_path / "root"
-    (root / "tools").mkdir(parents=True)
-    (root / "tools" / "gpu_pieces.py").write_text(PIECES, encoding="utf-8")
-    monkeypatch.setattr(gpu_visit, "ROOT", root)
-    monkeypatch.setattr(gpu_visit, "PIECES", tuple(gpu_visit.Piece(key, f"does {key}", 6) for key in "ABCD"))
-    monkeypatch.setattr(gpu_visit, "probe", lambda _: {"torch": "2.13", "gpu": "a GPU"})
-    assert gpu_visit.main(["--out", str(tmp_path / "out")]) == 1
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    monkeypatch.setattr(gpu_visit, "probe", lambda *_: {"torch": "2.13", "gpu": None})
+    assert gpu_visit.main(["--parts", "3,5", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().out
+    assert "PyTorch 2.13 sees no CUDA device; nothing has been run" in said
+    assert [line.split()[0] for line in said.splitlines() if line[:2].strip().isdigit()] == ["3", "5"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_measurement_that_hangs_dies_or_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    part = Part(1, "all", 60, (*measurements("one", "fails", "two", "dies", "three"), Measurement("hangs", 1.5)))
+    next_part = Part(2, "more", 60, measurements("four"))
+    begin = time.monotonic()
+    status, results = visit(monkeypatch, tmp_path / "out", [part, next_part])
+    assert status == 1
+    assert time.monotonic() - begin < 30
+    ended = [(one["measurement"], one["passed"]) for one in results if "passed" in one]
+    assert ended == [
+        *(("one", True), ("fails", False), ("two", True), ("dies", False), ("three", True), ("hangs", False)),
+        ("four", True),
     ]
-    ended = {line["piece"]: line["status"] for line in lines if "status" in line}
-    assert ended == {"A": "failed", "B": "stopped at its limit", "C": "failed", "D": "passed"}
-    assert [line["piece"] for line in lines if "say" in line] == ["A", "B", "C", "D"]
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert len(files) <= 8
-    assert (tmp_path / "out" / "A-C.log").read_text(encoding="utf-8").count("to the log") == 3
-    assert "ok D passed" in capsys.readouterr().out
+    assert [one["error"] for one in results if not one.get("passed", True)][1] == "died, exit status 7"
+    assert "stopped after" in next(one["error"] for one in results if one.get("measurement") == "hangs" and "error" in one)
+    assert any(one.get("rows") == 3 for one in results)  # what it found before it was killed
+    log = (tmp_path / "out" / "parts-1-2.log").read_text(encoding="utf-8")
+    assert "Fatal Python error: Aborted" in log  # where it was
+    summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    assert "!! 1 fails: WrongBitsError: other bits" in summary
+    assert "!! 1 dies" in summary
+    assert summary.count("!! 1 hangs") == 2  # after its part and at the end
 
 
-def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
-    log = gpu_visit.Log(tmp_path / "log", most=1000)
+def test_measurements_share_a_process_unless_one_is_alone(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    part = Part(1, "all", 60, (*measurements("one", "two"), *measurements("three", "four", alone=True)))
+    _, results = visit(monkeypatch, tmp_path / "out", [part])
+    one, two, three, four = (result["pid"] for result in results if "pid" in result)
+    assert one == two
+    assert len({one, three, four}) == 3
+
+
+def test_a_part_ends_at_its_deadline_and_leaves_time_over(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_visit, "_LEAST_S", 1)
+    late = Part(2, "late", 2, (*measurements("hangs", limit=60), *measurements("one")))
+    parts = [Part(1, "early", 0.1, ()), late, Part(3, "last", 20, measurements("two"))]
+    _, results = visit(monkeypatch, tmp_path / "out", parts)
+    ended = {one["measurement"]: one for one in results if "passed" in one}
+    assert ended["hangs"]["error"].startswith("stopped after")
+    assert ended["one"]["skipped"] == "no time left"
+    assert ended["two"]["passed"]
+
+
+def test_a_visit_ends_when_its_seconds_are_over(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_visit, "_LEAST_S", 1)
+    parts = [Part(number, "a part", 60, measurements("one", "hangs")) for number in (1, 2, 3)]
+    begin = time.monotonic()
+    status, results = visit(monkeypatch, tmp_path / "out", parts, "--seconds", "3")
+    assert status == 1
+    assert time.monotonic() - begin < 15
+    skipped = [one for one in results if "skipped" in one]
+    assert {one["part"] for one in skipped} == {2, 3}
+
+
+def test_results_are_in_the_file_when_the_visit_is_killed(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import sys, pathlib, gpu_visit as v; from gpu_visit import Measurement, Part\n"
+        "v.ROOT = pathlib.Path(sys.argv[1]); v.probe = lambda *_: {'gpu': 'a GPU'}\n"
+        "v.PARTS = (Part(1, 'p', 60, (Measurement('one', 20), Measurement('hangs', 60))),)\n"
+        "v.main(['--out', sys.argv[2], '--parts', '1'])\n"
+    )
+    tools = Path(__file__).parents[2] / "tools"
+    process = subprocess.Popen([sys.executable, "-c", code, str(root), str(out)], cwd=tools)
+    try:
+        for _ in range(600):
+            if (out / "results.jsonl").exists() and "rows" in (out / "results.jsonl").read_text(encoding="utf-8"):
+                break
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line.get("measurement") for line in lines] == [None, "one", "hangs"]
+    log = (out / "parts-1-2.log").read_text(encoding="utf-8")
+    subprocess.run(["kill", "-9", log.splitlines()[1].split()[-1]], check=False)  # the worker, which nobody ends now
+    assert log.startswith("log of one")
+
+
+def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    bits = Part(3, "bits", 60, measurements("one", "blocked"), bits=True)
+    parts = [bits, Part(5, "row", 60, measurements("two")), Part(gpu_visit.SUSPECTS, "fakes", 60, measurements("three"))]
+    status, results = visit(monkeypatch, tmp_path / "out", parts)
+    assert status == 1
+    ended = [(one["measurement"], one["passed"]) for one in results if "passed" in one]
+    assert ended == [("one", True), ("blocked", False), ("blocked", True), ("three", True), ("two", True)]
+    summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    assert "ok 3 blocked, CUDA_LAUNCH_BLOCKING=1" in summary
+
+
+def test_the_summary_of_a_part_fits_on_a_page_with_failures_first(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visit(monkeypatch, tmp_path / "out", [Part(1, "much", 60, measurements("many"))])
+    said = capsys.readouterr().out
+    first = said[said.index("== part 1") : said.index("== all parts")].splitlines()
+    assert len(first) == gpu_visit.SUMMARY_LINES
+    assert all(line.startswith("!! 1 many") for line in first[1:11])
+    assert first[-1] == "   ... and 62 lines more in results.jsonl"
+    assert max(map(len, first)) <= 200
+    assert len(said[said.index("== all parts") :]) < 12_000  # what comes back of a command's output
+
+
+def test_times_are_told_as_shares_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+    visit(monkeypatch, tmp_path / "out", [Part(5, "row", 60, measurements("row 3: ours", "row 3: plain", alone=True))])
+    assert "a job: of plain PyTorch's step: ours 2.00x" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    ours = {"passed": True, "job": "j", "mode": "ours", "seconds_a_step": 1.0, "cap": 5, "losses": [1.0, 2.0]}
+    plain = {**ours, "mode": "plain", "peak_reserved": 10, "losses": [1.0, 3.0]}
+    assert gpu_visit.compare([ours, plain])[0].startswith("!! j: of plain")
+    assert "in 0.50 of its memory" in gpu_visit.compare([ours, plain])[0]
+    assert gpu_visit.compare([ours]) == []
+
+
+def test_what_a_visit_writes_is_bounded(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+    parts = [Part(number, "a part", 60, measurements("one")) for number in range(1, 12)]
+    visit(monkeypatch, tmp_path / "out", parts)
+    assert len(list((tmp_path / "out").iterdir())) <= 8
+    assert 8 * gpu_visit.FILE_BYTES <= 64 << 20
+    monkeypatch.setattr(gpu_visit, "FILE_BYTES", 300_000)
+    (tmp_path / "small").mkdir()
+    small = gpu_visit.Visit(tmp_path / "small", {}, 0)
     for number in range(1000):
-        log.write(f"line {number}\n".encode())
+        small.tell(number=number, text="x" * 10_000)
+    small.tell(text="x" * 1_000_000, short=1)
+    written = (tmp_path / "small" / "results.jsonl").read_text(encoding="utf-8")
+    assert len(written) <= 300_000
+    assert len(written.splitlines()) > 20
+
+
+@pytest.mark.parametrize("count", [10, 60, 77, 1000])
+def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path, count: int) -> None:
+    log = gpu_visit.Log(tmp_path / "log", most=1000)
+    lines = [f"line {number}\n" for number in range(count)]
+    written = 0
+    for line in lines:
+        log.write(line.encode())
+        written += len(line)
+        assert min(written, 850) <= (tmp_path / "log").stat().st_size <= 1000  # nothing is held back in memory
     log.close()
     text = (tmp_path / "log").read_text(encoding="utf-8")
-    assert len(text) < 1100
-    assert text.startswith("line 0\n")
-    assert text.endswith("line 999\n")
-    assert "bytes left out" in text
+    assert len(text) <= 1000
+    whole = "".join(lines)
+    if len(whole) <= 900:
+        assert text == whole
+    else:
+        assert text.startswith("line 0\n")
+        assert text.endswith(f"line {count - 1}\n")
+        assert "bytes left out" in text
+        begin, _, end = text.partition("\n[...")
+        assert whole.startswith(begin)
+        assert whole.endswith(end.partition("...]\n")[2])
 
 
-def test_a_summary_fits_on_a_page_with_failures_first() -> None:
-    lines = [f"ok {number}" for number in range(60)] + ["!! D failed"]
-    found = gpu_visit.summary(lines).splitlines()
-    assert len(found) == gpu_visit.SUMMARY_LINES
-    assert found[0] == "!! D failed"
+def test_a_log_keeps_the_end_of_a_line_longer_than_it_holds(tmp_path: Path) -> None:
+    log = gpu_visit.Log(tmp_path / "log", most=1000)
+    log.write(b"first\n")
+    log.write(b"x" * 5000 + b"end\n")
+    log.close()
+    text = (tmp_path / "log").read_bytes()
+    assert text.startswith(b"first\n")
+    assert text.endswith(b"xend\n")
+    assert len(text) <= 1000
+
+
+def test_a_slow_first_import_does_not_end_the_visit(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_visit, "ROOT", root)
+    monkeypatch.setattr(gpu_visit, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(gpu_visit, "_IMPORT_S", 0.5)
+    status, results = visit(monkeypatch, tmp_path / "out", [Part(1, "p", 60, measurements("one"))])
+    assert status == 0
+    assert "was not done in 0 s" in results[0]["probe"]["slow"]
+    assert "first import of torch" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_visit, "_PROBE", 'print(\'{"torch": "2.13", "gpu": "a GPU", "import_s": 61.5}\')')
+    monkeypatch.setattr(gpu_visit, "_IMPORT_S", 60)
+    _, results = visit(monkeypatch, tmp_path / "two", [Part(1, "p", 60, measurements("one"))])
+    assert results[0]["probe"]["import_s"] == 61.5

@@ -200,6 +200,8 @@ def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
         "STUB_REPLAY": str(out / "libreplay.so"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # that kernels are replaced is the purpose
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        # There are no segments that grow.
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False"),
         **{f"STUB_{name.upper()}": str(value) for name, value in settings.items()},
     }
 

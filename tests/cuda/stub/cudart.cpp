@@ -123,6 +123,10 @@ bool is_pytorchs(const void* code) {
   return std::strncmp(name, "libtorch", 8) == 0 || std::strncmp(name, "libc10", 6) == 0;
 }
 
+// Whether a fault that is planted into every n-th of its kind is planted into this one.
+std::atomic<uint64_t> lost{0}, flipped{0};
+bool is_planted(uint64_t n, std::atomic<uint64_t>& count) { return n != 0 && ++count % n == 0; }
+
 // Bytes from anywhere to anywhere, in the order of a stream.
 cudaError_t copy(void* to, const void* from, size_t bytes, const void* handle, bool part_of_op, bool blocks) {
   if (const cudaError_t error = failure()) return error;
@@ -150,9 +154,13 @@ cudaError_t copy(void* to, const void* from, size_t bytes, const void* handle, b
     kept = std::make_shared<std::vector<char>>(source, source + bytes);
     source = kept->data();
   }
+  const bool flips = into && !out && source_is == Pinned::kYes && bytes >= (1 << 16) && is_planted(settings().flip_bit, flipped);
   counts[kStubPageableCopies] += target_is == Pinned::kNo || source_is == Pinned::kNo;
   if (settings().numbers || bytes < (1 << 16))
-    task.run = [target, source, bytes, kept] { std::memmove(target, source, bytes); };
+    task.run = [target, source, bytes, kept, flips] {
+      std::memmove(target, source, bytes);
+      if (flips) target[bytes / 2] ^= 1;
+    };
   Stream* stream = stream_of(handle);
   put(stream, std::move(task));
   if (blocks || target_is == Pinned::kNo) streams().await(stream);
@@ -505,7 +513,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
   Task task;
   task.what = "wait";
   task.wait = point_of(event);
-  if (task.wait) put(stream_of(stream), std::move(task));
+  if (task.wait && !is_planted(settings().lose_wait, lost)) put(stream_of(stream), std::move(task));
   return cudaSuccess;
 }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {

@@ -42,6 +42,9 @@ struct Settings {
   bool poison = number("STUB_POISON", 0) != 0;
   bool numbers = number("STUB_NUMBERS", 1) != 0;
   bool quiet = number("STUB_QUIET", 0) != 0;
+  // Faults, each planted into every n-th of its kind; 0: none.
+  uint64_t lose_wait = static_cast<uint64_t>(number("STUB_LOSE_WAIT", 0));
+  uint64_t flip_bit = static_cast<uint64_t>(number("STUB_FLIP_BIT", 0));
 };
 
 inline const Settings& settings() {

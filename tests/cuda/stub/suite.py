@@ -4,7 +4,8 @@
 
 Builds the stub (``build.py``), then runs case after case, each a process of its own with a limit of its own: the tests
 marked ``cuda``, models and loops in all orders of the streams, what goes wrong, what might be left behind, what the
-waits between streams are good for, and the visit to a GPU, A to G. A line for each as it ends, one summary, logs whole
+waits between streams are good for, and the visit to a GPU: as it is, and with a fault planted, which its summary has
+to name. A line for each as it ends, one summary, logs whole
 in the folder given. Exit status: 0 all passed, 1 something did not, 2 there is no CUDA build of PyTorch here.
 """
 
@@ -30,6 +31,8 @@ from gpu_visit import Log, Outcome, run
 from build import HERE, OUT, BuildError, build, environment
 
 INLINE: Mapping[str, object] = {}
+# A rare one, that is noticed all the same.
+LOST_WAIT = 20
 # A result that the stub could not compute leaves bytes that nobody meant.
 _NOT_COMPUTED = re.compile(r"^replay: .* failed", re.MULTILINE)
 
@@ -54,6 +57,7 @@ class Case:
         command: what Python is given.
         order: settings of the stub.
         limit: seconds.
+        names: of a visit with a planted fault: patterns of lines of failures that its summary has to have.
     """
 
     group: str
@@ -61,6 +65,7 @@ class Case:
     command: tuple[str, ...]
     order: Mapping[str, object]
     limit: int = 300
+    names: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -82,6 +87,12 @@ def case(group: str, what: str, order: Mapping[str, object], limit: int = 300, *
     words = " ".join("amp" if name == "amp" else str(value) for name, value in options.items())
     name = words if what == group else f"{what} {words}".strip()
     return Case(group, name, (str(HERE / "cases.py"), what, *rest), order, limit)
+
+
+def visit(name: str, order: Mapping[str, object], parts: str, *names: str) -> Case:
+    """A rehearsal of the visit to a GPU."""
+    command = ("tools/gpu_visit.py", "--patience", "8", "--small", "--parts", parts)
+    return Case("visit", name, command, order, 3000, names)
 
 
 def cases() -> list[Case]:
@@ -118,7 +129,6 @@ def cases() -> list[Case]:
         *(case("failures", "forks", order, how=how) for how in ("compiled", "loop") for order in (lazy(1), threads(1))),
         *(case("leaks", "leaks", INLINE, 600, how=how) for how in ("host", "disk", "loop")),
     ]
-    visit = ("tools/gpu_visit.py", "--patience", "4")
     return [
         case("races", "races", lazy(1), 600, how="host"),
         case("races", "races", threads(1, 100), 600, how="host"),
@@ -133,8 +143,16 @@ def cases() -> list[Case]:
             tests("of followed loops", "not take_turns", order, "test_follow_gpu.py")
             for order in (lazy(11), threads(1))
         ),
-        Case("visit", "A to G", (*visit, "--small", "--only", "A,B,C,D,E,F,G"), INLINE, 3000),
-        Case("visit", "E, for the time of the host", (*visit, "--only", "E"), {"numbers": 0}, 600),
+        visit("from end to end", INLINE, "1-11"),
+        visit(
+            "a lost wait",
+            {**lazy(1), "lose_wait": LOST_WAIT},
+            "3-4",
+            "!! 3 bits: .*WrongBits",
+            "!! 4 loop: .*WrongBits",
+        ),
+        visit("a wrong bit", {"flip_bit": 40}, "3-4", "!! 3 bits: .*WrongBits", "!! 4 loop: .*WrongBits"),
+        visit("an exceeded budget", {"hog_mib": 256}, "3-4", "!! 3 bits: .*OverBudget", "!! 4 loop: .*OverBudget"),
     ]
 
 
@@ -163,7 +181,8 @@ class Suite:
             "XDG_CACHE_HOME": str(self.built / "cache"),
         }
         try:
-            return run([sys.executable, "-u", *command], limit, log, env), path
+            end = time.monotonic() + limit
+            return run([sys.executable, "-u", *command], lambda: end, log, env), path
         finally:
             log.close()
 
@@ -177,9 +196,10 @@ class Suite:
 
     def try_case(self, one: Case) -> None:
         """Run a case to its end."""
-        command = list(one.command)
+        command, told_by = list(one.command), self.out / f"visit-{one.name.replace(' ', '-')}"
         if one.group == "visit":
-            command += ["--out", str(self.out / f"visit-{one.command[-1].replace(',', '')}")]
+            shutil.rmtree(told_by, ignore_errors=True)
+            command += ["--out", str(told_by)]
         outcome, path = self.run(one.title, command, one.order, one.limit)
         text = path.read_text(encoding="utf-8", errors="replace")
         not_computed = _NOT_COMPUTED.search(text)
@@ -193,6 +213,11 @@ class Suite:
             said = f"exit status {outcome.status}; {said}"
         elif not_computed is not None:
             said = not_computed[0]
+        if one.names:
+            summary = (told_by / "summary.txt").read_text(encoding="utf-8") if outcome.status == 1 else ""
+            unnamed = [pattern for pattern in one.names if not re.search(f"^{pattern}", summary, re.MULTILINE)]
+            good = outcome.status == 1 and not unnamed
+            said = f"the summary has no line {unnamed[0]!r}; {said}" if unnamed else "the summary names it"
         self.tell(good, one.title, outcome.seconds, said[:200])
 
     def try_waits(self, kind: str, implied: Mapping[str, str], orders: Sequence[Mapping[str, object]]) -> None:

@@ -9,6 +9,7 @@ import sys
 import warnings
 
 REPLAY = os.environ.get("STUB_REPLAY", "")
+HOG_BYTES = int(os.environ.get("STUB_HOG_MIB", "0")) << 20
 
 
 class _AfterTorch:
@@ -38,6 +39,22 @@ def _install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels are replaced, which is the purpose
         ctypes.CDLL(REPLAY).replay_install()
+    if HOG_BYTES:
+        _plant_hog()
+
+
+def _plant_hog() -> None:
+    """Take memory of the device that nobody planned for, when a measurement of memory begins."""
+    import torch  # noqa: PLC0415 - it is loaded already
+
+    begin, hogs = torch.cuda.reset_peak_memory_stats, []
+
+    def reset_peak_memory_stats(*given: object) -> None:
+        begin(*given)
+        if not hogs:
+            hogs.append(torch.empty(HOG_BYTES, dtype=torch.uint8, device="cuda"))
+
+    torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
 
 
 if REPLAY:
