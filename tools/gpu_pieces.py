@@ -47,6 +47,10 @@ class WrongBitsError(Exception):
     """What was trained has other bits than in plain PyTorch."""
 
 
+class LostWaitError(Exception):
+    """Work of one stream did not wait for that of another."""
+
+
 class OverBudgetError(Exception):
     """More memory of the device was taken than the budget allows."""
 
@@ -184,33 +188,37 @@ def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
 
 
 def tape(small: bool) -> Found:
-    """Copy there and back by a tape, in which one copy waits for the other."""
-    import torch
+    """Copy pieces in and out again through one place on the device, by a tape in which each copy waits for the last."""
 
-    from outofcore.execution.cuda.interface import Copy, Record, Stream, Wait
+    from outofcore.execution.cuda.interface import Action, Copy, Record, Stream, Wait
 
-    driver = _driver()
-    with _home_and_arena(driver, 16 * MIB) as (home, arena):
-        host, there, back = home.face(0, 8 * MIB), arena.view(0, 8 * MIB), home.face(8 * MIB, 8 * MIB)
-        host.random_(0, 255)
-        mark = driver.mark()
-        with driver.step(None):
-            play = driver.tape(
-                [
-                    Copy(Stream.COPY_IN, 0, there, host),
-                    Record(Stream.COPY_IN, mark),
-                    Wait(Stream.COPY_OUT, mark),
-                    Copy(Stream.COPY_OUT, 1, back, there),
-                ]
-            )
-            for number in range(3):
-                back.zero_()
-                play()
-                driver.synchronize()
-                if not torch.equal(back, host):
-                    wrong = int((back != host).sum())
-                    raise WrongBitsError(f"{wrong} bytes that a tape copied there and back differ, time {number + 1}")
-    return {"say": "copied there and back three times"}
+    driver, count, piece = _driver(), 32, 256 * KIB
+    with _home_and_arena(driver, 2 * count * piece) as (home, opened), driver.step(None):
+        there, into, out = opened.view(0, piece), driver.mark(), driver.mark()
+        hosts = [home.face(number * piece, piece).fill_(number) for number in range(count)]
+        backs = [home.face((count + number) * piece, piece).fill_(255) for number in range(count)]
+        driver.record(Stream.COPY_OUT, out)
+        actions: list[Action] = []
+        for number in range(count):
+            actions += [Wait(Stream.COPY_IN, out), Copy(Stream.COPY_IN, 0, there, hosts[number])]
+            actions += [Record(Stream.COPY_IN, into), Wait(Stream.COPY_OUT, into)]
+            actions += [Copy(Stream.COPY_OUT, 1, backs[number], there), Record(Stream.COPY_OUT, out)]
+        play = driver.tape(actions)
+        for _ in range(3):
+            play()
+            driver.synchronize()
+            for number, (host, back) in enumerate(zip(hosts, backs, strict=True)):
+                wrong = back != host
+                if not wrong.any():
+                    continue
+                if int(back.min()) == int(back.max()):
+                    raise LostWaitError(f"copy {number} did not wait for the one before it: it has copied other bytes")
+                raise WrongBitsError(
+                    f"{int(wrong.sum())} bytes of copy {number} differ, the first is {int(back[wrong][0])}"
+                )
+            for back in backs:
+                back.fill_(255)
+    return {"say": f"{3 * count} pieces were copied in and out, each waiting for the last"}
 
 
 def arena(small: bool) -> Found:
@@ -505,7 +513,8 @@ def compiled_bits(case: str, small: bool) -> Found:
     wrong = [index for index, (a, b) in enumerate(zip(ours, losses, strict=True)) if not torch.equal(a, b)]
     if wrong or differ:
         told = f"losses of steps {wrong}, {len(differ)} of {len(state)} tensors, first {differ[:3]}"
-        raise WrongBitsError(f"other bits than plain PyTorch's: {told}; {found}")
+        tell(measurement=f"bits: {case}", **found)
+        raise WrongBitsError(f"other bits than plain PyTorch's: {told}")
     if disk and not found["disk_copies"]:
         raise RefusedError(f"nothing has been to the disk: {found}")
     _check_budget(reserved, budget)
@@ -550,7 +559,9 @@ def followed_bits(case: str, small: bool) -> Found:
     reserved = torch.cuda.max_memory_reserved()
     found: Found = {"budget": budget, "peak_reserved": reserved, "beside": reserved - budget, "loop": asdict(stats)}
     if differs := ours.differs_from(plain):
-        raise WrongBitsError(f"other bits than plain PyTorch's: {differs}"[:400])
+        tell(measurement=f"loop: {case}", **found, differs=differs)
+        read = [number for number, pair in enumerate(zip(ours.read, plain.read, strict=False)) if pair[0] != pair[1]]
+        raise WrongBitsError(f"other bits than plain PyTorch's: {f'values read in steps {read}' if read else differs}")
     if not stats.evictions or (planned and not stats.planned_ops):
         raise RefusedError(f"nothing has left, or no plan was followed: {stats}")
     _check_budget(stats.peak_bytes, budget)

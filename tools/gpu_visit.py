@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -238,6 +239,15 @@ class Outcome:
     tail: str
 
 
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def _end_with_parent() -> None:
+    """Have this process killed when its parent dies, so that nobody holds the GPU after a visit that was killed."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run(
     command: Sequence[str],
     until: Callable[[], float],
@@ -256,8 +266,9 @@ def run(
     """
     begin = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function that is loaded already
+    )  # fmt: skip
     results: list[dict[str, Any]] = []
     tail: list[str] = []
 
