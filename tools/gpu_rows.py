@@ -256,6 +256,7 @@ def fill_weights(model: nn.Module) -> None:
             if parameter.dim() < 2:
                 flat.fill_(1)
                 continue
+            block = block.to(flat.dtype)
             whole = flat.numel() // _BLOCK * _BLOCK
             flat[:whole].view(-1, _BLOCK).copy_(block)
             flat[whole:].copy_(block[: flat.numel() - whole])

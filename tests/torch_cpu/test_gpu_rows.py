@@ -13,7 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import gpu_pieces
 import gpu_rows
+import gpu_visit
 
 from outofcore.capture import capture_step
 from outofcore.estimation.costing import given_memory, operations_of
@@ -59,6 +61,12 @@ def test_the_visit_finds_caps_and_batches_of_all_rows_in_the_predictions() -> No
         assert found["cap"] == pytest.approx(row.cap if row.cap > 1 else row.cap * found["in_core_bytes"], abs=1)
         assert found["size"] == (row.size or 2595)
         assert found["smallest_bytes"] < found["cap"] < found["in_core_bytes"]
+
+
+def test_every_model_and_row_of_the_visit_exists() -> None:
+    assert set(gpu_visit.MODELS) == gpu_pieces._models(small=True).keys()
+    named = {one.name for part in gpu_visit.PARTS for one in part.measurements if one.name.startswith("row ")}
+    assert {int(name.split()[1].rstrip(":")) for name in named} == {row.number for row in gpu_rows.ROWS}
 
 
 def test_a_batch_follows_from_what_two_small_ones_take() -> None:
