@@ -138,6 +138,13 @@ def test_measurements_share_a_process_unless_one_is_alone(
     assert len({one, three, four}) == 3
 
 
+def test_processes_share_a_cache_that_the_visit_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert gpu_visit.environment(tmp_path)["XDG_CACHE_HOME"] == str(gpu_visit.ROOT / "build" / "gpu-visit-cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert gpu_visit.environment(tmp_path)["XDG_CACHE_HOME"] == "/somewhere"
+
+
 def test_a_part_ends_at_its_deadline_and_leaves_time_over(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
