@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ for name in [name for name in sys.argv[1:] if name != "--small"]:
         sys.exit(1)
     if name == "blocked" and "CUDA_LAUNCH_BLOCKING" not in os.environ:
         tell(measurement=name, passed=False, error="WrongBitsError", detail="other bits")
+        sys.exit(1)
+    if name == "over":
+        tell(measurement=name, passed=False, error="OverBudgetError", detail="too much")
         sys.exit(1)
     if name == "many":
         for number in range(100): tell(measurement="many", passed=number % 10 != 0, seconds=0.0, say="x" * 500)
@@ -138,6 +142,15 @@ def test_measurements_share_a_process_unless_one_is_alone(
     assert len({one, three, four}) == 3
 
 
+def test_wheels_of_missing_packages_alone_are_unpacked(tmp_path: Path) -> None:
+    for name, package in (("a", "json"), ("b", "nobody_has_this")):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{package}/__init__.py", "")
+            wheel.writestr(f"{package}-1.dist-info/METADATA", "")
+    assert gpu_visit.unpack_missing(tmp_path, tmp_path / "site") == ["b.whl"]
+    assert (tmp_path / "site" / "nobody_has_this" / "__init__.py").exists()
+
+
 def test_processes_share_a_cache_that_the_visit_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert gpu_visit.environment(tmp_path)["XDG_CACHE_HOME"] == str(gpu_visit.ROOT / "build" / "gpu-visit-cache")
@@ -215,6 +228,21 @@ def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
     assert ended == [("one", True), ("blocked", False), ("blocked", True), ("three", True), ("two", True)]
     summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
     assert "ok 3 blocked, CUDA_LAUNCH_BLOCKING=1" in summary
+
+
+def test_an_exceeded_budget_does_not_delay_the_next_part(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    bits = Part(3, "bits", 60, measurements("over", "one"), bits=True)
+    parts = [
+        bits,
+        Part(5, "row", 60, measurements("two")),
+        Part(gpu_visit.SUSPECTS, "fakes", 60, measurements("three")),
+    ]
+    status, results = visit(monkeypatch, tmp_path / "out", parts)
+    assert status == 1
+    assert [one["measurement"] for one in results if "passed" in one] == ["over", "one", "two"]
+    assert "!! 3 over: OverBudgetError: too much" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
 
 
 def test_the_summary_of_a_part_fits_on_a_page_with_failures_first(
