@@ -127,6 +127,7 @@ __all__ = [
     "without_hooks",
     "without_modes",
     "without_new_versions",
+    "without_python_dispatch",
 ]
 
 # Where Python code enters the autograd engine: (module, attribute), all bound to one function.
@@ -547,6 +548,30 @@ def mark_buckets_rebuilt(model: Any) -> None:
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
     """Have the backward pass that runs now call something when it ends."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@contextlib.contextmanager
+def without_python_dispatch(name: str) -> Iterator[None]:
+    """While in this context, operators in Python have no kernel for a dispatch key, and pass on to the next one.
+
+    Operators such as ``torch.cond`` (``HigherOrderOperator``) choose their kernels themselves, and know of none that is
+    registered with the dispatcher for all operators.
+
+    Args:
+        name: of the key, such as "Fake".
+    """
+    operators: Any = torch._ops
+    key, plain = torch._C._parse_dispatch_key(name), operators._compute_keyset
+
+    @functools.wraps(plain)
+    def compute_keyset(args: Any, kwargs: Any, keys: Any) -> Any:
+        return plain(args, kwargs, keys.remove(key))
+
+    operators._compute_keyset = compute_keyset
+    try:
+        yield
+    finally:
+        operators._compute_keyset = plain
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:

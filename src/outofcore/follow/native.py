@@ -31,6 +31,8 @@ _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
 _PREDICATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
+# By which ops are seen: ``kKey`` in paging.cpp.
+DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_failure": (ctypes.c_char_p, ()),
@@ -69,6 +71,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
     "follow_sizes": (None, (_POINTER, _POINTER)),
     "follow_offer_to": (None, (ctypes.CFUNCTYPE(ctypes.c_int, _POINTER),)),
+    "follow_ask_source": (None, (_POINTER,)),
     "follow_recompute": (_COUNT, (_POINTER, ctypes.c_int)),
     "follow_recompute_set": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "follow_notes": (_COUNT, (_POINTER, _POINTER, _COUNT)),
