@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         run,
         save,
         smallest_budget,
+        stop,
     )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "run",
     "save",
     "smallest_budget",
+    "stop",
 ]
 
 

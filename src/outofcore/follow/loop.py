@@ -39,7 +39,15 @@ from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.gpu import graphs_refused, make_workspaces
-from outofcore.follow.native import DISPATCH_KEY, call, is_followed, load_paging, loaded_paging, open_paging
+from outofcore.follow.native import (
+    DISPATCH_KEY,
+    call,
+    is_followed,
+    load_paging,
+    loaded_paging,
+    loaded_pagings,
+    open_paging,
+)
 from outofcore.follow.observed import (
     LINKS,
     Observed,
@@ -53,7 +61,7 @@ from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
-from outofcore.follow.sources import IN_BACKWARD, Sources, line_of, places_of, within_backward
+from outofcore.follow.sources import IN_BACKWARD, Sources, places_of
 from outofcore.follow.stats import LoopStats, loop_facts
 from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
@@ -83,6 +91,10 @@ _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 # How paging.cpp begins its messages.
 _OURS = "outofcore: "
+# An op that adds to a gradient, as paging.cpp names it.
+_SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
+# Of storages, by their numbers.
+Names = dict[int, tuple[str, StorageKind]]
 _REFUSAL = re.compile(
     r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "
     r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+)"
@@ -165,7 +177,7 @@ class Loop:
         self._remade = False  # whether there were any in the step that is being planned
         self._made: list[PlanMade] = []
         # What a report is made of, once the loop is stopped.
-        self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
+        self._happened: tuple[Sequence[int], Sequence[str], Names] | None = None
         self.on_progress: Tell | None = None
         # What ends steps, of these the source that does, and which others have come since.
         self._sign = Sign.CALL
@@ -181,13 +193,13 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        told = None if error is None else explained(error)
+        told = None if error is None else explained(error, self._happened[2] if self._happened else {})
         if told is not None:
             raise told from error
 
-    def __del__(self) -> None:
-        # A fork has copies of its parent's loops; as Python ends, what this needs is not there any more.
-        if sys.is_finalizing() or getattr(self, "_space", None) is None or self._process != os.getpid():
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As Python ends, what this needs is not there any more; a fork has copies of its parent's loops.
+        if _ends() or getattr(self, "_space", None) is None or self._process != os.getpid():
             return
         _log.warning(
             "the loop within %s that was started%s has ended, since nothing refers to it any more: keep what start() "
@@ -451,12 +463,15 @@ class Loop:
             StateError: another loop is followed, or a compiled step is open.
         """
         if is_followed():
-            other = next((one for one in list(_started) if one is not self and one.is_running()), None)
             raise StateError(
-                f"a loop is followed already{'' if other is None else other._started_at()}, and there is one at a "
-                "time: end that one with outofcore.stop(), or by leaving its with-statement"
+                f"a loop is followed already{self._where_other()}, and there is one at a time: end that one with "
+                "outofcore.stop(), or by leaving its with-statement"
             )
         open_paging(library, space, self._beside)
+
+    def _where_other(self) -> str:
+        # In a frame of its own: those of an error would keep the other loop.
+        return next((one._started_at() for one in list(_started) if one is not self and one.is_running()), "")
 
     def _started_at(self) -> str:
         return f" at {self._where}" if self._where else ""
@@ -518,7 +533,7 @@ class Loop:
             )
         return seen
 
-    def _observe(self) -> tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]]:
+    def _observe(self) -> tuple[Sequence[int], Sequence[str], Names]:
         library = self._native()
         count = call(library, "follow_observed", self._space, None, 0)
         while True:  # other threads may go on meanwhile
@@ -530,9 +545,9 @@ class Loop:
         names = library.follow_observed_names(self._space).decode().splitlines()
         return numbers[:told], names, self._names(library)
 
-    def _names(self, library: ctypes.CDLL) -> dict[int, tuple[str, StorageKind]]:
+    def _names(self, library: ctypes.CDLL) -> Names:
         """What the storages of models and optimizers are called, by their numbers."""
-        found: dict[int, tuple[str, StorageKind]] = {}
+        found: Names = {}
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
@@ -628,7 +643,7 @@ class Loop:
         self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """A backward pass has ended that frees its graph."""
+        """A backward pass is complete."""
         if self._sign is Sign.OPTIMIZER or self._beside or not self._is_here():
             return
         self._passes += 1
@@ -776,8 +791,10 @@ def stop_loops() -> bool:
     return bool(running)
 
 
-def _after_backward() -> None:
-    for loop in list(_started):
+def _after_backward(complete: bool) -> None:
+    for library in loaded_pagings():
+        library.follow_leave_thread()  # a loop that has ended in backward
+    for loop in list(_started) if complete else ():
         loop.after_backward()
 
 
@@ -822,8 +839,13 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from parts_of(getattr(tensor, name))
 
 
-def explained(error: BaseException) -> Exception | None:
-    """What the native code said, as one of the library's errors; None: it comes from somewhere else."""
+def explained(error: BaseException, names: Names | None = None) -> Exception | None:
+    """What the native code said, as one of the library's errors; None: it comes from somewhere else.
+
+    Args:
+        error: any.
+        names: of storages, by their numbers.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or _OURS not in text:
         return None
@@ -833,19 +855,21 @@ def explained(error: BaseException) -> Exception | None:
         return (SpillError if "no home has room" in said else TransferError)(said)
     counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
+    named = _named(refused["op"], error.__traceback__, names or {})
     return BudgetError(
-        f"the budget of {counts['budget']} cannot hold {_named(refused['op'], error.__traceback__)}: beside "
-        f"{counts['used']} that it uses it asks for {counts['asked']}{held}. Give a budget of at least "
-        f"{counts['least']}, or smaller batches",
+        f"the budget of {counts['budget']} cannot hold {named}: beside {counts['used']} that it uses it asks for "
+        f"{counts['asked']}{held}. Give a budget of at least {counts['least']}, or smaller batches",
         int(refused["least"]),
     )
 
 
-def _named(op: str, trace: TracebackType | None) -> str:
+def _named(op: str, trace: TracebackType | None, names: Names) -> str:
     """An op with the module and the user's line that it comes from."""
-    if IN_BACKWARD in op:
+    summed = _SUMMED.search(op)
+    if summed is None and IN_BACKWARD in op:
         return op
-    places = places_of(trace)
-    inner = within_backward(places)
-    module, line = _sources.module_of(inner), line_of(inner) or line_of(places)
-    return op + (f" in {module}" if module else "") + (f" at {line}" if line else "")
+    module, line = _sources.find(places_of(trace))
+    at = f" at {line}" if line else ""
+    if summed is not None:
+        return op[: summed.start()] + IN_BACKWARD + names.get(int(summed[1]), ("a parameter",))[0] + at
+    return op + (f" in {module}" if module else "") + at

@@ -53,6 +53,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_vacate": (_COUNT, (_POINTER,)),
     "follow_current": (ctypes.c_int, ()),
     "follow_thread": (None, (ctypes.c_int,)),
+    "follow_leave_thread": (None, ()),
     "follow_close": (_COUNT, (_POINTER,)),
     "follow_adopt": (_COUNT, (_POINTER, _COUNT, _COUNT)),
     "follow_memory": (_COUNT, (_POINTER,)),
@@ -114,6 +115,11 @@ def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
 def loaded_paging(flavor: Flavor) -> ctypes.CDLL | None:
     """The library, if this process has needed it yet."""
     return _key.loaded.get(flavor)
+
+
+def loaded_pagings() -> list[ctypes.CDLL]:
+    """All libraries that this process has needed yet."""
+    return list(_key.loaded.values())
 
 
 @functools.cache

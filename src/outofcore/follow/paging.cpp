@@ -40,6 +40,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -258,11 +259,15 @@ thread_local const char* source = nullptr;     // of the op that runs, if autogr
 std::atomic<int> ops_running{0};               // of all threads
 
 // How often a loop was opened; and as how many-th the thread opened its own. 0: it opened none, but may run the ops of
-// whatever loop there is, as threads of autograd do. A loop may end in another thread than the one that opened it, which
-// then finds out by its next op.
+// whatever loop there is, as threads of autograd do. A loop may end in another thread than the one that opened it, or in
+// backward, which restores the keys of the thread at its end: see ``leave_thread``.
 std::atomic<int64_t> openings{0};
 thread_local int64_t opening = 0;
-bool is_left() { return opening != 0 && (opening != openings.load() || current.load() == nullptr); }
+bool is_left() { return current.load() == nullptr || (opening != 0 && opening != openings.load()); }
+// Follows the calling thread no more, if its loop has ended.
+void leave_thread() {
+  if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
 
 // Ops of all threads that use a space: it must not end under them. If that is asked for meanwhile, the last one ends it.
 std::atomic<int> entered{0};
@@ -732,6 +737,21 @@ std::string name_of_running() {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+Block* known(StorageImpl& storage);
+
+// Where in backward the op comes from that runs; empty: it does not run there, or that is not known.
+std::string source_of_running(const Space& space) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return "";
+  if (source != nullptr) return source;
+  if (const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()); sum && sum->variable.has_storage()) {
+    const Block* block = known(*sum->variable.storage().unsafeGetStorageImpl());
+    return " in the backward pass of parameter " + std::to_string(block == nullptr ? -1 : block->id);  // see ``_named``
+  }
+  if (space.follower.on_course() && space.follower.op().source != nullptr) return space.follower.op().source;
+  return "";
+}
+
 // Python knows this message, and makes a BudgetError of it (loop.py). Programs that then try smaller batches, such as
 // accelerate's, look for its last words.
 [[noreturn]] void refuse(const Space& space, int64_t bytes) {
@@ -741,9 +761,8 @@ std::string name_of_running() {
     if (!block->here || movable(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
-  const char* from = source != nullptr || !space.follower.on_course() ? source : space.follower.op().source;
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
-                   name_of_running(), from == nullptr ? "" : from, ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
+                   name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
                    kept, " bytes that cannot be moved; at least ", bytes + pinned + kept,
                    " bytes are needed. The loop is out of memory.");
 }
@@ -1666,7 +1685,8 @@ int (*offer_saved)(void* tensor) = nullptr;
 // The results of the op before; only the next op sees them with the node that autograd has made.
 thread_local std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_before;
 
-void offer_results() {
+// False: Ctrl-C came there, and Python is not to be called before it goes on.
+bool offer_results() {
   for (auto& weak : std::exchange(results_before, {})) {
     const auto impl = weak.lock();
     if (!impl) continue;
@@ -1674,9 +1694,13 @@ void offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    if (offer_saved(new at::Tensor(tensor)) != 0) raise(SIGINT);  // Python raises it when it goes on
-    return;  // the others have the same node
+    if (offer_saved(new at::Tensor(tensor)) != 0) {
+      raise(SIGINT);  // Python raises it when it goes on
+      return false;
+    }
+    return true;  // the others have the same node
   }
+  return true;
 }
 void remember_results(const c10::IValue& value) {
   follow::each_tensor(value, [](const at::Tensor& tensor, int64_t) {
@@ -1944,9 +1968,9 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
   if (about.lists) stack->emplace_back(std::move(results));
 }
 
-// Python's part: says where the op that is about to run comes from, in words that stay; null: from nowhere in particular.
+// Python's part: says where the op that is about to run comes from, in words that stay; none: from nowhere in particular.
+// Null: Ctrl-C came there.
 const char* (*ask_source)() = nullptr;
-const char* const kInterrupted = reinterpret_cast<const char*>(1);  // its answer if Ctrl-C came there
 
 // Learns where ops of forward come from, as long as it is not known which op comes when; finds out of ops of backward.
 void find_source(Space& space) {
@@ -1956,10 +1980,10 @@ void find_source(Space& space) {
   const uint64_t made = at::sequence_number::peek();  // the number of the next node; the last one is the op's own
   const bool forward = !node || c10::GradMode::is_enabled();
   if (forward && opening != 0 && made != space.sources.last()) {
-    if (!space.follower.on_course()) source = ask_source();  // else the record says it
-    if (source == kInterrupted) {
-      source = nullptr;
-      raise(SIGINT);  // Python raises it when it goes on
+    if (!space.follower.on_course()) {  // else the record says it
+      source = ask_source();
+      if (source == nullptr) raise(SIGINT);  // Python raises it when it goes on
+      if (source != nullptr && *source == 0) source = nullptr;
     }
     const Guard guard(mutex);
     if (source == nullptr && node) source = space.sources.find(node->sequence_nr());
@@ -1977,13 +2001,13 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   Space* space = current;
   if (space == nullptr || is_left()) {
     inside.reset();
-    if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+    leave_thread();
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     return op.redispatchBoxed(below, stack);
   }
-  if (!results_before.empty()) offer_results();
+  const bool quiet = !results_before.empty() && !offer_results();
   const Operator& about = operator_of(op);
-  if (about.kind != Kind::kParts) find_source(*space);
+  if (about.kind != Kind::kParts && !quiet) find_source(*space);
   if (about.kind == Kind::kParts || about.kind == Kind::kView) inside.reset();  // neither uses the space
   if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
   if (about.kind == Kind::kView) {
@@ -2458,6 +2482,8 @@ EXPORT void follow_thread(int on) noexcept {
   opening = on != 0 ? openings.load() : 0;
   c10::impl::tls_set_dispatch_key_included(kKey, on != 0);
 }
+
+EXPORT void follow_leave_thread() noexcept { leave_thread(); }
 
 // Ends following. Storages stay where they are, of those that are away as many come back as the budget holds. In any
 // thread, and at any time: while an op uses the space, it ends with that op, and is not the caller's any more either way.

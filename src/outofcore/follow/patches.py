@@ -38,22 +38,25 @@ class Overlapping:
 
 
 @contextlib.contextmanager
-def backward_passes_seen(ended: Callable[[], object]) -> Iterator[None]:
-    """While in this context, ``ended`` is called when a backward pass that frees its graph has ended.
+def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
+    """While in this context, ``ended`` is called when a backward pass has ended, and is told whether it is complete.
 
-    One that keeps its graph is followed by another one, and one inside of another, such as of a checkpoint, is a part
-    of it.
+    One that keeps its graph is followed by another one; one that has failed is none. One inside of another, such as of
+    a checkpoint, is a part of it.
     """
 
     def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
         @not_compiled
         @functools.wraps(plain)
         def run(outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = current_autograd_node() is None
-            result = plain(outputs, gradients, keep_graph, *args, **kwargs)
-            if outermost and not keep_graph:
-                ended()
-            return result
+            outermost, complete = current_autograd_node() is None, False
+            try:
+                result = plain(outputs, gradients, keep_graph, *args, **kwargs)
+                complete = not keep_graph
+                return result
+            finally:
+                if outermost:
+                    ended(complete)
 
         return run
 

@@ -23,52 +23,27 @@ _INSTALLED = ("site-packages", "dist-packages")
 _MODULE_CALL = nn.Module.__call__.__code__
 _ENGINE = BACKWARD_ENTRY_POINTS[0][1]
 IN_BACKWARD = " in the backward pass of "
-_INTERRUPTED = 1  # ``kInterrupted`` in paging.cpp
 
 
 def places_here() -> Iterator[Place]:
-    """The frames on this thread's stack."""
+    """The frames on this thread's stack. To keep them would keep their variables, and with these tensors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
-def places_of(trace: TracebackType | None) -> list[Place]:
+def places_of(trace: TracebackType | None) -> Iterator[Place]:
     """The frames in which something was raised, and those that had called them."""
     raised: list[Place] = []
     callers = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
         raised.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    raised.reverse()
+    yield from reversed(raised)
     while callers is not None:
-        raised.append((callers, callers.f_lineno))
+        yield callers, callers.f_lineno
         callers = callers.f_back
-    return raised
-
-
-def within_backward(places: Iterable[Place]) -> list[Place]:
-    """Of some frames those that the autograd engine has called; all of them, if it does not run."""
-    found: list[Place] = []
-    for place in places:
-        if place[0].f_code.co_name == _ENGINE:
-            break
-        found.append(place)
-    return found
-
-
-def line_of(places: Iterable[Place]) -> str:
-    """The nearest ``file:line`` of the user's own code, or else of an installed package but PyTorch; or empty."""
-    package = ""
-    for frame, line in places:
-        name = frame.f_code.co_filename
-        if not is_users_file(name):
-            continue
-        if not any(folder in name for folder in _INSTALLED):
-            return f"{name}:{line}"
-        package = package or f"{name}:{line}"
-    return package
 
 
 class Sources:
@@ -84,40 +59,55 @@ class Sources:
         self._kept: dict[str, ctypes.Array[ctypes.c_char]] = {}
         self.ask = ctypes.CFUNCTYPE(ctypes.c_void_p)(self._answer)
 
-    def module_of(self, places: Iterable[Place]) -> str:
-        """The path of the innermost module that runs: in a model, or else in the outermost one; or empty."""
-        running = [frame.f_locals.get("self") for frame, _ in places if frame.f_code is _MODULE_CALL]
-        modules = [module for module in running if isinstance(module, nn.Module)]
-        if not modules:
+    def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
+        """Where an op comes from: the path of its module, and the nearest ``file:line`` of the user; or empty.
+
+        The path is that in a model, or else in the outermost module that runs. Of installed packages, to which models
+        belong as well, a line is told where there is none of anybody else's.
+
+        Args:
+            places: of the op.
+            beyond_backward: whether to look for a line beyond what the autograd engine has called.
+        """
+        innermost = outermost = None
+        own = package = ""
+        in_backward = False
+        for frame, number in places:
+            code = frame.f_code
+            in_backward |= code.co_name == _ENGINE
+            if in_backward and not beyond_backward:
+                break
+            if code is _MODULE_CALL and not in_backward:
+                outermost = frame.f_locals["self"]
+                innermost = innermost or outermost
+            if is_users_file(code.co_filename):
+                line = f"{code.co_filename}:{number}"
+                if not any(folder in code.co_filename for folder in _INSTALLED):
+                    own = own or line
+                package = package or line
+        return self._path(innermost, outermost), own or package
+
+    def _path(self, module: nn.Module | None, outermost: nn.Module | None) -> str:
+        if module is None or outermost is None:
             return ""
-        path = self._paths.get(modules[0])
-        if path is None:
-            path = self._paths[modules[0]] = self._path(modules[0], modules[-1])
-        return path
+        known = self._paths.get(module)
+        if known is None:
+            roots = (*self._models(), ("", outermost))
+            paths = (prefix + path for prefix, root in roots for path, one in root.named_modules() if one is module)
+            known = self._paths[module] = next(paths, "") or type(module).__name__
+        return known
 
-    def _path(self, module: nn.Module, outermost: nn.Module) -> str:
-        for prefix, root in (*self._models(), ("", outermost)):
-            for path, one in root.named_modules():
-                if one is module:
-                    return prefix + path or type(module).__name__
-        return type(module).__name__
-
-    def of_backward(self) -> str | None:
-        """Where an op comes from that runs now, as its op of backward is told to come from there."""
-        places = within_backward(places_here())
-        module, line = self.module_of(places), line_of(places)
+    def of_backward(self) -> str:
+        """Where an op comes from that runs now, as its op of backward is told to come from there; or empty."""
+        module, line = self.find(places_here(), beyond_backward=False)
         if not module and not line:
-            return None
+            return ""
         return IN_BACKWARD + (module or "an op") + (f" at {line}" if line else "")
 
-    def _answer(self) -> int | None:
-        try:
-            text = self.of_backward()
-            if text is None:
-                return None
-            kept = self._kept.get(text)
-            if kept is None:
-                kept = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
-            return ctypes.addressof(kept)
-        except KeyboardInterrupt:
-            return _INTERRUPTED
+    def _answer(self) -> int:
+        # Where Ctrl-C comes in here, ctypes answers 0, and the native code passes it on.
+        text = self.of_backward()
+        kept = self._kept.get(text)
+        if kept is None:
+            kept = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
+        return ctypes.addressof(kept)
