@@ -611,9 +611,9 @@ class Loop:
             if not self._is_ours(tensor):
                 continue
             storage = tensor.untyped_storage()
-            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
-            # processes see stays where they see it; of a GPU's memory PyTorch says that always.
-            if self._on_gpu or not storage.is_shared():
+            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What others
+            # see stays where they see it.
+            if mapped is None or not mapped.is_shared(tensor):
                 address = library.follow_memory(storage_address(storage))
                 mapping = mapped and mapped.find(address, storage.nbytes())
                 number = -1 if mapping is None else self._file_number(library, mapping, files)

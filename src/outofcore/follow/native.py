@@ -20,6 +20,7 @@ import torch
 from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import BuildError, compile_library, load_kept
 from outofcore.errors import StateError
+from outofcore.execution.mapped_files import OWNERS
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
 
 _FOLDER = Path(__file__).parent
@@ -133,6 +134,7 @@ def _loaded(flavor: Flavor) -> ctypes.CDLL:
         if _key.holder is None:
             _take_key(library)
         _key.loaded[flavor] = library
+    OWNERS.append(lambda storage: library.follow_where(storage_address(storage)) != 0)
     return library
 
 
