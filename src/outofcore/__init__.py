@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         run,
         save,
         smallest_budget,
+        stop,
     )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "run",
     "save",
     "smallest_budget",
+    "stop",
 ]
 
 

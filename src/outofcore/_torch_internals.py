@@ -107,6 +107,7 @@ __all__ = [
     "without_hooks",
     "without_modes",
     "without_new_versions",
+    "without_python_dispatch",
 ]
 
 # The oldest and the newest release of PyTorch with which the whole test suite passes.
@@ -719,6 +720,30 @@ def at_the_end_of_backward(call: Callable[[], None]) -> None:
 
 
 _same_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter", Feature.PARALLEL)
+
+
+@contextlib.contextmanager
+def without_python_dispatch(name: str) -> Iterator[None]:
+    """While in this context, operators in Python have no kernel for a dispatch key, and pass on to the next one.
+
+    Operators such as ``torch.cond`` (``HigherOrderOperator``) choose their kernels themselves, and know of none that is
+    registered with the dispatcher for all operators.
+
+    Args:
+        name: of the key, such as "Fake".
+    """
+    operators: Any = torch._ops
+    key, plain = torch._C._parse_dispatch_key(name), operators._compute_keyset
+
+    @functools.wraps(plain)
+    def compute_keyset(args: Any, kwargs: Any, keys: Any) -> Any:
+        return plain(args, kwargs, keys.remove(key))
+
+    operators._compute_keyset = compute_keyset
+    try:
+        yield
+    finally:
+        operators._compute_keyset = plain
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:

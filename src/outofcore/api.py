@@ -45,7 +45,7 @@ from outofcore.execution.opening import (
     open_homes,
 )
 from outofcore.execution.stats import StepStats
-from outofcore.follow.loop import Loop
+from outofcore.follow.loop import Loop, stop_loops
 from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
@@ -652,6 +652,26 @@ def budget(
 _within = budget
 
 
+def stop() -> bool:
+    """End the loop that ``outofcore.budget`` has started, whoever has its handle, and whichever thread runs it.
+
+    In a notebook, where a cell that starts a loop has run twice or has failed, this ends it without the handle. Its
+    tensors keep their contents and can be used; their memory goes with them. While an op runs, the loop ends with it.
+    A loop whose handle is lost, so that nothing refers to it any more, ends by itself. Compiled steps are not ended:
+    ``Step.close`` does that.
+
+    Returns:
+        whether a loop was ended; where none runs, nothing is done.
+
+    >>> import torch
+    >>> import outofcore
+    >>> run = outofcore.budget("1MiB").start()
+    >>> outofcore.stop(), outofcore.stop()
+    (True, False)
+    """
+    return stop_loops()
+
+
 def run(
     model: nn.Module,
     *inputs: Any,
@@ -983,4 +1003,5 @@ __all__ = [
     "run",
     "save",
     "smallest_budget",
+    "stop",
 ]

@@ -324,3 +324,113 @@ def test_steps_that_differ_a_little_are_followed_by_one_plan(dropped: bool) -> N
     # One plan for them all, which most ops of all later steps go by.
     assert stats[-1].plans <= (3 if dropped else 2)
     assert min(b.planned_ops - a.planned_ops for a, b in pairwise(stats[-6:])) > 140
+
+
+# Loops that step no optimizer: each is a step of one, by hand.
+
+
+def by_hand(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    loss = loss_of_batch()
+    loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad, alpha=-0.01)
+            p.grad = None
+    return [loss.item()]
+
+
+def by_hand_at_once(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    loss = loss_of_batch()
+    loss.backward()
+    with torch.no_grad():
+        trained = [p for p in model.parameters() if p.grad is not None]
+        torch._foreach_add_(trained, [p.grad for p in trained], alpha=-0.01)
+    model.zero_grad()
+    return [loss.item()]
+
+
+def by_gradients(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    loss = loss_of_batch()
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p -= 0.01 * gradient  # noqa: PLW2901
+    return [loss.item()]
+
+
+def accumulated(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = loss_of_batch()
+        (loss / 2).backward()
+        losses.append(loss.item())
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad, alpha=-0.01)
+            p.grad = None
+    return losses
+
+
+def in_turn(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    """Two passes in a step, of which the first keeps its graph, and each has an update, as in a GAN."""
+    halves: list[list[nn.Parameter]] = [list(model.parameters())[:10], list(model.parameters())[10:]]
+    losses = []
+    loss = loss_of_batch()
+    torch.autograd.grad(loss, halves[0][:2], retain_graph=True)
+    loss.backward()
+    losses.append(loss.item())
+    for p in halves[0]:
+        p.data.add_(p.grad, alpha=-0.01)  # type: ignore[arg-type]
+    model.zero_grad()
+    loss = loss_of_batch() * 0.5
+    loss.backward()
+    losses.append(loss.item())
+    for p in halves[1]:
+        p.data.add_(p.grad, alpha=-0.01)  # type: ignore[arg-type]
+    model.zero_grad()
+    return losses
+
+
+def loop_by_hand(step: Callable[..., list[float]], budget: int | None) -> tuple[Seen, list[outofcore.LoopStats]]:
+    torch.manual_seed(0)
+    model = Model()
+    seen: list[float] = []
+    stats: list[outofcore.LoopStats] = []
+    batches = sentences(40)
+
+    def loop(told: Callable[[], None]) -> None:
+        for _ in range(8):
+            seen.extend(step(model, lambda: loss_of(model, *next(batches))))
+            told()
+
+    if budget is None:
+        loop(lambda: None)
+    else:
+        with outofcore.budget(budget, model, cache=False, policy=MOVES) as run:
+            loop(lambda: stats.append(run.stats))
+    return (seen, [t.clone() for t in model.state_dict().values()]), stats
+
+
+@pytest.mark.parametrize("step", [by_hand, by_hand_at_once, by_gradients, accumulated, in_turn])
+def test_loop_that_updates_by_hand_is_planned(step: Callable[..., list[float]]) -> None:
+    theirs, _ = loop_by_hand(step, None)
+    ours, stats = loop_by_hand(step, int(0.5 * peak()))
+    assert_same(ours, theirs)
+    assert stats[-1].plans >= 1
+    assert stats[-1].planned_ops - stats[-2].planned_ops > 150
+    assert stats[-1].departures == stats[-3].departures
+    assert stats[-1].steps == 8 * (2 if step in (accumulated, in_turn) else 1)
+
+
+def test_gradients_that_are_accumulated_end_no_step_of_an_optimizer() -> None:
+    model = Model()
+    optimizer = adamw(model)
+    with outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES) as run:
+        for i, (ids, wanted) in enumerate(sentences(16)):
+            loss_of(model, ids, wanted).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert run.stats.steps == 4
+    assert run.stats.planned_ops > 0
+    assert run._made[-1].ops > 3 * run._made[0].ops or len(run._made) == 1  # a plan is one of all four passes

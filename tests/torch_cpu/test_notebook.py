@@ -40,7 +40,15 @@ train_step.__name__ = "<b>mine</b>"
     "step.close()\nrun = outofcore.budget('1MiB', model).start()\ntrain_step(x)\nrun",
     "run.stop()\nrun.stats",
     "outofcore.progress.silent('a', 1, 2)\nwith outofcore.progress.following() as tell:\n    tell('<i>', 1, 4)",
+    # A cell that has run twice, one that has lost what it started, and one that fails.
+    *["run = outofcore.budget('1MiB', model).start()\ntrain_step(x).item()"] * 2,
+    "outofcore.stop()",
+    "loops = [outofcore.budget('1MiB', model).start()]\nloops.append(loops)\ntrain_step(x)\ndel loops",
+    "run = outofcore.budget('1MiB', model).start()\ntrain_step(x).item()",
+    "1 / 0",
+    "outofcore.stop(), outofcore.stop(), train_step(x).isfinite().item()",
 ]
+FAILS = (10, 14)
 
 
 class Parsed(HTMLParser):
@@ -82,6 +90,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[d
             return super().process_message(msg, cell, cell_index)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    for number in FAILS:
+        notebook.cells[number].metadata["tags"] = ["raises-exception"]
     folder = tmp_path_factory.mktemp("notebook")
     kernel = manager.KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
     Client(notebook, km=kernel, timeout=3000, resources={"metadata": {"path": str(folder)}}).execute()
@@ -137,6 +147,19 @@ def test_progress_is_shown_and_goes(outputs: tuple[list[Any], list[dict[str, Any
         (line,) = [one for one in left[number] if one.output_type == "display_data"]
         assert line.data == {"text/plain": "", "text/html": ""}
     assert not [one for one in left[8] if one.output_type == "stream"]
+
+
+def test_loop_is_ended_without_its_handle(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
+    left = outputs[0]
+    (refused,) = left[10]
+    assert refused.ename == "StateError"
+    # The file is that of the cell before, as the kernel calls it.
+    assert re.search(r"followed already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
+    results = {number: left[number][-1].data["text/plain"] for number in (11, 13, 15)}
+    assert results[11] == "True"
+    assert float(results[13]) > 0  # the loop that was lost has ended, and made way
+    assert left[14][0].ename == "ZeroDivisionError"
+    assert results[15] == "(True, False, True)"
 
 
 def test_a_report_is_a_path_like_any_other(tmp_path: Path) -> None:

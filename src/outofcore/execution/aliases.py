@@ -88,6 +88,10 @@ class Window:
         value: what the step takes it to be.
         address: of its data, as it was last set or met.
         stands_in: whether the user knows it no more: it holds the place of a gradient that was cleared.
+        users: the user's tensor, if ``tensor`` only stands in for it: it lies in memory that others see, such as a
+            file, and stays there. Before a step it is copied from there (``Window.read``), and back after it
+            (``Window.write``).
+        seen: the fingerprint of what was copied last.
     """
 
     key: str
@@ -95,6 +99,43 @@ class Window:
     value: Value
     address: int = 0
     stands_in: bool = False
+    users: torch.Tensor | None = None
+    seen: int | None = None
+
+    @property
+    def known_as(self) -> torch.Tensor:
+        """The tensor that the user knows."""
+        return self.tensor if self.users is None else self.users
+
+    def read(self) -> None:
+        """Copy what others see to where the step expects it, if it is not that already.
+
+        Raises:
+            StateError: the user has put something of another shape or dtype there.
+        """
+        if self.users is None:
+            return
+        self.check_alike()
+        seen = _fingerprint_of(self.users)
+        if seen is None or seen != self.seen:
+            self._copy(self.tensor, self.users)
+            self.seen = seen
+
+    def write(self) -> None:
+        """Copy what the step has left to where others see it."""
+        if self.users is not None:
+            self._copy(self.users, self.tensor)
+            self.seen = _fingerprint_of(self.users)
+
+    @staticmethod
+    def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+        if to.data_ptr() != source.data_ptr():
+            to.data.copy_(source.data)
+
+    def stay(self) -> None:
+        """Leave the user's tensor where it is from now on, and have another one stand in for it."""
+        self.users, self.seen = self.tensor, None
+        self.tensor = self.users.detach()
 
     def point_at(self, view: torch.Tensor) -> None:
         """Have the user's tensor show other bytes."""
@@ -114,7 +155,7 @@ class Window:
     def give_up(self) -> torch.Tensor | None:
         """Know the tensor no more; returns it if anybody else does."""
         reference = weakref.ref(self.tensor)
-        self.tensor = torch.empty(0, dtype=self.value.dtype)
+        self.tensor, self.users = torch.empty(0, dtype=self.value.dtype), None
         return reference()
 
     def lies_as(self, value: Value) -> bool:
@@ -133,12 +174,24 @@ class Window:
         Raises:
             StateError: it has another shape or dtype.
         """
-        new, value = self.tensor, self.value
+        new, value = self.known_as, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
                 f"{self.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of {value.shape} and "
                 f"{value.dtype} after the step was compiled; compile the step again"
             )
+
+
+def _fingerprint_of(tensor: torch.Tensor) -> int | None:
+    """Of what a tensor shows; None: it does not lie in one piece in memory of the CPU."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    flat = tensor.detach().as_strided((_extent(tensor),), (1,))
+    return fingerprint(internals.memory_of(flat.view(torch.uint8)))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @dataclass(slots=True)
@@ -191,6 +244,10 @@ class State:
         """Take note of the bytes that are shown at home or in the arena."""
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
+
+    def stays(self) -> bool:
+        """Whether its bytes lie in memory that others see; what is shown is a copy for the step."""
+        return bool(self.windows) and all(window.users is not None for window in self.windows)
 
     def is_idle(self) -> bool:
         """Whether nobody knows its bytes any more: all the gradients on it were cleared."""
@@ -509,7 +566,7 @@ class Faces:
             none.
         """
         storage = tensor.untyped_storage()
-        if tensor.device.type != "cpu" or storage.is_shared() or not is_large(storage.nbytes()) or not self.takes_files:
+        if tensor.device.type != "cpu" or not is_large(storage.nbytes()) or not self.takes_files:
             return None
         found = files.unwritten(storage.data_ptr(), storage.nbytes())
         return None if found is None else self.adopt(*found, storage.nbytes())

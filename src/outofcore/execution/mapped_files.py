@@ -1,25 +1,30 @@
-"""Which memory of this process is mapped from a file, so that the bytes are there already if it has to leave.
+"""Which memory of this process is mapped from a file, or seen by others as well.
 
 Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: what is written there stays in this process,
-and until then the pages are the file's. The kernel tells of all mappings in ``/proc/self/maps`` (Linux, proc(5)).
+and until then the pages are the file's, so that the bytes are there already if they have to leave. What is written to
+a shared mapping, such as of ``np.memmap(mode="r+")`` or ``share_memory()``, is to be seen in the file and by other
+processes: such memory has to stay where it is. The kernel tells of all mappings in ``/proc/self/maps`` (proc(5)).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from outofcore.errors import InputError
 from outofcore.execution.file_ranges import ReadFile, Stamp
-from outofcore.execution.memory import any_written
+from outofcore.execution.memory import any_written, is_in_region
 
 _LINE = re.compile(
     r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) r[w-][x-]p (?P<offset>[0-9a-f]+) \S+ (?P<inode>[1-9]\d*) +(?P<path>/.*)"
 )
+_SHARED = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) [r-][w-][x-]s ")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -83,6 +88,23 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
     return found
 
 
+def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
+    """The first addresses of shared mappings and those behind the last ones, in their order.
+
+    Args:
+        lines: of ``/proc/self/maps``.
+
+    >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
+    [(32768, 36864)]
+    """
+    found = [told for line in lines if (told := _SHARED.match(line)) is not None]
+    return [(int(told["begin"], 16), int(told["end"], 16)) for told in found]
+
+
+# Tell of storages whether they lie in a home of a kind that this module does not know.
+OWNERS: list[Callable[[torch.UntypedStorage], bool]] = []
+
+
 class MappedFiles:
     """Looks up where memory was mapped from, as of when this was made or ``look`` was called."""
 
@@ -93,11 +115,13 @@ class MappedFiles:
     def look(self) -> None:
         """See what is mapped now."""
         try:
-            with Path("/proc/self/maps").open(errors="surrogateescape") as lines:
-                self._mappings = private_mappings(lines)
+            with Path("/proc/self/maps").open(errors="surrogateescape") as told:
+                lines = list(told)
         except OSError:
-            self._mappings = []
+            lines = []
+        self._mappings, self._shared = private_mappings(lines), shared_mappings(lines)
         self._begins = [mapping.begin for mapping in self._mappings]
+        self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
         """The mapping in which so many bytes from an address on lie; None: they do not lie in one."""
@@ -105,6 +129,22 @@ class MappedFiles:
         if place < 0 or address + count > self._mappings[place].end:
             return None
         return self._mappings[place]
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether others see what is written to a tensor's storage: a file, or other processes.
+
+        What this library has mapped so is not meant.
+        """
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        address, count = storage.data_ptr(), storage.nbytes()
+        place = bisect_left(self._shared_begins, address + count) - 1
+        seen = place >= 0 and self._shared[place][1] > address
+        # Where the system tells nothing, PyTorch knows what it has shared itself.
+        if count == 0 or not (seen or storage.is_shared()):
+            return False
+        return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)
 
     def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
         """The file whose bytes so many bytes from an address on still are, and where in it they begin.

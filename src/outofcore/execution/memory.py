@@ -81,6 +81,17 @@ def _checked(status: int, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
+# What all regions are made of that there are, by their first addresses.
+_regions: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_ubyte]] = weakref.WeakValueDictionary()
+
+
+def is_in_region(address: int) -> bool:
+    """Whether an address is one of this library's own pages."""
+    if address in _regions:
+        return True
+    return any(start <= address < start + ctypes.sizeof(buffer) for start, buffer in list(_regions.items()))
+
+
 class Region:
     """Mapped pages at ``address``, ``bytes`` long, released once nothing refers to them any more.
 
@@ -90,7 +101,7 @@ class Region:
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
         self.bytes = count
-        self._buffer = (ctypes.c_ubyte * count).from_address(address)
+        self._buffer = _regions[address] = (ctypes.c_ubyte * count).from_address(address)
         # Not at exit: tensors over the region may be used until the very end of the process.
         weakref.finalize(self._buffer, release, address, count).atexit = False
 

@@ -67,6 +67,7 @@ class StateKeeper:
         self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # how often all states were forgotten
+        self._shared: list[tuple[State, Window]] = []  # what lies in memory that others see
         self._mapped: MappedFiles | None = None
         self._looked = False  # whether that is what is mapped now
 
@@ -85,7 +86,10 @@ class StateKeeper:
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
                 state.origin = self._origins.setdefault(binding.key, tensor.device)
-                state.windows.append(Window(binding.key, tensor, value, tensor.data_ptr()))
+                window = Window(binding.key, tensor, value, tensor.data_ptr())
+                if binding.tensor is not None:
+                    self._leave_to_others(state, window)
+                state.windows.append(window)
                 self._by_tensor[binding.key] = state
                 if binding.tensor is not None and state.place is not Place.UNBORN:
                     self._settle(state)
@@ -116,12 +120,7 @@ class StateKeeper:
         tensor = state.windows[0].tensor
         if state.slot is not None or not state.lies_together() or tensor.untyped_storage().nbytes() != state.bytes:
             return False
-        if self._mapped is None:
-            self._mapped = MappedFiles()
-        elif not self._looked:
-            self._mapped.look()
-        self._looked = True
-        face = self._faces.adopt_mapped(tensor, self._mapped)
+        face = self._faces.adopt_mapped(tensor, self._what_is_mapped())
         known = None if face is None else self._faces.find(face)
         if face is None or known is None:
             return False
@@ -130,6 +129,42 @@ class StateKeeper:
         state.show(face, Place.HOME)
         return True
 
+    def _what_is_mapped(self) -> MappedFiles:
+        if self._mapped is None:
+            self._mapped = MappedFiles()
+        elif not self._looked:
+            self._mapped.look()
+        self._looked = True
+        return self._mapped
+
+    def _leave_to_others(self, state: State, window: Window) -> bool:
+        """Leave the user's tensor where it is, if others see that memory; whether they do."""
+        if not self._what_is_mapped().is_shared(window.tensor):
+            return False
+        window.stay()
+        self._shared.append((state, window))
+        _log.info("%s lies in memory that others see, and stays there beside the budget", window.key)
+        return True
+
+    def read_shared(self) -> None:
+        """Copy what others see, a file or other processes, to where the step expects it.
+
+        Raises:
+            StateError: the user has put something of another shape or dtype there.
+        """
+        for _, window in self._shared:
+            window.read()
+
+    def write_shared(self, written: Set[int]) -> None:
+        """Copy what a step has left to where others see it.
+
+        Args:
+            written: ids of the states that it has written.
+        """
+        for state, window in self._shared:
+            if id(state) in written:
+                window.write()
+
     def hand_over(self) -> None:
         """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena.
 
@@ -137,6 +172,8 @@ class StateKeeper:
         """
         last = len(self.slots) - 1
         for state in self._states.values():
+            if state.stays():
+                self._to_own(state)
             if state.place is Place.HOME and state.home != last:
                 with contextlib.suppress(SpillError):
                     self._to_home(state, last)
@@ -178,6 +215,7 @@ class StateKeeper:
         self.hand_over()
         self._states.clear()
         self._by_tensor.clear()
+        self._shared.clear()
         self.generation += 1
 
     def gradient(self, captured: Captured, left: GradientLeft) -> State:
@@ -195,7 +233,7 @@ class StateKeeper:
         """The user's tensor of a binding; for optimizer state that was just born, the one to be shown."""
         for window in self._by_tensor[binding.key].windows:
             if window.key == binding.key:
-                return window.tensor
+                return window.known_as
         raise StateError(f"{binding.key} has no tensor")
 
     def slot(self, state: State) -> int:
@@ -266,13 +304,18 @@ class StateKeeper:
             StateError: it has another shape or dtype than before.
         """
         for window in state.windows:
-            if window.key != binding.key or window.tensor is tensor:
+            if window.key != binding.key or window.known_as is tensor:
+                continue
+            self._looked = False
+            if window.users is not None:
+                window.users, window.seen = tensor, None
+                window.check_alike()
                 continue
             old, window.tensor, window.stands_in = window.tensor, tensor, False
             window.check_alike()
+            self._leave_to_others(state, window)
             if state.shown is None:
                 window.address = tensor.data_ptr()
-                self._looked = False
                 self._settle(state)
                 continue
             if old.data_ptr() == window.address:
@@ -345,6 +388,11 @@ class StateKeeper:
             return []
         for state in known:
             state.check_in_place()
+        self._looked = False
+        for state in known if not leaving else ():
+            for window in state.windows:
+                if window.users is None and window.moved():
+                    self._leave_to_others(state, window)
         if lie_otherwise(known) or shared_otherwise(known):
             return None
         for state in known if leaving else ():
@@ -607,10 +655,16 @@ class StateKeeper:
         self.forget_all()
 
     def _to_own(self, state: State) -> None:
-        now = state.bytes_now()
-        if not self._is_in_file(state):  # there its pages are its own already: they are mapped for it alone
-            now = now.clone() if now.device.type == "cpu" else now.cpu()
-        state.show(now, Place.OWN)
+        if state.stays():
+            state.look_at(None)
+            for window in state.windows:
+                window.point_at(window.known_as.data)
+            state.become(Place.OWN)
+        else:
+            now = state.bytes_now()
+            if not self._is_in_file(state):  # there its pages are its own already: they are mapped for it alone
+                now = now.clone() if now.device.type == "cpu" else now.cpu()
+            state.show(now, Place.OWN)
         self._vacate(state)
 
     def _to_home(self, state: State, home: int) -> None:

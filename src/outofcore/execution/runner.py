@@ -100,6 +100,9 @@ class Runner:
             for state in (self._states[captured.values[binding.value].storage],)
         ]
         self._owned = Owned(captured)
+        written = {storage for op in captured.graph.ops for storage in op.mutates}
+        written |= {found.whole for storage, found in captured.ranges.items() if storage in written}
+        self._written = {id(state) for storage, state in self._states.items() if storage in written}
 
     @property
     def states(self) -> dict[int, State]:
@@ -210,6 +213,7 @@ class Runner:
             raise StateError("the step was run before its program was in the arena")
         self._begun = False
         to_publish = self._take_over()
+        self._keeper.read_shared()
         ports, results = self._ports(leaves)
         table = self._table = placed.table
         if placed.first_table is not None:
@@ -228,6 +232,7 @@ class Runner:
         for replica in captured.replicas:
             replica.apply()
         self._check_left()
+        self._keeper.write_shared(self._written)
         self._show_gradients(placed.arena, results)
         if to_publish:
             self._publish()

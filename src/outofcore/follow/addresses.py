@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,38 +41,15 @@ _AT_ONCE = frozenset(
 _OURS = "outofcore."
 
 
-class _Watch:
-    """How many contexts are open, and what undoes the wrapping that they share: they may end in any order."""
-
-    def __init__(self) -> None:
-        self.open = 0
-        self.undo = contextlib.ExitStack()
-        self.lock = threading.Lock()
-
-
-_watch = _Watch()
-
-
 @contextlib.contextmanager
 def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """While in this context, ``fix`` is called with a storage before its address is handed out.
 
-    Contexts may overlap, as those of several steps that are followed do.
-
     Args:
-        fix: is told of storages in memory of the CPU or of a GPU; the same function in all contexts that overlap.
+        fix: is told of storages in memory of the CPU or of a GPU.
     """
-    with _watch.lock:
-        if _watch.open == 0:
-            _watch.undo = _wrapped(fix)
-        _watch.open += 1
-    try:
+    with _wrapped(fix):
         yield
-    finally:
-        with _watch.lock:
-            _watch.open -= 1
-            if _watch.open == 0:
-                _watch.undo.close()
 
 
 def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitStack:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
 from outofcore.execution.aliases import set_data
+from outofcore.execution.mapped_files import MappedFiles
 from outofcore.follow.loop import Loop, explained, parts_of, tensors_of
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.stats import LoopStats
@@ -144,11 +145,11 @@ class FollowedCalls:
         strangers = self._loop.strangers(plain)
         if not strangers:
             return
-        library = load_paging()
+        library, mapped = load_paging(), MappedFiles()
         of_others: dict[int, list[torch.Tensor]] = {}
         for tensor in strangers:
             storage = tensor.untyped_storage()
-            if storage.is_shared():
+            if mapped.is_shared(tensor):
                 continue
             if library.follow_plain(storage_address(storage)):
                 self._loop.adopt([tensor])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import gc
 import logging
 import os
 import re
+import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -23,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from outofcore._torch_internals import (
     Feature,
     missing,
-    not_compiled,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
     require,
     storage_address,
+    without_python_dispatch,
 )
-from outofcore.capture.provenance import user_line, users_part
+from outofcore.capture.provenance import user_line
 from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
 from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
@@ -40,7 +42,15 @@ from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
 from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.gpu import graphs_refused, make_workspaces
-from outofcore.follow.native import call, load_paging, loaded_paging, open_paging
+from outofcore.follow.native import (
+    DISPATCH_KEY,
+    call,
+    is_followed,
+    load_paging,
+    loaded_paging,
+    loaded_pagings,
+    open_paging,
+)
 from outofcore.follow.observed import (
     LINKS,
     Observed,
@@ -49,10 +59,12 @@ from outofcore.follow.observed import (
     observed_notes,
     read_observed,
 )
+from outofcore.follow.patches import Overlapping, backward_passes_seen
 from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
+from outofcore.follow.sources import IN_BACKWARD, Sources, places_of
 from outofcore.follow.stats import LoopStats, loop_facts
 from outofcore.graph import StorageKind
 from outofcore.planning import PolicyLike
@@ -82,14 +94,35 @@ _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 # How paging.cpp begins its messages.
 _OURS = "outofcore: "
+# An op that adds to a gradient, as paging.cpp names it.
+_SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
+# Of storages, by their numbers.
+Names = dict[int, tuple[str, StorageKind]]
 _REFUSAL = re.compile(
     r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "
     r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+)"
 )
 
 
+class Sign(enum.IntEnum):
+    """What ends a step of a loop. A loop goes by the strongest sign that it has given so far.
+
+    Where a sign comes from several sources, such as the two optimizers of a GAN, each step ends with the same one:
+    the first that gave it, until another gives it twice meanwhile.
+    """
+
+    CALL = 1  # a call of a model without gradients has ended
+    # A backward pass has ended that frees its graph, as in loops that update by hand; its source is the line that calls
+    # it. The first one is no sign yet: most loops step an optimizer next. Where gradients are accumulated, the first
+    # step of the optimizer takes over.
+    BACKWARD = 2
+    OPTIMIZER = 3  # an optimizer has stepped
+
+
 class Loop:
     """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
+
+    A loop that nobody refers to any more ends by itself, as soon as no op uses its memory.
 
     Attributes:
         on_progress: told by ``start()`` how many tensors of the models have moved to the home (a stage, how many, and
@@ -132,6 +165,10 @@ class Loop:
         self._hooks: list[RemovableHandle] = []
         self._space: int | None = None
         self._thread: int | None = None
+        self._process = os.getpid()
+        self._where = ""  # the user's line that has started it
+        # Held while something is done with the space: another thread may end the loop.
+        self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
         self._steps = 0
         self._last = LoopStats()
@@ -144,13 +181,13 @@ class Loop:
         self._remade = False  # whether there were any in the step that is being planned
         self._made: list[PlanMade] = []
         # What a report is made of, once the loop is stopped.
-        self._happened: tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]] | None = None
+        self._happened: tuple[Sequence[int], Sequence[str], Names] | None = None
         self.on_progress: Tell | None = None
-        # The optimizer whose steps are those of the loop, and which others have stepped since. Without any optimizer:
-        # the model whose calls are.
-        self._leader: weakref.ref[object] | None = None
-        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._optimized = False
+        # What ends steps, of these the source that does, and which others have come since.
+        self._sign = Sign.CALL
+        self._leader: Hashable | None = None
+        self._others: set[Hashable] = set()
+        self._passes = 0  # backward passes, while no optimizer has stepped
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
@@ -160,9 +197,21 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        told = None if error is None else explained(error)
+        told = None if error is None else explained(error, self._happened[2] if self._happened else {})
         if told is not None:
             raise told from error
+
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As Python ends, what this needs is not there any more; a fork has copies of its parent's loops.
+        if _ends() or getattr(self, "_space", None) is None or self._process != os.getpid():
+            return
+        _log.warning(
+            "the loop within %s that was started%s has ended, since nothing refers to it any more: keep what start() "
+            "returns, or use outofcore.budget() in a with-statement",
+            format_bytes(self._limit),
+            self._started_at(),
+        )
+        self.end(remembered=False)
 
     def start(self) -> Self:
         """Begin to follow this thread.
@@ -174,42 +223,46 @@ class Loop:
             SpillError: the home cannot be used.
         """
         if self._space is not None:
-            raise StateError("this loop is followed already; stop() it first")
+            raise StateError(f"this loop is followed already; stop() it first: it was started{self._started_at()}")
         library = self._native()
         self._paused = False
-        self._steps = self._plans = self._reruns = 0
-        self._optimized = False
+        self._steps = self._plans = self._reruns = self._passes = 0
+        self._sign, self._process, self._where = Sign.CALL, os.getpid(), user_line()
         self._leader, self._trial, self._planner, self._made = None, None, None, []
         if self._on_gpu:
             make_workspaces(self._device)
-        with contextlib.ExitStack() as undo:
-            space = self._opened(library)
-            undo.callback(library.follow_close, space)
+        space = self._opened(library)
+        try:
             try:
-                open_paging(library, space, self._beside)
-            except StateError:  # perhaps because of a compiled step that nobody refers to any more
+                self._take_turn(library, space)
+            except StateError:  # perhaps because of a loop or a compiled step that nobody refers to any more
                 gc.collect()
-                open_paging(library, space, self._beside)
-            self._space, self._thread = space, threading.get_ident()
-            undo.callback(self._forget)
-            undo.enter_context(addresses_seen(_fix))
-            undo.callback(self._forget_optimizers)
+                self._take_turn(library, space)
+        except BaseException:
+            library.follow_close(space)
+            raise
+        self._space, self._thread = space, threading.get_ident()
+        _started.add(self)
+        try:
+            self._undo.enter_context(_patches)
             self._watch_optimizers()
-            self._watch_calls(undo)
+            self._watch_calls()
             self._adopt_models()
             if self._on_gpu:  # once the model has left the device
                 self._reserve(library, space)
-                undo.enter_context(graphs_refused())
+                self._undo.enter_context(graphs_refused())
             trim_heap()
-            undo.callback(self._leave_thread)
+            library.follow_ask_source(_sources.ask)
             library.follow_thread(1)
             if self._policy is not None:
                 self._planner = BackgroundPlanner(self._limit, self._policy)
-                undo.callback(self._planner.close)
+                self._undo.callback(self._planner.close)
                 wanted = isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0
                 if wanted and not self._on_gpu and not missing(Feature.RECOMPUTE):
                     self._trial = RecomputeTrial(Recipes(space))
-            self._undo = undo.pop_all()
+        except BaseException:
+            self.end()
+            raise
         return self
 
     def stop(self) -> None:
@@ -218,21 +271,44 @@ class Loop:
         May be called again.
 
         Raises:
-            StateError: another thread than the one that is followed calls it.
+            StateError: another thread than the one that is followed calls it; ``outofcore.stop()`` does it from there.
         """
         if self._space is None:
             return
         if not self._paused and threading.get_ident() != self._thread:
-            raise StateError("a loop is stopped by the thread that started it; call stop() there")
-        self._undo.close()
+            raise StateError(
+                "a loop is stopped by the thread that started it; call stop() there, or outofcore.stop() from anywhere"
+            )
+        self.end()
+
+    def end(self, *, remembered: bool = True) -> None:
+        """Stop following, in whichever thread; while an op uses the memory of the loop, when that has ended.
+
+        Args:
+            remembered: whether ``stats`` and ``report`` are asked for afterwards.
+        """
+        with self._lock, contextlib.ExitStack() as ending:
+            space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
+            if space is None:
+                return
+            library = self._native()
+            ending.callback(library.follow_close, space)
+            ending.callback(setattr, self, "_space", None)
+            if remembered:
+                ending.callback(self._remember)
+            ending.callback(self._forget_optimizers)
+            if not self._paused and threading.get_ident() == self._thread:
+                ending.callback(library.follow_thread, 0)
+            ending.enter_context(undo)
 
     def pause(self) -> None:
         """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
-        if self._space is not None and not self._paused:
-            self._forget_optimizers()
-            self._native().follow_thread(0)
-            call(self._native(), "follow_pause", self._space)
-            self._paused = True
+        with self._lock:
+            if self._space is not None and not self._paused:
+                self._forget_optimizers()
+                self._native().follow_thread(0)
+                call(self._native(), "follow_pause", self._space)
+                self._paused = True
 
     def resume(self) -> None:
         """Follow the calling thread again.
@@ -240,24 +316,27 @@ class Loop:
         Raises:
             StateError: another loop is followed.
         """
-        if self._space is not None and self._paused:
-            self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
-            open_paging(self._native(), self._space, self._beside)
-            self._watch_optimizers()
-            self._native().follow_thread(1)
+        with self._lock:
+            if self._space is not None and self._paused:
+                self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
+                self._take_turn(self._native(), self._space)
+                self._watch_optimizers()
+                self._native().follow_thread(1)
 
     def vacate(self) -> None:
         """Bring everything home, and give the arena's memory to the system until it is used again."""
-        if self._space is not None:
-            call(self._native(), "follow_vacate", self._space)
+        with self._lock:
+            if self._space is not None:
+                call(self._native(), "follow_vacate", self._space)
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Give tensors memory of their own, as plain PyTorch has it; None: all of them."""
-        if self._space is not None and tensors is None:
-            call(self._native(), "follow_release_all", self._space)
-        for tensor in tensors or ():
-            if self._space is not None and self._is_ours(tensor):
-                call(self._native(), "follow_release", storage_address(tensor.untyped_storage()))
+        with self._lock:
+            if self._space is not None and tensors is None:
+                call(self._native(), "follow_release_all", self._space)
+            for tensor in tensors or ():
+                if self._space is not None and self._is_ours(tensor):
+                    call(self._native(), "follow_release", storage_address(tensor.untyped_storage()))
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of some tensors, those of 64 KiB and more that are not in this loop's arena or homes."""
@@ -276,9 +355,10 @@ class Loop:
     @property
     def stats(self) -> LoopStats:
         """What has happened so far."""
-        if self._space is not None:
-            self._last = self._read_stats()
-        return self._last
+        with self._lock:
+            if self._space is not None:
+                self._last = self._read_stats()
+            return self._last
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
         """Write what the last complete step did as one HTML page that needs nothing else.
@@ -381,6 +461,34 @@ class Loop:
             raise
         return space
 
+    def _take_turn(self, library: ctypes.CDLL, space: int) -> None:
+        """Have a space followed.
+
+        Raises:
+            StateError: another loop is followed, or a compiled step is open.
+        """
+        if is_followed():
+            raise StateError(
+                f"a loop is followed already{self._where_other()}, and there is one at a time: end that one with "
+                "outofcore.stop(), or by leaving its with-statement"
+            )
+        open_paging(library, space, self._beside)
+
+    def _where_other(self) -> str:
+        # In a frame of its own: those of an error would keep the other loop.
+        return next((one._started_at() for one in list(_started) if one is not self and one.is_running()), "")
+
+    def _started_at(self) -> str:
+        return f" at {self._where}" if self._where else ""
+
+    def is_open(self) -> bool:
+        """Whether the loop was started by a user, in this process, and has not ended."""
+        return self._space is not None and not self._beside and self._process == os.getpid()
+
+    def is_running(self) -> bool:
+        """Whether the ops of some thread of this process are followed now."""
+        return self._space is not None and not self._paused and self._process == os.getpid()
+
     def _native(self) -> ctypes.CDLL:
         return load_paging(Flavor.CUDA) if self._on_gpu else load_paging()
 
@@ -404,27 +512,21 @@ class Loop:
 
     def _watch_optimizers(self) -> None:
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(_OfLoop(self, Loop._before_step)),
+            register_optimizer_step_post_hook(_OfLoop(self, Loop._after_step)),
         ]
 
     def _forget_optimizers(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _leave_thread(self) -> None:
-        if not self._paused:  # else another loop may be followed here
-            self._native().follow_thread(0)
-
-    def _forget(self) -> None:
-        try:
-            self._last = self._read_stats()
-            self._happened = self._observe()
-        finally:
-            self._space = None
+    def _remember(self) -> None:
+        self._last = self._read_stats()
+        self._happened = self._observe()
 
     def _what_happened(self) -> Observed:
-        happened = self._happened if self._space is None else self._observe()
+        with self._lock:
+            happened = self._happened if self._space is None else self._observe()
         seen = None
         if happened is not None:
             policy = self._made[-1].policy if self._made else "on demand"
@@ -436,7 +538,7 @@ class Loop:
             )
         return seen
 
-    def _observe(self) -> tuple[Sequence[int], Sequence[str], dict[int, tuple[str, StorageKind]]]:
+    def _observe(self) -> tuple[Sequence[int], Sequence[str], Names]:
         library = self._native()
         count = call(library, "follow_observed", self._space, None, 0)
         while True:  # other threads may go on meanwhile
@@ -448,9 +550,9 @@ class Loop:
         names = library.follow_observed_names(self._space).decode().splitlines()
         return numbers[:told], names, self._names(library)
 
-    def _names(self, library: ctypes.CDLL) -> dict[int, tuple[str, StorageKind]]:
+    def _names(self, library: ctypes.CDLL) -> Names:
         """What the storages of models and optimizers are called, by their numbers."""
-        found: dict[int, tuple[str, StorageKind]] = {}
+        found: Names = {}
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
@@ -465,8 +567,7 @@ class Loop:
             if kind is StorageKind.PARAMETER:
                 note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
-        for place, model in enumerate(self._models):
-            prefix = f"models[{place}]." if len(self._models) > 1 else ""
+        for prefix, model in self.named_models():
             for name, parameter in model.named_parameters():
                 named[id(parameter)] = prefix + name
                 note(parameter, prefix + name, StorageKind.PARAMETER)
@@ -481,6 +582,11 @@ class Loop:
                 for key, value in state.items() if isinstance(state, dict) else ():
                     note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
         return found
+
+    def named_models(self) -> Iterator[tuple[str, nn.Module]]:
+        """The models, with what the names of their modules begin with."""
+        for place, model in enumerate(self._models):
+            yield f"models[{place}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self) -> LoopStats:
         expected = len(fields(LoopStats)) - 2  # steps and plans are counted here
@@ -498,7 +604,11 @@ class Loop:
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
         """Move tensors to the home, whosever memory they lie in."""
-        library = self._native()
+        with self._lock:
+            if self._space is not None:
+                self._adopt(self._native(), tensors, tell, count)
+
+    def _adopt(self, library: ctypes.CDLL, tensors: Iterable[torch.Tensor], tell: Tell, count: int) -> None:
         mapped = None if self._on_gpu else MappedFiles()
         files: dict[FileMapping, int] = {}
         for done, tensor in enumerate(tensors, 1):
@@ -506,9 +616,9 @@ class Loop:
             if not self._is_ours(tensor):
                 continue
             storage = tensor.untyped_storage()
-            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What other
-            # processes see stays where they see it; of a GPU's memory PyTorch says that always.
-            if self._on_gpu or not storage.is_shared():
+            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What others
+            # see stays where they see it.
+            if mapped is None or not mapped.is_shared(tensor):
                 address = library.follow_memory(storage_address(storage))
                 mapping = mapped and mapped.find(address, storage.nbytes())
                 number = -1 if mapping is None else self._file_number(library, mapping, files)
@@ -533,30 +643,50 @@ class Loop:
         self.adopt(part for tensor in held for part in parts_of(tensor))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._optimized:  # calls of the models were steps until now
-            self._optimized, self._leader = True, None
+        if self._sign is Sign.BACKWARD:  # the passes until now were parts of this step
+            self._steps -= self._passes
+        self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
+
+    def after_backward(self) -> None:
+        """A backward pass is complete."""
+        if self._sign is Sign.OPTIMIZER or self._beside or not self._is_here():
+            return
+        self._passes += 1
+        if self._passes > 1:
+            self._steps += self._passes == 2  # the first one was a step as well
+            self._note_end(Sign.BACKWARD, user_line())
+
+    def after_call(self, model: nn.Module, *_: object) -> None:
+        """A call of a model has ended."""
+        if self._sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
+            self._note_end(Sign.CALL, weakref.ref(model))
+
+    def _is_here(self) -> bool:
+        return self.is_running() and threading.get_ident() == self._thread
+
+    def _note_end(self, sign: Sign, source: Hashable) -> None:
+        """End a step, or not: see ``Sign``."""
+        if sign > self._sign:
+            self._sign, self._leader = sign, None
             self._others.clear()
         self._steps += 1
         # A step of a compiled one's is a call.
-        if not self._beside and threading.get_ident() == self._thread and self._ends_step(optimizer):
+        if not self._beside and self._is_here() and self._ends_step(source):
             self.end_of_step()
 
-    def _watch_calls(self, undo: contextlib.ExitStack) -> None:
+    def _watch_calls(self) -> None:
         for model in self._models:
             if not self._beside and not isinstance(model, torch.jit.ScriptModule):
-                undo.callback(model.register_forward_hook(_AfterCall(self)).remove)
-
-    def after_call(self, model: nn.Module) -> None:
-        """A call of a model has ended: where nothing is trained, it was a step."""
-        if self._optimized or self._paused or torch.is_grad_enabled() or threading.get_ident() != self._thread:
-            return
-        self._steps += 1
-        if self._ends_step(model):
-            self.end_of_step()
+                self._undo.callback(model.register_forward_hook(_OfLoop(self, Loop.after_call)).remove)
 
     def end_of_step(self) -> None:
         """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
-        library, planner = self._native(), self._planner
+        with self._lock:
+            if self._space is not None:
+                self._end_step(self._native())
+
+    def _end_step(self, library: ctypes.CDLL) -> None:
+        planner = self._planner
         wanted = call(library, "follow_end_of_step", self._space)
         if planner is None:
             return
@@ -578,13 +708,14 @@ class Loop:
             self._remade = remade
             self._plan_step(library, planner)
 
-    def _ends_step(self, stepped: object) -> bool:
-        """Whether a step of this optimizer ends one of the loop: where there are several, the same one each time."""
-        leader = None if self._leader is None else self._leader()
-        if leader is None or stepped in self._others:
-            self._leader = weakref.ref(stepped)
-        elif stepped is not leader:
-            self._others.add(stepped)
+    def _ends_step(self, source: Hashable) -> bool:
+        """Whether this source of the sign ends a step of the loop: where there are several, the same one each time."""
+        leader = self._leader
+        gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
+        if gone or source in self._others:
+            self._leader = source
+        elif source != leader:
+            self._others.add(source)
             return False
         self._others.clear()
         return True
@@ -621,20 +752,64 @@ class Loop:
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
 
 
-class _AfterCall:
-    """Tells a loop that a model was called. Copies of the model, and where it is pickled, tell no loop."""
+class _OfLoop:
+    """Calls a method of a loop, as long as there is one. Copies of it, and where it is pickled, call none."""
 
-    def __init__(self, loop: Loop | None = None) -> None:
+    def __init__(self, loop: Loop | None = None, method: Callable[..., object] | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)
+        self._method = method
 
-    @not_compiled
-    def __call__(self, model: nn.Module, *_: object) -> None:
+    def __call__(self, *args: object) -> None:
+        # What is traced, such as the branches of torch.cond, must not break there; it is no call that ends a step.
+        if torch.compiler.is_compiling():
+            return
         loop = None if self._loop is None else self._loop()
-        if loop is not None:
-            loop.after_call(model)
+        if loop is not None and self._method is not None:
+            self._method(loop, *args)
 
-    def __reduce__(self) -> tuple[type[_AfterCall], tuple[()]]:
-        return _AfterCall, ()
+    def __reduce__(self) -> tuple[type[_OfLoop], tuple[()]]:
+        return _OfLoop, ()
+
+
+# Loops that were started, and perhaps stopped since.
+_started: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _models_running() -> Iterator[tuple[str, nn.Module]]:
+    for loop in list(_started):
+        if loop.is_running():
+            yield from loop.named_models()
+
+
+_sources = Sources(_models_running)
+
+
+def stop_loops() -> bool:
+    """End all loops that ``outofcore.budget`` has made and that run or are paused, in whichever thread.
+
+    Returns:
+        whether there was any.
+    """
+    running = [loop for loop in list(_started) if loop.is_open()]
+    for loop in running:
+        loop.end()
+    return bool(running)
+
+
+def _after_backward(complete: bool) -> None:
+    for library in loaded_pagings():
+        library.follow_leave_thread()  # a loop that has ended in backward
+    for loop in list(_started) if complete else ():
+        loop.after_backward()
+
+
+@contextlib.contextmanager
+def _seen() -> Iterator[None]:
+    with addresses_seen(_fix), without_python_dispatch(DISPATCH_KEY), backward_passes_seen(_after_backward):
+        yield
+
+
+_patches = Overlapping(_seen)
 
 
 def _fix(storage: torch.UntypedStorage) -> None:
@@ -669,8 +844,13 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from parts_of(getattr(tensor, name))
 
 
-def explained(error: BaseException) -> Exception | None:
-    """What the native code said, as one of the library's errors; None: it comes from somewhere else."""
+def explained(error: BaseException, names: Names | None = None) -> Exception | None:
+    """What the native code said, as one of the library's errors; None: it comes from somewhere else.
+
+    Args:
+        error: any.
+        names: of storages, by their numbers.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or _OURS not in text:
         return None
@@ -678,19 +858,23 @@ def explained(error: BaseException) -> Exception | None:
     if refused is None:
         said = text[text.index(_OURS) + len(_OURS) :].splitlines()[0]
         return (SpillError if "no home has room" in said else TransferError)(said)
-    line = _line_of(error.__traceback__)
     counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
+    named = _named(refused["op"], error.__traceback__, names or {})
     return BudgetError(
-        f"the budget of {counts['budget']} cannot hold {refused['op']}{line}: beside {counts['used']} that it uses it "
-        f"asks for {counts['asked']}{held}. Give a budget of at least {counts['least']}, or smaller batches",
+        f"the budget of {counts['budget']} cannot hold {named}: beside {counts['used']} that it uses it asks for "
+        f"{counts['asked']}{held}. Give a budget of at least {counts['least']}, or smaller batches",
         int(refused["least"]),
     )
 
 
-def _line_of(trace: TracebackType | None) -> str:
-    part = users_part(trace)
-    while part is not None and part.tb_next is not None:
-        part = part.tb_next
-    line = user_line() if part is None else f"{part.tb_frame.f_code.co_filename}:{part.tb_lineno}"
-    return f" at {line}" if line else ""
+def _named(op: str, trace: TracebackType | None, names: Names) -> str:
+    """An op with the module and the user's line that it comes from."""
+    summed = _SUMMED.search(op)
+    if summed is None and IN_BACKWARD in op:
+        return op
+    module, line = _sources.find(places_of(trace))
+    at = f" at {line}" if line else ""
+    if summed is not None:
+        return op[: summed.start()] + IN_BACKWARD + names.get(int(summed[1]), ("a parameter",))[0] + at
+    return op + (f" in {module}" if module else "") + at

@@ -20,6 +20,7 @@ import torch
 from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import BuildError, compile_library, load_kept
 from outofcore.errors import StateError
+from outofcore.execution.mapped_files import OWNERS
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
 
 _FOLDER = Path(__file__).parent
@@ -31,6 +32,8 @@ _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
 _PREDICATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
+# By which ops are seen: ``kKey`` in paging.cpp.
+DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_failure": (ctypes.c_char_p, ()),
@@ -51,6 +54,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_vacate": (_COUNT, (_POINTER,)),
     "follow_current": (ctypes.c_int, ()),
     "follow_thread": (None, (ctypes.c_int,)),
+    "follow_leave_thread": (None, ()),
     "follow_close": (_COUNT, (_POINTER,)),
     "follow_adopt": (_COUNT, (_POINTER, _COUNT, _COUNT)),
     "follow_memory": (_COUNT, (_POINTER,)),
@@ -69,6 +73,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
     "follow_sizes": (None, (_POINTER, _POINTER)),
     "follow_offer_to": (None, (ctypes.CFUNCTYPE(ctypes.c_int, _POINTER),)),
+    "follow_ask_source": (None, (_POINTER,)),
     "follow_recompute": (_COUNT, (_POINTER, ctypes.c_int)),
     "follow_recompute_set": (_COUNT, (_POINTER, _POINTER, _COUNT)),
     "follow_notes": (_COUNT, (_POINTER, _POINTER, _COUNT)),
@@ -113,6 +118,11 @@ def loaded_paging(flavor: Flavor) -> ctypes.CDLL | None:
     return _key.loaded.get(flavor)
 
 
+def loaded_pagings() -> list[ctypes.CDLL]:
+    """All libraries that this process has needed yet."""
+    return list(_key.loaded.values())
+
+
 @functools.cache
 def _loaded(flavor: Flavor) -> ctypes.CDLL:
     if sys.platform != "linux":
@@ -124,6 +134,7 @@ def _loaded(flavor: Flavor) -> ctypes.CDLL:
         if _key.holder is None:
             _take_key(library)
         _key.loaded[flavor] = library
+    OWNERS.append(lambda storage: library.follow_where(storage_address(storage)) != 0)
     return library
 
 

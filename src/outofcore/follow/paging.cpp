@@ -30,13 +30,17 @@
 #include "observed.h"
 #include "recipes.h"
 #include "record.h"
+#include "sources.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -69,6 +73,7 @@ using follow::Device;
 using follow::kPage;
 
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
+// Operators in Python do not know that fallback: DISPATCH_KEY in native.py has them pass the key on.
 constexpr DispatchKey kKey = DispatchKey::Fake;
 // Smaller storages stay with PyTorch's allocator.
 std::atomic<int64_t> smallest{64 * 1024};
@@ -158,6 +163,7 @@ struct Space {
   follow::Recorder recorder;
   follow::Follower follower;
   follow::Observer observer;
+  follow::Sources sources;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
   bool torn = false;                     // memory of the arena was given back in pieces
   std::deque<int32_t> due;               // storages of the record that are to be fetched
@@ -249,10 +255,38 @@ pid_t copiers = -1;  // the process that has them
 
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
+thread_local const char* source = nullptr;     // of the op that runs, if autograd runs it and it is known
 std::atomic<int> ops_running{0};               // of all threads
 
+// How often a loop was opened; and as how many-th the thread opened its own. 0: it opened none, but may run the ops of
+// whatever loop there is, as threads of autograd do. A loop may end in another thread than the one that opened it, or in
+// backward, which restores the keys of the thread at its end: see ``leave_thread``.
+std::atomic<int64_t> openings{0};
+thread_local int64_t opening = 0;
+bool is_left() { return current.load() == nullptr || (opening != 0 && opening != openings.load()); }
+// Follows the calling thread no more, if its loop has ended.
+void leave_thread() {
+  if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
+
+// Ops of all threads that use a space: it must not end under them. If that is asked for meanwhile, the last one ends it.
+std::atomic<int> entered{0};
+std::atomic<Space*> to_end{nullptr};
+void end_asked();
+struct Entered {
+  Entered() { ++entered; }
+  ~Entered() {
+    if (--entered != 0 || to_end.load() == nullptr) return;
+    try {
+      end_asked();
+    } catch (...) {  // nobody asks what came of it
+    }
+  }
+  Entered(const Entered&) = delete;
+};
+
 int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-bool tracked() { return depth > 0 || c10::impl::tls_is_dispatch_key_included(kKey); }
+bool tracked() { return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_left()); }
 
 void release_raw(void* pointer);
 void release_block(void* context);
@@ -703,6 +737,21 @@ std::string name_of_running() {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+Block* known(StorageImpl& storage);
+
+// Where in backward the op comes from that runs; empty: it does not run there, or that is not known.
+std::string source_of_running(const Space& space) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return "";
+  if (source != nullptr) return source;
+  if (const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()); sum && sum->variable.has_storage()) {
+    const Block* block = known(*sum->variable.storage().unsafeGetStorageImpl());
+    return " in the backward pass of parameter " + std::to_string(block == nullptr ? -1 : block->id);  // see ``_named``
+  }
+  if (space.follower.on_course() && space.follower.op().source != nullptr) return space.follower.op().source;
+  return "";
+}
+
 // Python knows this message, and makes a BudgetError of it (loop.py). Programs that then try smaller batches, such as
 // accelerate's, look for its last words.
 [[noreturn]] void refuse(const Space& space, int64_t bytes) {
@@ -713,7 +762,7 @@ std::string name_of_running() {
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
-                   name_of_running(), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
+                   name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
                    kept, " bytes that cannot be moved; at least ", bytes + pinned + kept,
                    " bytes are needed. The loop is out of memory.");
 }
@@ -1622,6 +1671,8 @@ struct OurPager final : follow::Pager {
     return block == nullptr ? nullptr : block->origin;
   }
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
+    const Entered inside;
+    source = nullptr;
     if (Space* space = current) return run_atom(*space, op, operator_of(op), below, stack);
     op.redispatchBoxed(below, stack);
   }
@@ -1634,7 +1685,8 @@ int (*offer_saved)(void* tensor) = nullptr;
 // The results of the op before; only the next op sees them with the node that autograd has made.
 thread_local std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_before;
 
-void offer_results() {
+// False: Ctrl-C came there, and Python is not to be called before it goes on.
+bool offer_results() {
   for (auto& weak : std::exchange(results_before, {})) {
     const auto impl = weak.lock();
     if (!impl) continue;
@@ -1642,9 +1694,13 @@ void offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    if (offer_saved(new at::Tensor(tensor)) != 0) raise(SIGINT);  // Python raises it when it goes on
-    return;  // the others have the same node
+    if (offer_saved(new at::Tensor(tensor)) != 0) {
+      raise(SIGINT);  // Python raises it when it goes on
+      return false;
+    }
+    return true;  // the others have the same node
   }
+  return true;
 }
 void remember_results(const c10::IValue& value) {
   follow::each_tensor(value, [](const at::Tensor& tensor, int64_t) {
@@ -1849,7 +1905,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     if (!touched.empty()) timed.keep();
     const int64_t waited = space.counters[kTransferMicros] - space.waited;
     space.recorder.add(&op.schema(), touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
-                       std::move(space.requests));
+                       std::move(space.requests), source);
     space.requests.clear();
     space.since = std::chrono::steady_clock::now();
     space.waited = space.counters[kTransferMicros];
@@ -1912,15 +1968,47 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
   if (about.lists) stack->emplace_back(std::move(results));
 }
 
+// Python's part: says where the op that is about to run comes from, in words that stay; none: from nowhere in particular.
+// Null: Ctrl-C came there.
+const char* (*ask_source)() = nullptr;
+
+// Learns where ops of forward come from, as long as it is not known which op comes when; finds out of ops of backward.
+void find_source(Space& space) {
+  source = nullptr;
+  if (ask_source == nullptr) return;
+  const auto node = torch::autograd::get_current_node();
+  const uint64_t made = at::sequence_number::peek();  // the number of the next node; the last one is the op's own
+  const bool forward = !node || c10::GradMode::is_enabled();
+  if (forward && opening != 0 && made != space.sources.last()) {
+    if (!space.follower.on_course()) {  // else the record says it
+      source = ask_source();
+      if (source == nullptr) raise(SIGINT);  // Python raises it when it goes on
+      if (source != nullptr && *source == 0) source = nullptr;
+    }
+    const Guard guard(mutex);
+    if (source == nullptr && node) source = space.sources.find(node->sequence_nr());
+    space.sources.note(made, source);
+  } else if (node) {
+    const Guard guard(mutex);
+    source = space.sources.find(forward ? made - 1 : node->sequence_nr());
+  }
+  if (!node) source = nullptr;
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  Space* space = current.load(std::memory_order_acquire);
-  if (space == nullptr) {
+  std::optional<Entered> inside(std::in_place);
+  Space* space = current;
+  if (space == nullptr || is_left()) {
+    inside.reset();
+    leave_thread();
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     return op.redispatchBoxed(below, stack);
   }
-  if (!results_before.empty()) offer_results();
+  const bool quiet = !results_before.empty() && !offer_results();
   const Operator& about = operator_of(op);
+  if (about.kind != Kind::kParts && !quiet) find_source(*space);
+  if (about.kind == Kind::kParts || about.kind == Kind::kView) inside.reset();  // neither uses the space
   if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
   if (about.kind == Kind::kView) {
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
@@ -2095,6 +2183,8 @@ void after_fork_in_parent() {
 void after_fork_in_child() {
   // The child pages nothing: to do so would change what its parent finds at home.
   current = nullptr;
+  to_end = nullptr;
+  if (depth == 0) entered = 0;
   for (Space* space : spaces) {
     space->open = false;
     space->of_parent = true;
@@ -2130,6 +2220,52 @@ bool release_from(Block& block, StorageImpl& storage) {
   forget_window(block);
   const at::DataPtr old = storage.set_data_ptr(std::move(own));
   return true;
+}
+
+// Ends what nothing follows any more.
+void close(Space& space) {
+  space.observer.close();
+  wait_for_copies(space);
+  space.open = false;
+  forget_idle(space);
+  if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
+  if (space.pieces == 0) forget_space(&space);
+}
+
+// Brings back of a space what the budget holds.
+void come_back(Space& space) {
+  space.observer.close();
+  wait_for_copies(space);
+  try {
+    for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
+      if (const auto storage = block->slot.original ? owner_of(*block) : nullptr) return_to_file(*block, *storage);
+  } catch (...) {  // as below
+  }
+  std::vector<Block*> away;
+  for (Block* block : space.known)
+    if (!block->here) away.push_back(block);
+  std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
+  try {
+    for (Block* block : away)
+      if (space.charged + block->bytes <= space.budget) fetch(space, *block);
+  } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
+  }
+}
+
+// Ends the space that is to end, unless another thread does.
+void end_asked() {
+  while (Space* space = to_end.exchange(nullptr)) {
+    space->recipes->close();
+    const Guard guard(mutex);
+    current = nullptr;  // an op that begins from here on does not use it
+    if (entered == 0) {
+      come_back(*space);
+      return close(*space);
+    }
+    current = space;  // an op has begun meanwhile, and may be the last one
+    to_end = space;
+    if (entered != 0) return;
+  }
 }
 
 std::string& failure = *new std::string;  // of the last call that failed, for Python
@@ -2295,6 +2431,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
     current = space;
+    ++openings;
     return 0;
   });
 }
@@ -2341,36 +2478,24 @@ EXPORT int64_t follow_vacate(Space* space) noexcept {
 // Whether a loop is followed now.
 EXPORT int follow_current() noexcept { return current.load() != nullptr; }
 // Switches following on or off in the calling thread.
-EXPORT void follow_thread(int on) noexcept { c10::impl::tls_set_dispatch_key_included(kKey, on != 0); }
+EXPORT void follow_thread(int on) noexcept {
+  opening = on != 0 ? openings.load() : 0;
+  c10::impl::tls_set_dispatch_key_included(kKey, on != 0);
+}
 
-// Ends following. Storages stay where they are, of those that are away as many come back as the budget holds.
+EXPORT void follow_leave_thread() noexcept { leave_thread(); }
+
+// Ends following. Storages stay where they are, of those that are away as many come back as the budget holds. In any
+// thread, and at any time: while an op uses the space, it ends with that op, and is not the caller's any more either way.
 EXPORT int64_t follow_close(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    if (current == space) space->recipes->close();
-    const Guard guard(mutex);
-    space->observer.close();
-    wait_for_copies(*space);
     if (current == space) {
-      std::vector<Block*> away;
-      try {
-        for (Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
-          if (const auto storage = block->slot.original ? owner_of(*block) : nullptr) return_to_file(*block, *storage);
-      } catch (...) {  // as below
-      }
-      for (Block* block : space->known)
-        if (!block->here) away.push_back(block);
-      std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
-      try {
-        for (Block* block : away)
-          if (space->charged + block->bytes <= space->budget) fetch(*space, *block);
-      } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
-      }
-      current = nullptr;
+      to_end = space;
+      if (entered == 0) end_asked();
+    } else {
+      const Guard guard(mutex);
+      close(*space);
     }
-    if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
-    space->open = false;
-    forget_idle(*space);
-    if (space->pieces == 0) forget_space(space);
     return 0;
   });
 }
@@ -2507,6 +2632,8 @@ EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
 }
 // Whose saved tensors can be made again is offered to this function, with a tensor that it has to free.
 EXPORT void follow_offer_to(int (*offer)(void* tensor)) noexcept { offer_saved = offer; }
+// Where ops come from is asked of this function; what it returns is never freed.
+EXPORT void follow_ask_source(const char* (*ask)()) noexcept { ask_source = ask; }
 // What autograd need not keep: 0: nothing; 1: storages of ``follow_recompute_set``; 2: whatever can be made again; 3: it is
 // only noted what could be.
 EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {

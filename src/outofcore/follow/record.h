@@ -25,7 +25,8 @@ namespace follow {
 // Writes the record of the step under way.
 class Recorder {
  public:
-  void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests) {
+  void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests,
+           const char* source = nullptr) {
     if (touched.empty() || overflown_) {
       waiting_ += nanos;
       return;
@@ -35,7 +36,7 @@ class Recorder {
       now_ = {};
       return;
     }
-    StepOp made{op, {}};
+    StepOp made{op, {}, source};
     sign(reinterpret_cast<uintptr_t>(op));
     for (const Touched& each : touched) {
       const auto [found, fresh] = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size()));

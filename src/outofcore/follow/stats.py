@@ -41,7 +41,7 @@ class LoopStats:
         unkept_bytes: of storages that were freed because of that.
         rerun_microseconds: the loop spent so long on making them again.
         file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
-        steps: times an optimizer was stepped.
+        steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
 
     >>> import torch

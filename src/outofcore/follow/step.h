@@ -28,6 +28,7 @@ struct StepOp {
   };
   const void* op;  // the schema of its operator
   std::vector<Touch> touched;
+  const char* source = nullptr;  // see sources.h; null: it is not known
 };
 
 struct StepStorage {

@@ -1,0 +1,113 @@
+"""Where an op comes from in the user's program, for messages: its module, and the user's line.
+
+The native code asks for that while it is new which op comes when, and keeps it for ops of backward (``sources.h``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, TracebackType
+
+from torch import nn
+
+from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
+from outofcore.capture.provenance import is_users_file
+
+# A frame, and which line it is at; the innermost first.
+Place = tuple[FrameType, int]
+
+_INSTALLED = ("site-packages", "dist-packages")
+_MODULE_CALL = nn.Module.__call__.__code__
+_ENGINE = BACKWARD_ENTRY_POINTS[0][1]
+IN_BACKWARD = " in the backward pass of "
+
+
+def places_here() -> Iterator[Place]:
+    """The frames on this thread's stack. To keep them would keep their variables, and with these tensors."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def places_of(trace: TracebackType | None) -> Iterator[Place]:
+    """The frames in which something was raised, and those that had called them."""
+    raised: list[Place] = []
+    callers = None if trace is None else trace.tb_frame.f_back
+    while trace is not None:
+        raised.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    yield from reversed(raised)
+    while callers is not None:
+        yield callers, callers.f_lineno
+        callers = callers.f_back
+
+
+class Sources:
+    """Names modules as the user knows them.
+
+    Args:
+        models: tells the models of the loops that run, with what the names in them begin with.
+    """
+
+    def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
+        self._models = models
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._kept: dict[str, ctypes.Array[ctypes.c_char]] = {}
+        self.ask = ctypes.CFUNCTYPE(ctypes.c_void_p)(self._answer)
+
+    def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
+        """Where an op comes from: the path of its module, and the nearest ``file:line`` of the user; or empty.
+
+        The path is that in a model, or else in the outermost module that runs. Of installed packages, to which models
+        belong as well, a line is told where there is none of anybody else's.
+
+        Args:
+            places: of the op.
+            beyond_backward: whether to look for a line beyond what the autograd engine has called.
+        """
+        innermost = outermost = None
+        own = package = ""
+        in_backward = False
+        for frame, number in places:
+            code = frame.f_code
+            in_backward |= code.co_name == _ENGINE
+            if in_backward and not beyond_backward:
+                break
+            if code is _MODULE_CALL and not in_backward:
+                outermost = frame.f_locals["self"]
+                innermost = innermost or outermost
+            if is_users_file(code.co_filename):
+                line = f"{code.co_filename}:{number}"
+                if not any(folder in code.co_filename for folder in _INSTALLED):
+                    own = own or line
+                package = package or line
+        return self._path(innermost, outermost), own or package
+
+    def _path(self, module: nn.Module | None, outermost: nn.Module | None) -> str:
+        if module is None or outermost is None:
+            return ""
+        known = self._paths.get(module)
+        if known is None:
+            roots = (*self._models(), ("", outermost))
+            paths = (prefix + path for prefix, root in roots for path, one in root.named_modules() if one is module)
+            known = self._paths[module] = next(paths, "") or type(module).__name__
+        return known
+
+    def of_backward(self) -> str:
+        """Where an op comes from that runs now, as its op of backward is told to come from there; or empty."""
+        module, line = self.find(places_here(), beyond_backward=False)
+        if not module and not line:
+            return ""
+        return IN_BACKWARD + (module or "an op") + (f" at {line}" if line else "")
+
+    def _answer(self) -> int:
+        # Where Ctrl-C comes in here, ctypes answers 0, and the native code passes it on.
+        text = self.of_backward()
+        kept = self._kept.get(text)
+        if kept is None:
+            kept = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
+        return ctypes.addressof(kept)

@@ -1,0 +1,204 @@
+"""How a loop ends whose handle is lost, by ``outofcore.stop()`` and by itself, and what is left then."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.follow.native import is_followed
+from outofcore.follow.recipes import Recipes
+
+WIDTH = 256
+BUDGET = "1MiB"
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+
+def train_step(model: nn.Module, between: Callable[[], object] = lambda: None) -> float:
+    """One step in which something happens in the middle of backward."""
+
+    class Between(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            between()
+            return gradient * 1
+
+    layers = list(model.children())
+    x = torch.ones(64, WIDTH)
+    for number, layer in enumerate(layers):
+        x = layer(x)
+        if number == len(layers) // 2:
+            x = Between.apply(x)
+    loss = x.square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)  # type: ignore[arg-type]
+            p.grad = None
+    return loss.item()
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Every test ends its loops, and leaves PyTorch as it was."""
+    before = torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy
+    yield
+    assert not is_followed()
+    assert not outofcore.stop()
+    assert (torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy) == before
+    assert not torch._C._dispatch_tls_local_include_set().has(torch._C._parse_dispatch_key("Fake"))
+
+
+def assert_trained(model: nn.Module, losses: list[float]) -> None:
+    """It is as in plain PyTorch, goes on like that, and all memory is given back with it."""
+    theirs = make_model()
+    wanted = [train_step(theirs) for _ in losses]
+    assert losses == wanted
+    assert train_step(model) == train_step(theirs)
+    for ours, plain in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_stop_ends_the_loop_and_says_whether_there_was_one() -> None:
+    model = make_model()
+    run = outofcore.budget(BUDGET, model).start()
+    losses = [train_step(model)]
+    assert outofcore.stop()
+    assert not outofcore.stop()
+    assert run.stats.evictions > 0
+    assert "stopped" in repr(run)
+    run.stop()
+    losses.append(train_step(model))
+    assert_trained(model, losses)
+
+
+def test_lost_loop_ends_by_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    run: Any = outofcore.budget(BUDGET, model).start()
+    losses = [train_step(model)]
+    with caplog.at_level(logging.WARNING, "outofcore"):
+        del run  # nothing else refers to it
+    assert not is_followed()
+    (record,) = caplog.records
+    assert f"{__file__}:" in record.getMessage()
+    losses.append(train_step(model))
+    assert_trained(model, losses)
+
+
+def test_loop_that_refers_to_itself_ends_where_another_one_starts() -> None:
+    model = make_model()
+    itself: list[Any] = [outofcore.budget(BUDGET, model).start()]
+    itself.append(itself)
+    gc.disable()
+    try:
+        del itself
+        assert is_followed()
+        with outofcore.budget(BUDGET, model):
+            losses = [train_step(model)]
+    finally:
+        gc.enable()
+    assert_trained(model, losses)
+
+
+def test_second_loop_is_told_where_the_other_one_was_started() -> None:
+    run = outofcore.budget(BUDGET).start()
+    line = sys._getframe().f_lineno - 1
+    where = rf"{__file__}:{line}.*outofcore\.stop\(\)"
+    with pytest.raises(outofcore.StateError, match="followed already at " + where):
+        outofcore.budget(BUDGET).start()
+    with pytest.raises(outofcore.StateError, match=rf"followed already; stop\(\) it first.*{__file__}:{line}"):
+        run.start()
+    with pytest.raises(outofcore.StateError, match=where), outofcore.budget(BUDGET):
+        pass
+    assert run.stats.ops == 0
+    assert outofcore.stop()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_loop_ends_in_the_middle_of_backward(in_thread: bool, recomputes: bool) -> None:
+    model = make_model()
+    run = outofcore.budget(BUDGET, model).start()
+    if recomputes:
+        Recipes(run._space or 0).everything()
+    losses = [train_step(model)]
+
+    def end() -> None:
+        if not in_thread:
+            assert outofcore.stop()
+            return
+        thread = threading.Thread(target=outofcore.stop)
+        thread.start()
+        thread.join()
+        assert not is_followed()
+
+    losses.append(train_step(model, end))
+    losses.append(train_step(model))
+    assert_trained(model, losses)
+
+
+def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread ends it while an op runs, which has its operands pinned."""
+    model, asked = make_model(), threading.Event()
+    library = torch.library.Library("outofcore_test_ends", "DEF")
+    library.define("wait(Tensor x) -> Tensor")
+
+    def wait(x: Tensor) -> Tensor:
+        assert is_followed()
+        thread = threading.Thread(target=lambda: (outofcore.stop(), asked.set()))
+        thread.start()
+        assert asked.wait(60)
+        thread.join()
+        running.append(is_followed())
+        return x + 1
+
+    running: list[bool] = []
+    library.impl("wait", wait, "CPU")
+    # The native code is to take its kernel for one op, as if it were no Python that runs others.
+    monkeypatch.setattr("outofcore.follow.native.has_python_kernel", lambda name, overload: False)
+    run = outofcore.budget(BUDGET, model).start()
+    losses = [train_step(model)]
+    x = torch.ones(64, WIDTH)
+    y = torch.ops.outofcore_test_ends.wait(x)
+    assert torch.equal(y, x + 1)
+    assert running == [True]  # as long as the op ran
+    assert not is_followed()
+    assert "stopped" in repr(run)
+    losses.append(train_step(model))
+    assert_trained(model, losses)
+
+
+def test_memory_of_a_lost_loop_goes_with_its_tensors() -> None:
+    def resident() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
+
+    x = torch.ones(1 << 20)
+    x += 1  # whatever is made by first use is there
+    before = resident()
+    for _ in range(3):
+        run: Any = outofcore.budget("64MiB", home="host").start()
+        kept = [torch.ones(1 << 22) * 2 for _ in range(3)]  # 48 MiB
+        del run
+        gc.collect()
+        assert not is_followed()
+        assert all(t.sum() == 2 << 22 for t in kept)
+        del kept
+    assert resident() - before < 16 << 20
