@@ -280,7 +280,15 @@ def _text(
         enough = forecast.lossless_budget
         rows.insert(1, ("nothing lost", f"from {format_bytes(enough)} ({enough} bytes) on: at most 1 % slower"))
     if found is not None:
-        verdict = "does not fit" if report is None else "fits, with copies" if report.moved else "fits in core"
+        whole = subject.within(found.budget) is subject
+        if report is None:
+            verdict = "does not fit"
+        elif whole:
+            verdict = "fits, with copies" if report.moved else "fits in core"
+        else:
+            verdict = "fits, with ops in parts" + (" and copies" if report.moved else "; nothing moves")
+            taken = format_seconds(subject.within(found.budget).costs.compute_seconds)
+            rows[-1] = ("ops alone", f"{rows[-1][1]} as a whole, {taken} in parts")
         rows.append(("the budget", f"{format_bytes(found.budget)}: {verdict}"))
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0

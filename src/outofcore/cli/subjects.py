@@ -156,7 +156,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
     network = work.skeleton()
     optimizer = work.optimizer(network)
     sample = next(work.batches(1))
-    batch = tuple(torch.empty((work.options.batch, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in sample)
+    batch = tuple(torch.empty((work.options.batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in sample)
     return PlainStep(work.make_step(network, optimizer), [network], [optimizer], batch, work.describe())
 
 
