@@ -18,6 +18,8 @@ Each message says what happened, why, and what to do; where the user's own code 
 place to act, the message carries its file and line or the module path.
 """
 
+import errno
+
 
 class OutOfCoreError(Exception):
     """The root of all errors raised by this library."""
@@ -87,3 +89,14 @@ class StateError(OutOfCoreError, RuntimeError):
 
 class CommunicationError(OutOfCoreError, RuntimeError):
     """A collective failed: another process has ended, or did not come to it in time."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, the system or PyTorch says that there was no memory to be had."""
+    if isinstance(error, MemoryError):
+        return not isinstance(error, OutOfCoreError)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator on the CPU raises a plain RuntimeError.
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 import outofcore
 from outofcore.cli import answer
 from outofcore.cli import run as scripts
-from outofcore.errors import InputError, OutOfCoreError, ValidationError
+from outofcore.errors import InputError, OutOfCoreError, ValidationError, is_out_of_memory
 from outofcore.graphfile import write_graph
 from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import devices, simulated
@@ -103,6 +103,17 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = (), **setting
                 typer.echo(
                     "error: this command needs PyTorch, which is not installed; install it with: pip install torch. "
                     "Without it work: plan --graph, validate and pack.",
+                    err=True,
+                )
+                raise typer.Exit(2) from error
+            except Exception as error:
+                if debug or not is_out_of_memory(error):
+                    raise
+                said = " ".join(str(error).split())[:200] or type(error).__name__
+                typer.echo(
+                    f"error: there is not enough memory for this command ({said}). Planning makes no tensors, but for "
+                    "one op at a time where it measures: name a device that is simulated, such as --device h100, and "
+                    "have a script make its model and inputs under torch.device('meta'). Training needs its budget.",
                     err=True,
                 )
                 raise typer.Exit(2) from error

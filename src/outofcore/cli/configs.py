@@ -25,7 +25,7 @@ import torch
 from torch import nn, optim
 
 from outofcore._torch_internals import tree_flatten
-from outofcore.errors import InputError
+from outofcore.errors import InputError, is_out_of_memory
 
 _INSTALL = "pip install transformers"
 # What is not computed in: gradients, moments and losses need a sign and many digits.
@@ -254,6 +254,8 @@ def read_config(target: str) -> ModelConfig:
         with _quiet():
             config = CONFIG_MAPPING[name].from_dict(content)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(
             f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
         ) from error
@@ -452,6 +454,8 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
             if training.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         what = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
         raise InputError(f"{found.path}: {found.kind.__name__} {what}: {_one_line(error)}") from error
     return model
@@ -496,6 +500,8 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
         with _quiet(), torch.device("meta"):
             return get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
 
 

@@ -25,7 +25,7 @@ from outofcore.cli.configs import (
     length_of,
 )
 from outofcore.costs import Costs
-from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError
+from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError, is_out_of_memory
 from outofcore.estimation.costing import costed
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.planning import QUICK, PolicyLike
@@ -222,6 +222,8 @@ class Captures:
         except OutOfCoreError as error:
             raise _uncaptured(self._found, error) from error
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # What transformers makes of its inputs is its own affair, and mostly that of the configuration.
             raise InputError(
                 f"{self._found.path}: a step of {self._found.kind.__name__} fails: {type(error).__name__}: "

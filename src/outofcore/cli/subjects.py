@@ -15,7 +15,7 @@ import torch
 
 from outofcore import zoo
 from outofcore.cli.answer import Subject
-from outofcore.errors import InputError, OutOfCoreError
+from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.estimation.costing import Sharing, costed
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graphfile import GraphFile
@@ -105,6 +105,8 @@ def build(target: str) -> PlainStep:
     except OutOfCoreError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(
             f"{target} failed: {type(error).__name__}: {error}; run the file by itself, or use --debug, to see where"
         ) from error
@@ -124,6 +126,8 @@ def _load(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(
             f"{path} failed: {type(error).__name__}: {error}; run it by itself, or use --debug, to see where"
         ) from error
