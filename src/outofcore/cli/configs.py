@@ -25,6 +25,7 @@ import torch
 from torch import nn, optim
 
 from outofcore._torch_internals import tree_flatten
+from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
 from outofcore.errors import InputError, is_out_of_memory
 
 _INSTALL = "pip install transformers"
@@ -137,6 +138,7 @@ class ModelConfig:
         kind: the class of the model.
         labels: what the model takes to compute a loss.
         notes: what a reader of the answer should know.
+        quantised: the field that says that weights are stored quantised, and how; "" where they are not.
     """
 
     path: Path
@@ -144,6 +146,7 @@ class ModelConfig:
     kind: type[nn.Module]
     labels: Labels
     notes: tuple[str, ...] = ()
+    quantised: str = ""
 
     @property
     def text(self) -> Any:
@@ -250,9 +253,16 @@ def read_config(target: str) -> ModelConfig:
             f"{path}: transformers {transformers.__version__} knows no model of type {name!r}; look whether it is "
             f"written rightly, or install a newer release: {_INSTALL} --upgrade"
         )
+    def known(kind: object) -> Any:
+        return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+
+    check_dtype(path, content, lambda dtype: isinstance(getattr(torch, dtype, None), torch.dtype))
+    with _quiet():
+        check_sizes(path, content, CONFIG_MAPPING[name], known)
     try:
         with _quiet():
-            config = CONFIG_MAPPING[name].from_dict(content)
+            # It is spoken of in ``configured_step``; some methods cannot even be read without packages of their own.
+            config = CONFIG_MAPPING[name].from_dict(_without_quantisation(content))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -268,7 +278,17 @@ def read_config(target: str) -> ModelConfig:
     ]
     if absent:
         notes.append(f"not in the file, so as {type(config).__name__} has it by default: {', '.join(absent)}")
-    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes))
+    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes), quantisation_of(content))
+
+
+def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_quantisation(cast("dict[str, Any]", value))
+        if isinstance(value, dict) and name.endswith("_config")
+        else value
+        for name, value in content.items()
+        if name not in QUANTISED
+    }
 
 
 def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
@@ -344,10 +364,16 @@ def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     given = getattr(found.config, "dtype", None) or getattr(found.text, "dtype", None) or torch.float32
-    given = getattr(torch, given, None) if isinstance(given, str) else given
-    if given not in _DTYPES.values():
+    named = getattr(torch, given, None) if isinstance(given, str) else given
+    if found.quantised:
+        raise InputError(
+            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned for: "
+            "the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a function "
+            "that builds your step, and give it as my_script.py:build"
+        )
+    if named not in _DTYPES.values():
         raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")
-    return cast("torch.dtype", given)
+    return cast("torch.dtype", named)
 
 
 def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
@@ -374,6 +400,8 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     else:
         model.eval()
     notes = list(found.notes)
+    if found.quantised:
+        notes.append(f"{found.quantised} is left out: this is the model with plain weights, as --dtype says")
     if found.labels is Labels.NONE and training.trains:
         notes.append(f"{found.kind.__name__} has no loss of its own: the mean of its first result stands in for one")
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
