@@ -52,9 +52,7 @@ def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, known: Callab
     _check(path, content, "", kind, known)
 
 
-def _check(
-    path: Path, content: Mapping[str, Any], prefix: str, kind: Any, known: Callable[[object], Any]
-) -> None:
+def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, known: Callable[[object], Any]) -> None:
     usual = _default(kind)
     renamed: Mapping[str, str] = getattr(kind, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
@@ -122,9 +120,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _check_heads(
-    path: Path, content: Mapping[str, Any], prefix: str, usual: Any, renamed: Mapping[str, str]
-) -> None:
+def _check_heads(path: Path, content: Mapping[str, Any], prefix: str, usual: Any, renamed: Mapping[str, str]) -> None:
     def said(name: str) -> tuple[str, int] | None:
         """A field by its name in the file, and its value there or by default."""
         own = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
@@ -159,7 +155,9 @@ def check_dtype(path: Path, content: Mapping[str, Any], known: Callable[[str], b
     given = {name: content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, dict) and not (isinstance(value, str) and known(value.removeprefix("torch."))):
-            raise InputError(f'{path}: {name} is {_shown(value)}, which is no dtype of PyTorch; write such as "bfloat16"')
+            raise InputError(
+                f'{path}: {name} is {_shown(value)}, which is no dtype of PyTorch; write such as "bfloat16"'
+            )
     if len({str(value).removeprefix("torch.") for value in given.values()}) > 1:
         said = " and ".join(f"{name} is {_shown(value)}" for name, value in given.items())
         raise InputError(f"{path}: {said}; leave one of the two out")

@@ -59,6 +59,16 @@ _PIXELS = 224
 _SAMPLES_PER_S, _SAMPLES_PER_FRAME = 16_000, 160
 
 
+# By a field of theirs, JSON files that are taken for configurations.
+_OTHER_FILES = {
+    "storages": "it is a graph file, give it as --graph {path}",
+    "peft_type": "it is of an adapter; give the config.json of the model, with --lora and the adapter's rank",
+    "weight_map": "it says which file has which weights; give the config.json beside it",
+    "added_tokens": "it is of a tokenizer; give the config.json beside it",
+    "image_processor_type": "it is of a processor of images; give the config.json beside it",
+}
+
+
 class Unit(Enum):
     """What a step works through."""
 
@@ -224,7 +234,10 @@ def read_config(target: str) -> ModelConfig:
             or transformers is not installed.
     """
     path = Path(target)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"the folder {path} has no config.json; give a model's configuration, or its folder")
+        path = path / "config.json"
     content = _content(path)
     try:
         with _quiet():
@@ -239,9 +252,11 @@ def read_config(target: str) -> ModelConfig:
         ) from error
     name = content.get("model_type")
     if not isinstance(name, str):
+        what = next((said for key, said in _OTHER_FILES.items() if key in content), "")
+        what = what or "give the config.json that lies beside a model's weights"
         raise InputError(
-            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): give the "
-            "config.json that lies beside a model's weights"
+            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): "
+            f"{what.format(path=path)}"
         )
     if name not in CONFIG_MAPPING:
         if content.get("auto_map"):
@@ -253,6 +268,7 @@ def read_config(target: str) -> ModelConfig:
             f"{path}: transformers {transformers.__version__} knows no model of type {name!r}; look whether it is "
             f"written rightly, or install a newer release: {_INSTALL} --upgrade"
         )
+
     def known(kind: object) -> Any:
         return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
 

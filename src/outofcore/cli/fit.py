@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 
 from outofcore import planning
+from outofcore.cli.answer import Say
 from outofcore.cli.configs import (
     ConfiguredStep,
     ModelConfig,
@@ -649,13 +650,14 @@ def answer(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     as_json: bool,
+    say: Say = print,
 ) -> bool:
-    """Print what is said of a configuration; False: something that was asked about does not fit.
+    """Say what there is to say of a configuration; False: something that was asked about does not fit.
 
     Raises:
         OutOfCoreError: an option does not go with the model, or it cannot be captured.
     """
     with following(silent if as_json else None) as tell:
         known = fit(found, training, card, budgets, policy, tell)
-    print(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
+    say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
     return known.fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -333,7 +334,9 @@ def workload(name: str, **options: Any) -> Workload:
         case "gpt":
             make, takes = _gpt, {"params", "layers", "width", "heads", "context", "vocab", "dropout"}
         case _:
-            raise InputError(f"the zoo has no {name!r}; take one of: {', '.join(names())}")
+            near = difflib.get_close_matches(name.lower(), names(), n=1)
+            meant = f"did you mean {near[0]}? It has" if near else "take one of:"
+            raise InputError(f"the zoo has no {name!r}; {meant} {', '.join(names())}")
     asked.check(name, frozenset(takes))
     return make(asked)
 
