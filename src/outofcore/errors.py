@@ -92,11 +92,14 @@ class CommunicationError(OutOfCoreError, RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, the system or PyTorch says that there was no memory to be had."""
+    """Whether an error of Python, the system or PyTorch says that there was no memory, or cannot be as much."""
     if isinstance(error, MemoryError):
         return not isinstance(error, OutOfCoreError)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # PyTorch's allocator on the CPU raises a plain RuntimeError.
-    said = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
+    # PyTorch's allocator on the CPU, and what computes sizes, raise errors that say so in words alone.
+    said = str(error).lower()
+    return isinstance(error, OverflowError) or (
+        isinstance(error, RuntimeError | TypeError)
+        and any(words in said for words in ("can't allocate memory", "not enough memory", "overflow"))
+    )

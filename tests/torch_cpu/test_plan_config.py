@@ -395,7 +395,9 @@ def test_a_quantised_configuration_is_planned_with_plain_weights_when_asked_to(t
     assert not none.quantised
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deberta-v2", "t5", "swinv2", "mamba", "deepseek_v3", "gpt_neo"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3_text", "deberta-v2", "t5", "swinv2", "mamba", "deepseek_v3", "gpt_neo"]
+)
 def test_sizes_that_a_class_has_by_default_are_taken(kind: str) -> None:
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     check_sizes(Path("config.json"), mapping[kind]().to_dict(), mapping[kind], lambda _: None)

@@ -141,6 +141,14 @@ def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
         assert "goes with models of the zoo" in " ".join(result.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])
+def test_sizes_that_no_tensor_has_are_one_message(sizes: list[str]) -> None:
+    result = outofcore("plan", "gpt", "--layers", "1", "--device", "h100", *sizes)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: there is not enough memory for this command (Storage size")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_json_is_alone_on_standard_output() -> None:
     arguments = ["plan", "loud.py:build", "--budget", "1MiB", "--json", "--no-curve", "--device", "h100"]
     done = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)

@@ -110,11 +110,11 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = (), **setting
             except Exception as error:
                 if debug or not is_out_of_memory(error):
                     raise
-                said = " ".join(str(error).split())[:200] or type(error).__name__
+                said = str(error).partition("\n")[0][:200] or type(error).__name__
                 typer.echo(
-                    f"error: there is not enough memory for this command ({said}). Planning makes no tensors, but for "
-                    "one op at a time where it measures: name a device that is simulated, such as --device h100, and "
-                    "have a script make its model and inputs under torch.device('meta'). Training needs its budget.",
+                    f"error: there is not enough memory for this command ({said}). Give it smaller sizes. Planning makes "
+                    "no tensors, but for one op at a time where it measures: name a device that is simulated, such as "
+                    "--device h100, and have a script make its model and inputs under torch.device('meta').",
                     err=True,
                 )
                 raise typer.Exit(2) from error

@@ -478,6 +478,8 @@ def _check(found: ModelConfig, training: Training) -> None:
         )
     if not training.trains and (training.lora is not None or training.checkpointing or training.clip is not None):
         raise InputError("a forward pass alone has no gradients: leave --lora, --checkpointing and --clip out")
+    if training.clip is not None and not training.clip > 0:
+        raise InputError(f"clip must be above zero, and {training.clip} is not")
     if training.lora is not None and training.lora < 1:
         raise InputError(f"the rank of adapters is one at least, not {training.lora}")
 

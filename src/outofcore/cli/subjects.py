@@ -167,11 +167,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
     """The step of a workload, the model without contents and the inputs never written: for planning, of any size."""
     network = work.skeleton()
     optimizer = work.optimizer(network)
-    sample = next(work.batches(1))
-    batch = tuple(
-        torch.empty((work.options.batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in sample
-    )
-    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], batch, work.describe())
+    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], work.empty_batch(), work.describe())
 
 
 def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:

@@ -121,6 +121,8 @@ def train(
         "plan and report take others; train your own step by outofcore.compile, or the script as it is by: "
         "outofcore run --budget 6GiB my_script.py",
     )
+    if save is not None and save.exists() and not save.is_dir():
+        raise InputError(f"--save takes a folder, and {save} is a file; name another one")
     work = find_workload(model, options)
     if elastic is not None and budget is not None:
         places = {"device": device, "home": home, "host_budget": host_budget, "policy": policy, "cache": cache}

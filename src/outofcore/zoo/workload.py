@@ -188,6 +188,7 @@ class Workload:
         network: makes the model, with weights from PyTorch's default generator.
         loss: called as ``loss(model, *batch)``; a scalar tensor.
         stream: called as ``stream(batch, seed)``; endless batches.
+        sample: shapes and dtypes of what one sample adds to the tensors of a batch.
     """
 
     name: str
@@ -197,6 +198,7 @@ class Workload:
     network: Callable[[], nn.Module]
     loss: Loss
     stream: Callable[[int, int], Batches]
+    sample: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def build(self, seed: int | None = None) -> nn.Module:
         """The model in training mode on the CPU. The same seed gives the same weights.
@@ -283,6 +285,12 @@ class Workload:
     def batches(self, batch: int | None = None, seed: int | None = None) -> Batches:
         """Endless batches on the CPU, as tuples of the arguments of the step; by default those of the options."""
         return self.stream(self.options.batch if batch is None else batch, self.options.seed if seed is None else seed)
+
+    def empty_batch(self) -> tuple[Tensor, ...]:
+        """A batch on the meta device: without memory, of any size."""
+        return tuple(
+            torch.empty((self.options.batch, *shape), dtype=dtype, device="meta") for shape, dtype in self.sample
+        )
 
     def parameter_count(self) -> int:
         """How many parameters the model has, shared ones counted once; takes no memory for them."""
@@ -371,6 +379,7 @@ def _vision(name: str, options: ZooOptions, shape: str, network: Callable[[], nn
         network=network,
         loss=_classification_loss,
         stream=lambda batch, seed: image_batches(batch, size, classes, seed, source),
+        sample=(((3, size, size), torch.float32), ((), torch.int64)),
     )
 
 
@@ -388,6 +397,7 @@ def _unet3d(options: ZooOptions) -> Workload:
         network=partial(UNet3d, base, 3, classes),
         loss=_segmentation_loss,
         stream=lambda batch, seed: volume_batches(batch, size, classes, seed),
+        sample=(((3, size, size, size), torch.float32), ((size, size, size), torch.int64)),
     )
 
 
@@ -404,6 +414,7 @@ def _gpt(options: ZooOptions) -> Workload:
         network=partial(GPT, shape),
         loss=_language_loss,
         stream=lambda batch, seed: text_batches(batch, shape.context, seed),
+        sample=(((shape.context,), torch.int64), ((shape.context,), torch.int64)),
     )
 
 
