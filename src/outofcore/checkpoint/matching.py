@@ -55,7 +55,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
         parts = [f"the model has {listed(missing)}, which the file has not: initialised anew"] if missing else []
         if unmatched:
             parts.append(f"the file has {listed(unmatched)}, which the model has not: left out")
-        _log.warning("%s: %s%s", where, "; ".join(parts), f"; {advice}" if advice else "")
+        _log.warning("the model and %s differ: %s%s", where, "; ".join(parts), f"; {advice}" if advice else "")
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
@@ -93,7 +93,7 @@ def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
     if prefix:
         return (
             f"the file's names begin with {prefix!r}: save the state_dict() of the module inside, or rename them: "
-            f"save_file({{name.removeprefix({prefix!r}): tensor for name, tensor in load_file(path).items()}}, new_path)"
+            f"save_file({{name.removeprefix({prefix!r}): t for name, t in load_file(path).items()}}, new_path)"
         )
     prefix = _prefix(ours, set(theirs))
     if prefix:

@@ -112,9 +112,9 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = (), **setting
                     raise
                 said = str(error).partition("\n")[0][:200] or type(error).__name__
                 typer.echo(
-                    f"error: there is not enough memory for this command ({said}). Give it smaller sizes. Planning makes "
-                    "no tensors, but for one op at a time where it measures: name a device that is simulated, such as "
-                    "--device h100, and have a script make its model and inputs under torch.device('meta').",
+                    f"error: there is not enough memory for this command ({said}). Give it smaller sizes. Planning "
+                    "makes no tensors, but for one op at a time where it measures: name a device that is simulated, "
+                    "such as --device h100, and have a script make its model and inputs under torch.device('meta').",
                     err=True,
                 )
                 raise typer.Exit(2) from error

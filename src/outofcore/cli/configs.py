@@ -383,9 +383,9 @@ def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
     named = getattr(torch, given, None) if isinstance(given, str) else given
     if found.quantised:
         raise InputError(
-            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned for: "
-            "the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a function "
-            "that builds your step, and give it as my_script.py:build"
+            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned "
+            "for: the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a "
+            "function that builds your step, and give it as my_script.py:build"
         )
     if named not in _DTYPES.values():
         raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")

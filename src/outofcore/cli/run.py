@@ -71,8 +71,8 @@ def checked(launch: Launch) -> Launch:
     path = Path(target)
     if found is not None and found[0].is_file() and not path.exists():
         raise InputError(
-            f"run takes a whole script, and {target} is one function of it: leave :{found[1]} out, or plan that step by: "
-            f"outofcore plan {target}"
+            f"run takes a whole script, and {target} is one function of it: leave :{found[1]} out, or plan that step "
+            f"by: outofcore plan {target}"
         )
     if not path.exists():
         near = nearest_beside(path)
