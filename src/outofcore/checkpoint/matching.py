@@ -48,8 +48,8 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     advice = _advice(unmatched, missing)
     if not found:
         raise InputError(
-            f"{where} has no tensor of the model: it has {listed(unmatched)}, and the model {listed(sorted(wanted))}; "
-            f"{advice or 'give the weights of this model'}"
+            f"no name in {where} is one of the model: it has {listed(unmatched)}, and the model "
+            f"{listed(sorted(wanted))}; {advice or 'give the weights of this model'}"
         )
     if missing or unmatched:
         parts = [f"the model has {listed(missing)}, which the file has not: initialised anew"] if missing else []
