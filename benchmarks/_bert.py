@@ -61,4 +61,5 @@ def _bert(options: ZooOptions) -> Workload:
     shape = (
         f"{layers} layers of width {width}, {heads} heads, {context} tokens, vocabulary {vocab}, dropout {dropout:g}"
     )
-    return Workload("bert", options, shape, "random tokens", network, loss, stream)
+    tokens = ((context,), torch.long)
+    return Workload("bert", options, shape, "random tokens", network, loss, stream, (tokens, tokens, ((), torch.long)))

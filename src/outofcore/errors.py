@@ -19,6 +19,8 @@ Each message says what happened, why, and what to do; where the user's own code 
 place to act, the message carries its file and line or the module path.
 """
 
+import errno
+
 
 class OutOfCoreError(Exception):
     """The root of all errors raised by this library."""
@@ -92,3 +94,17 @@ class CommunicationError(OutOfCoreError, RuntimeError):
 
 class VersionError(OutOfCoreError, ImportError):
     """The installed PyTorch lacks a name that a feature relies on; the other features work."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, the system or PyTorch says that there was no memory, or cannot be as much."""
+    if isinstance(error, MemoryError):
+        return not isinstance(error, OutOfCoreError)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator on the CPU, and what computes sizes, raise errors that say so in words alone.
+    said = str(error).lower()
+    return isinstance(error, OverflowError) or (
+        isinstance(error, RuntimeError | TypeError)
+        and any(words in said for words in ("can't allocate memory", "not enough memory", "overflow"))
+    )

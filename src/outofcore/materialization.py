@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
 from outofcore.analysis import is_large
+from outofcore.checkpoint.matching import check_weights
 from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.aliases import Faces
@@ -147,14 +148,16 @@ def materialize(
             something refers to weakly, are replaced.
         home: where the parameters are to live; then give it to ``compile`` as well.
         weights: a safetensors file, a folder with ``model.safetensors`` or with files and
-            ``model.safetensors.index.json``, or such an index. What it has no tensor for is initialised as above.
+            ``model.safetensors.index.json``, or such an index. What it has no tensor for is initialised as above; a
+            warning names that, and what only the files have.
         init: initialises a module given to it.
 
     Returns:
         the model.
 
     Raises:
-        InputError: a tensor is left without contents, or has another shape in the file; a file is damaged.
+        InputError: a tensor is left without contents, or has another shape or kind of dtype in the file; the files have
+            no tensor of the model; a file is damaged.
         SpillError: the home has no room.
         StateError: a parameter cannot be given memory, since something holds on to it; or the home is closed.
 
@@ -168,6 +171,8 @@ def materialize(
     """
     home.check_open()
     files = None if weights is None else Weights(Path(weights))
+    if files is not None:
+        check_weights(model, files)
     in_place = {} if files is None else _kept_in_files(model, files, home.faces)
     with _InitializationMode(home.faces) as mode:
         made = allocate(model, home.faces, in_place)
@@ -200,7 +205,7 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
     """By name, the tensors on the meta device that stay in the files: large, and lying there as they are to be.
 
     Raises:
-        InputError: a tensor has another shape in its file, or a file was changed since its header was read.
+        InputError: a file was changed since its header was read.
     """
     if not faces.takes_files:
         return {}
@@ -212,8 +217,6 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
     found: dict[str, tuple[ReadFile, Entry]] = {}
     for name in sorted(named.keys() & files.names):
         tensor, (file, entry) = named[name], files.find(name)
-        if entry.shape != tuple(tensor.shape):
-            raise InputError(f"{name} has the shape {tuple(tensor.shape)}, and {entry.shape} in {file.path}")
         count = tensor.untyped_storage().nbytes()
         if (
             users[storage_key(tensor)] == {id(tensor)}

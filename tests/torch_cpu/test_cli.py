@@ -59,6 +59,7 @@ def test_train_wants_a_budget() -> None:
         (["train", "gpt", "--budget", "much"], "cannot read 'much' as a byte count"),
         (["train", "gpt", "--budget", "1GiB", "--depth", "3"], "gpt has no option 'depth'"),
         (["train", "lenet", "--budget", "1GiB"], "the zoo has no 'lenet'"),
+        (["train", "gpt", "--budget", "1GiB", "--save", __file__], "--save takes a folder"),
         (["train", "resnet18", "--depth", "50", "--eager"], "resnet18 has 18 layers, and --depth says 50"),
         (["train", *TINY, "--budget", "1GiB", "--home", "/no/such/folder"], "/no/such/folder"),
         (["train", *TINY, "--budget", "1GiB", "--policy", "guess"], "there is no policy 'guess'"),

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import outofcore
 from outofcore.cli.app import app
-from outofcore.cli.subjects import build, is_script
+from outofcore.cli.subjects import build
+from outofcore.cli.targets import Kind, kind_of
 from outofcore.errors import InputError, StateError
 
 SCRIPT = """
@@ -197,8 +198,8 @@ def test_what_a_script_gets_wrong_is_said(script: Path, name: str, message: str)
 
 
 def test_a_target_is_a_file_with_a_function(tmp_path: Path) -> None:
-    assert is_script("folder/my.py:build")
-    assert not is_script("resnet50")
+    assert kind_of("folder/my.py:build") is Kind.SCRIPT
+    assert kind_of("resnet50") is Kind.ZOO
     with pytest.raises(InputError, match="there is no file"):
         build(str(tmp_path / "nowhere.py:build"))
     (tmp_path / "broken.py").write_text("import nothing_of_that_name")

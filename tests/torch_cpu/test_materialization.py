@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,75 @@ def test_weights_of_another_shape_are_refused(home: outofcore.OpenHome, tmp_path
     (tmp_path / "w.safetensors").write_bytes(b"\x07\x00")
     with pytest.raises(InputError, match="cut off"):
         outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, modules())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "make", "advice"),
+    [
+        ("module.{}", modules, r"begin with 'module\.': .*removeprefix\('module\.'\)"),
+        ("_orig_mod.{}", modules, r"begin with '_orig_mod\.'"),
+        ("base.model.{}", modules, r"begin with 'base\.model\.'"),
+        ("{}", partial(Wrapped, "model"), r"get_submodule\('model'\)"),
+        ("model._orig_mod.{}", partial(Wrapped, "model"), r"differ by _orig_mod"),
+        ("{}.other", modules, "give the weights of this model"),
+    ],
+)
+def test_weights_of_which_no_name_fits_are_refused(
+    home: outofcore.OpenHome, tmp_path: Path, theirs: str, make: Callable[[], nn.Module], advice: str
+) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file({theirs.format(name): tensor for name, tensor in modules().state_dict().items()}, file)
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(InputError, match=rf"is one of the model: it has .* and \d+ more, .*{advice}"):
+        outofcore.materialize(model, home=home, weights=file)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_names_that_only_one_side_has_are_reported(
+    home: outofcore.OpenHome, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = modules().state_dict()
+    left_out = sorted(name for name in plain if name.endswith("bias"))
+    kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
+    extra = {f"more.{number}": torch.zeros(2) for number in range(5)}
+    save_file({**kept, **extra}, tmp_path / "w.safetensors")
+    with torch.device("meta"):
+        model = modules()
+    outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
+    (record,) = caplog.records
+    assert left_out[0] in record.message
+    assert "more.0, more.1, more.2 and 2 more" in record.message
+    save_file(plain, tmp_path / "w.safetensors")
+    caplog.clear()
+    with torch.device("meta"):
+        model = modules()
+    outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
+    assert not caplog.records
+
+
+def test_weights_for_a_model_with_contents_are_refused(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match=r"nothing of .*w\.safetensors would be read.*load_state_dict"):
+        outofcore.materialize(nn.Linear(4, 4), home=home, weights=tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64])
+def test_weights_of_another_kind_of_number_are_refused(
+    home: outofcore.OpenHome, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_file({"weight": torch.zeros(300, 300).to(dtype), "bias": torch.zeros(300)}, tmp_path / "w.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(300, 300)
+    with pytest.raises(InputError, match=f"weight is of torch.float32, and of {dtype}"):
+        outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
+    assert model.weight.is_meta
 
 
 @pytest.mark.parametrize("where", ["disk", "host"])

@@ -21,6 +21,9 @@ import outofcore
 from outofcore.cli.app import app
 from outofcore.errors import InputError, OutOfCoreError
 from outofcore.onnx import OnnxModel
+from outofcore.onnx.contents import FileRange
+from outofcore.onnx.storage import Files
+from outofcore.onnx.wire import LARGE_BYTES
 
 onnx = pytest.importorskip("onnx")
 
@@ -370,6 +373,66 @@ def test_what_cannot_be_run_is_one_message(
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+def convolved() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    """Activations much larger than the weights: in parts this needs a third."""
+    g = Written(18)
+    x = g.input("x", g.random.standard_normal((4, 16, 32, 32)).astype(np.float32))
+    for _ in range(2):
+        x = g.op("Relu", g.conv(x, 16, 16, pads=[1, 1, 1, 1]))
+    return g.model(x), g.arrays
+
+
+def passed_through() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    g = Written(18)
+    x = g.input("x", g.random.standard_normal((256, 256)).astype(np.float32))
+    return g.model(g.op("Identity", x)), g.arrays
+
+
+@pytest.mark.parametrize("made", [convolved, passed_through, GRAPHS["perceptron_20"]])
+def test_plan_and_run_agree_at_every_budget(made: Callable[[], Any], tmp_path: Path) -> None:
+    model, arrays = made()
+    onnx.save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "in.npz", **arrays)
+    given = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget")
+    known = json.loads(command("plan", *given, "1GiB", "--json").stdout)
+    least, core = known["smallest_budget"], known["in_core_budget"]
+    for budget in {max(each, 1) for each in (least - 1, least, (least + core) // 2, core)}:
+        told, ran = command("plan", *given, budget), command("run", *given, budget)
+        assert told.exit_code == (0 if budget >= least else 1), (budget, told.output)
+        assert ran.exit_code == (0 if budget >= least else 2), (budget, ran.output)
+        assert "fits in core" not in told.output or budget >= core
+
+
+def test_what_values_decide_runs_within_a_budget(tmp_path: Path) -> None:
+    g = Written(18)
+    x = g.input("x", (g.random.standard_normal((64, 512)) > 0).astype(np.float32))
+    onnx.save(g.model(g.op("Cast", g.op("NonZero", x), to=1)), tmp_path / "net.onnx")
+    np.savez(tmp_path / "in.npz", **g.arrays)
+    given = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget", "4MiB")
+    assert "outofcore.budget" in command("plan", *given).stderr
+    ran = command("run", *given)
+    assert ran.exit_code == 0, ran.output
+    assert "loop of 1 steps" in ran.stderr
+
+
+def test_planning_reads_no_large_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, arrays = saved(tmp_path, "perceptron_20", outside=True)
+    np.savez(tmp_path / "in.npz", **arrays)
+    looked_at: list[int] = []
+    mapping = Files.mapping
+
+    def recorded(files: Files, place: FileRange) -> Any:
+        looked_at.append(place.length)
+        return mapping(files, place)
+
+    monkeypatch.setattr(Files, "mapping", recorded)
+    told = command("plan", path, "--input", tmp_path / "in.npz", "--home", "host")
+    assert told.exit_code == 0, told.output
+    assert max(looked_at, default=0) < LARGE_BYTES
+    outofcore.onnx.load(path)
+    assert max(looked_at) >= LARGE_BYTES
 
 
 def test_a_file_is_planned(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from outofcore import planning
 from outofcore.capture import capture_step
 from outofcore.capture.passes import leanest
 from outofcore.cli.app import app
+from outofcore.cli.config_fields import check_sizes
 from outofcore.estimation.costing import estimated_costs
 from outofcore.graph import StorageKind
 from outofcore.presets import device
@@ -107,6 +108,8 @@ CLIP = {
     "text_config": {**TEXT, "max_position_embeddings": 77},
     "vision_config": VISION,
 }
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
+CONVNEXT = {"architectures": ["ConvNextForImageClassification"], "model_type": "convnext"}
 LENGTH = 32
 
 
@@ -346,8 +349,30 @@ REMOTE = {"model_type": "invented", "auto_map": {"AutoModelForCausalLM": "modeli
         ({**LLAMA, "architectures": ["LlamaForCausalML"]}, "has no model 'LlamaForCausalML'"),
         ({**LLAMA, "architectures": ["BertForMaskedLM"]}, "the two have to be of one model"),
         ({**LLAMA, "hidden_size": "wide"}, "hidden_size"),
-        ({**LLAMA, "hidden_size": 66, "num_attention_heads": 7}, "not a multiple"),
+        ({**LLAMA, "hidden_size": 66}, "hidden_size is 66, not a multiple of num_attention_heads, 4"),
         ({**LLAMA, "dtype": "int8"}, "give --dtype bf16"),
+        ({**LLAMA, "dtype": "auto"}, "dtype is 'auto', which is no dtype"),
+        ({**LLAMA, "dtype": "bfloat16", "torch_dtype": "float32"}, "leave one of the two out"),
+        ({**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers must be at least 1, and is -1"),
+        ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers must be a whole number, and is null"),
+        ({**LLAMA, "num_hidden_layers": 10**6}, "num_hidden_layers must be at most 10000"),
+        ({**LLAMA, "vocab_size": 0}, "vocab_size must be at least 1, and is 0"),
+        ({**LLAMA, "vocab_size": float("nan")}, "vocab_size must be a whole number, and is nan"),
+        ({**LLAMA, "intermediate_size": 1.5}, "intermediate_size must be a whole number, and is 1.5"),
+        ({**LLAMA, "hidden_size": True}, "hidden_size must be a whole number, and is True"),
+        ({**LLAMA, "max_position_embeddings": 10**30}, "max_position_embeddings must be at most"),
+        ({**LLAMA, "num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of num_key_value_heads, 3"),
+        ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
+        ({**WHISPER, "decoder_attention_heads": 5}, "d_model is 64, not a multiple of decoder_attention_heads, 5"),
+        ({**WHISPER, "encoder_layers": "2"}, "encoder_layers must be a whole number, and is '2'"),
+        ({**MIXTRAL, "num_local_experts": -4}, "num_local_experts must be at least 1, and is -4"),
+        ({**CLIP, "vision_config": {**VISION, "patch_size": -2}}, "vision_config.patch_size must be at least 1"),
+        ({**GPT2, "n_inner": -8}, "n_inner must be at least 0"),
+        ({**CONVNEXT, "depths": [1, -1, 1, 1]}, "depths must be at least 1, and is -1"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config (gptq, 4 bits)"),
+        ({**LLAMA, "quantization_config": {"load_in_8bit": True}}, "quantization_config (bitsandbytes, 8 bits)"),
+        ({**LLAMA, "quantization_config": {"quant_method": "new"}}, "quantization_config (new)"),
+        ({**LLAMA, "compression_config": {"format": "int-quantized"}}, "compression_config (int-quantized)"),
     ],
 )
 def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_path: Path) -> None:
@@ -358,6 +383,24 @@ def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_
     assert message in result.output
     assert "Traceback" not in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_a_quantised_configuration_is_planned_with_plain_weights_when_asked_to(tmp_path: Path) -> None:
+    content = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    found = configs.read_config(written(tmp_path, content))
+    step = configs.configured_step(found, configs.Training(batch=2, dtype="bf16"))
+    assert {parameter.dtype for parameter in step.models[0].parameters()} == {torch.bfloat16}
+    assert any("quantization_config (gptq, 4 bits) is left out" in note for note in step.notes)
+    none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
+    assert not none.quantised
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3_text", "deberta-v2", "t5", "swinv2", "mamba", "deepseek_v3", "gpt_neo"]
+)
+def test_sizes_that_a_class_has_by_default_are_taken(kind: str) -> None:
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    check_sizes(Path("config.json"), mapping[kind]().to_dict(), mapping[kind], lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,9 @@ def test_shapes_of_batches_and_results(name: str) -> None:
         case _:
             assert (inputs.shape, targets.shape, result.shape) == ((3, 3, 32, 32), (3,), (3, 1000))
     assert targets.dtype == torch.int64
+    empty = work.empty_batch()
+    assert [(x.shape, x.dtype) for x in empty] == [(x.shape, x.dtype) for x in (inputs, targets)]
+    assert all(x.is_meta for x in empty)
     assert next(work.batches(batch=5))[0].shape[0] == 5
 
 

@@ -16,7 +16,15 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SPEAKING = (
     *("api.py", "estimation", "step.py", "session.py", "units.py", "presets.py", "planning/planner.py"),
     *("capture", "report", "checkpoint", "materialization.py"),
-    *("planned_step.py", "_torch_internals.py", "cli/subjects.py", "profiling/cache.py", "jsonfile.py"),
+    *(
+        "planned_step.py",
+        "_torch_internals.py",
+        "cli/subjects.py",
+        "cli/run.py",
+        "cli/config_fields.py",
+        "profiling/cache.py",
+        "jsonfile.py",
+    ),
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     "distributed/agreement.py",

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import (
+    FakeTensor,
     FakeTensorMode,
     keystr,
     storage_key,
@@ -101,6 +102,7 @@ class Mirror:
         self._mode = mode
         self.sharding = sharding
         self._rows: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real tensor that is on meta
         self._tables = tables
         self._assumed = gradients or {}
         self.states: list[Mirrored] = []
@@ -142,8 +144,10 @@ class Mirror:
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
         """A fake where the step runs, wherever the real tensor is now."""
-        fake = self._mode.from_tensor(real, static_shapes=True)
         device = self._tables.device
+        if real.is_meta:
+            return self._without_contents(real)
+        fake = self._mode.from_tensor(real, static_shapes=True)
         if real.device.type == device.type:
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
@@ -158,6 +162,25 @@ class Mirror:
         if real.grad is not None:
             moved.grad = self._empty(real.grad)
         return moved
+
+    def _without_contents(self, real: torch.Tensor) -> torch.Tensor:
+        """A fake where the step runs, of a tensor on the device meta; what shares memory there shares it here."""
+        with torch.no_grad():
+            # Not the user's own storage: a fake marks its storage as one that nobody may look into.
+            storage = self._storages.setdefault(
+                storage_key(real), torch.empty(real.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+            ).untyped_storage()
+            bare = torch.empty(0, dtype=real.dtype, device="meta")
+            bare.set_(storage, real.storage_offset(), real.shape, real.stride())
+        fake: torch.Tensor = FakeTensor(self._mode, bare, self._tables.device)
+        if isinstance(real, nn.Parameter):
+            with self._mode, torch.no_grad():
+                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+        else:
+            fake.requires_grad_(real.requires_grad)
+        if real.is_leaf and real.grad is not None:
+            fake.grad = self._empty(real.grad)
+        return fake
 
     def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
         """A fake where the step runs, of the metadata of a tensor or value."""

@@ -25,6 +25,7 @@ from outofcore.checkpoint.contents import (
     restore_generators,
     restore_plain_generators,
 )
+from outofcore.checkpoint.matching import check_fits
 from outofcore.checkpoint.saving import INDEX, other_generator, read_index
 from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, fill_range, new_buffer, read_header
 from outofcore.errors import InputError, TransferError
@@ -224,8 +225,7 @@ class Checkpoint:
             entry = self._files[stem].entries[name]
             shard = self._ranges.get(id(tensor))
             shape = tuple(tensor.shape) if shard is None else shard.shape
-            if shape != entry.shape:
-                raise InputError(f"{name} has the shape {shape}, and {entry.shape} in the checkpoint in {self.folder}")
+            check_fits(name, tensor, shape, entry, self.folder)
             if tensor.device.type != "cpu":
                 raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
 

@@ -512,17 +512,14 @@ class Weights:
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
-        """Fill tensors on the CPU, each by its name, converted where the dtypes differ; others in the files are left.
+        """Fill tensors on the CPU of the files' shapes, by name, converted where dtypes differ; others are left.
 
         Raises:
-            InputError: a tensor has another shape in the files; nothing has been changed.
             TransferError: a file cannot be read.
         """
         wanted: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]
-            if entry.shape != tuple(tensor.shape):
-                raise InputError(f"{name} has the shape {tuple(tensor.shape)}, and {entry.shape} in {file.path}")
             wanted[file.path].append((entry, tensor))
         buffer = new_buffer()
         for path, items in wanted.items():

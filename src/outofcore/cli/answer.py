@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +44,51 @@ COMPARED = (0.9, 0.5, 0.25, 1 / 7.5)
 _SWEPT = 9
 # The last budget of a sweep, in multiples of the latter.
 _ROOMY = 1.05
+Say = Callable[[str], None]
+
+
+@contextmanager
+def saying(*, alone: bool) -> Generator[Say]:
+    """A function that prints an answer; ``alone``: nothing else is on standard output, whatever libraries print.
+
+    What they print in the meantime, from native code as well, goes to standard error, and the answer comes at the end.
+    """
+    if not alone:
+        yield print
+        return
+    answers: list[str] = []
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_to_errors():
+        yield answers.append
+    for text in answers:
+        print(text)
+
+
+@contextmanager
+def _descriptor_to_errors() -> Generator[None]:
+    """Have what native code writes to standard output go to standard error."""
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        _flush_native()
+        os.dup2(2, 1)
+        yield
+    finally:
+        _flush_native()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush_native() -> None:
+    """Write what Python and C still have in their buffers."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
 # What is told in JSON of a plan that fits.
 _FIGURES: tuple[str, ...] = (
     "predicted_step_seconds",
@@ -171,8 +221,8 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
     return Answer(policy, budget, planned, report, None, seconds)
 
 
-def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
-    """Plan where there is a budget, print what comes of it, and write the files asked for; False: it does not fit.
+def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) -> bool:
+    """Plan where there is a budget, say what comes of it, and write the files asked for; False: it does not fit.
 
     Raises:
         OutOfCoreError: an argument cannot be used, or a file cannot be written.
@@ -213,9 +263,9 @@ def present(subject: Subject, budget: int | None, wish: Wish) -> bool:
                 "lossless_budget": forecast.lossless_budget,
                 "points": [asdict(point) for point in forecast.points],
             }
-        print(json.dumps(content, indent=2))
+        say(json.dumps(content, indent=2))
     else:
-        print(_text(everything, found, bound, forecast))
+        say(_text(everything, found, bound, forecast))
     return found is None or found.planned is not None
 
 
@@ -280,7 +330,15 @@ def _text(
         enough = forecast.lossless_budget
         rows.insert(1, ("nothing lost", f"from {format_bytes(enough)} ({enough} bytes) on: at most 1 % slower"))
     if found is not None:
-        verdict = "does not fit" if report is None else "fits, with copies" if report.moved else "fits in core"
+        whole = subject.within(found.budget) is subject
+        if report is None:
+            verdict = "does not fit"
+        elif whole:
+            verdict = "fits, with copies" if report.moved else "fits in core"
+        else:
+            verdict = "fits, with ops in parts" + (" and copies" if report.moved else "; nothing moves")
+            taken = format_seconds(subject.within(found.budget).costs.compute_seconds)
+            rows[-1] = ("ops alone", f"{rows[-1][1]} as a whole, {taken} in parts")
         rows.append(("the budget", f"{format_bytes(found.budget)}: {verdict}"))
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
@@ -325,15 +383,18 @@ def _swept(subject: Subject) -> list[tuple[str, int]]:
     return [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
 
 
-def side_by_side(subject: Subject, budgets: Sequence[int], *, swept: bool, as_json: bool, picture: Path | None) -> bool:
-    """Print what each policy makes of each budget.
+def side_by_side(
+    subject: Subject, budgets: Sequence[int], *, swept: bool, as_json: bool, picture: Path | None, say: Say = print
+) -> bool:
+    """Say what each policy makes of each budget.
 
     Args:
         subject: the step.
         budgets: bytes; empty: a choice that suits the step.
         swept: print step times by budget, rather than every figure of each plan.
-        as_json: print JSON.
+        as_json: say it in JSON.
         picture: an HTML file to draw the step times in.
+        say: prints an answer.
 
     Returns:
         Whether any policy fits any of the budgets.
@@ -348,9 +409,9 @@ def side_by_side(subject: Subject, budgets: Sequence[int], *, swept: bool, as_js
         _draw(subject, cells, picture)
     if as_json:
         content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
-        print(json.dumps(content, indent=2))
+        say(json.dumps(content, indent=2))
     else:
-        print((_sweep_text if swept else _compare_text)(subject, named, cells))
+        say((_sweep_text if swept else _compare_text)(subject, named, cells))
     return any(cell.answer.planned is not None for cell in cells)
 
 

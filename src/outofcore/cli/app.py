@@ -17,7 +17,8 @@ from typer.core import TyperCommand
 import outofcore
 from outofcore.cli import answer
 from outofcore.cli import run as scripts
-from outofcore.errors import InputError, OutOfCoreError, ValidationError
+from outofcore.cli.targets import Kind, kind_of
+from outofcore.errors import InputError, OutOfCoreError, ValidationError, is_out_of_memory
 from outofcore.graphfile import write_graph
 from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import devices, simulated
@@ -106,6 +107,17 @@ def command(app: typer.Typer, flags: Iterable[inspect.Parameter] = (), **setting
                     err=True,
                 )
                 raise typer.Exit(2) from error
+            except Exception as error:
+                if debug or not is_out_of_memory(error):
+                    raise
+                said = str(error).partition("\n")[0][:200] or type(error).__name__
+                typer.echo(
+                    f"error: there is not enough memory for this command ({said}). Give it smaller sizes. Planning "
+                    "makes no tensors, but for one op at a time where it measures: name a device that is simulated, "
+                    "such as --device h100, and have a script make its model and inputs under torch.device('meta').",
+                    err=True,
+                )
+                raise typer.Exit(2) from error
 
         # typer reads a command's flags from these.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
@@ -127,6 +139,7 @@ Model = Annotated[
     str, typer.Argument(help="resnet50 (or any depth), vgg16, densenet121, unet3d or gpt.", show_default=False)
 ]
 Budget = Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")]
+_BATCH = 8
 Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
 Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
 HomeOf = Annotated[
@@ -211,7 +224,7 @@ def train(
     model: Model,
     *,
     budget: Budget = None,
-    batch: Batch = 8,
+    batch: Batch = _BATCH,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 20,
     device: OnDevice = "cpu",
     home: HomeOf = None,
@@ -274,7 +287,7 @@ def plan(
         str | None,
         typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
     ] = None,
-    batch: Batch = 8,
+    batch: Batch = _BATCH,
     dims: Dims = None,
     arrays: Arrays = None,
     device: ForDevice = "cpu",
@@ -334,7 +347,8 @@ def plan(
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     several = compare or sweep
     configured = {flag.name: zoo.pop(flag.name) for flag in CONFIG_FLAGS}
-    if _is_config(model):
+    kind = None if model is None else kind_of(model)
+    if kind is Kind.CONFIG:
         asked = {
             "--compare": compare,
             "--sweep": sweep,
@@ -346,10 +360,12 @@ def plan(
             "--home": home is not None,
             "--host-budget": host_budget is not None,
         }
-        fits = _fit(str(model), {**zoo, **configured, "batch": batch}, asked, device, budgets, policy, as_json)
+        with answer.saying(alone=as_json) as say:
+            fits = _fit(str(model), {**zoo, **configured, "batch": batch}, asked, device, budgets, policy, as_json, say)
         if not fits:
             raise typer.Exit(1)
         return
+    _check_zoo_options(kind, {**zoo, "batch": batch})
     for name, value in configured.items():
         if value:
             raise typer.BadParameter("it goes with a model's config.json alone", param_hint=f"--{name}")
@@ -365,40 +381,31 @@ def plan(
         raise typer.BadParameter("it takes a single plan: leave --compare and --sweep away", param_hint="--save-plan")
     if compare and picture is not None:
         raise typer.BadParameter("--compare draws nothing; --sweep does", param_hint="--picture")
-    subject = _subject(
-        model,
-        {**zoo, "batch": batch},
-        graph,
-        device,
-        home,
-        host_budget,
-        _cache(cache, no_cache),
-        as_json,
-        ranks,
-        _bytes(between),
-        dims=dims or (),
-        arrays=arrays or (),
-    )
-    if several:
-        if save_graph is not None:
-            write_graph(save_graph, subject.file)
-        fits = answer.side_by_side(subject, budgets, swept=sweep, as_json=as_json, picture=picture)
-    else:
-        own = model is not None and ".py:" in model
-        wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, own if curve is None else curve)
-        fits = answer.present(subject, budgets[0] if budgets else None, wish)
+    with answer.saying(alone=as_json) as say:
+        subject = _subject(
+            model,
+            {**zoo, "batch": batch},
+            graph,
+            device,
+            home,
+            host_budget,
+            _cache(cache, no_cache),
+            as_json,
+            ranks,
+            _bytes(between),
+            dims=dims or (),
+            arrays=arrays or (),
+        )
+        if several:
+            if save_graph is not None:
+                write_graph(save_graph, subject.file)
+            fits = answer.side_by_side(subject, budgets, swept=sweep, as_json=as_json, picture=picture, say=say)
+        else:
+            drawn = kind is Kind.SCRIPT if curve is None else curve
+            wish = answer.Wish(policy, as_json, picture, save_graph, save_plan, drawn)
+            fits = answer.present(subject, budgets[0] if budgets else None, wish, say)
     if not fits:
         raise typer.Exit(1)
-
-
-def _is_config(model: str | None) -> bool:
-    """Whether a target is a model's configuration: a JSON file, or a folder that has one or is named by a path.
-
-    A folder that happens to be called like a model of the zoo is none.
-    """
-    if model is None or model.endswith(".json"):
-        return model is not None
-    return Path(model).is_dir() and ((Path(model) / "config.json").is_file() or Path(model).name != model)
 
 
 def _fit(
@@ -409,6 +416,7 @@ def _fit(
     budgets: tuple[int, ...],
     policy: str,
     as_json: bool,
+    say: answer.Say,
 ) -> bool:
     """Answer for a model's configuration; False: it does not fit."""
     for flag, given in asked.items():
@@ -432,8 +440,21 @@ def _fit(
     chosen = {name: value for name, value in options.items() if name not in unset or name in taken - {"seed"}}
     training = configs.Training(**chosen)
     return fitting.answer(
-        configs.read_config(model), training, card=card, budgets=budgets, policy=policy, as_json=as_json
+        configs.read_config(model), training, card=card, budgets=budgets, policy=policy, as_json=as_json, say=say
     )
+
+
+def _check_zoo_options(kind: Kind | None, options: dict[str, Any]) -> None:
+    """Refuse what shapes a model of the zoo for anything else, where it would be ignored."""
+    if kind is Kind.ZOO:
+        return
+    unset = {"batch": _BATCH, **{flag.name: flag.default for flag in ZOO_FLAGS}}
+    for name, default in unset.items():
+        if options[name] != default:
+            raise typer.BadParameter(
+                f"it goes with models of the zoo; {'a graph file' if kind is None else kind.value} says this itself",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
 
 
 def _bytes(given: str | None) -> int | None:
@@ -496,7 +517,7 @@ def report(
     steps: Annotated[
         int, typer.Option(min=0, help="Train so many steps and report the last; 0: report the plan alone.")
     ] = 5,
-    batch: Batch = 8,
+    batch: Batch = _BATCH,
     device: ForDevice = "cpu",
     home: HomeOf = None,
     host_budget: HostBudget = None,
@@ -515,6 +536,7 @@ def report(
         raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
     limit, kept = parse_bytes(budget), _cache(cache, no_cache)
     options = {**zoo, "batch": batch}
+    _check_zoo_options(None if model is None else kind_of(model), options)
     if graph is None and simulated(device) is None and steps:
         import_module("outofcore.cli.train").report(
             model,

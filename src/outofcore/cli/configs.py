@@ -25,7 +25,8 @@ import torch
 from torch import nn, optim
 
 from outofcore._torch_internals import tree_flatten
-from outofcore.errors import InputError
+from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
+from outofcore.errors import InputError, is_out_of_memory
 
 _INSTALL = "pip install transformers"
 # What is not computed in: gradients, moments and losses need a sign and many digits.
@@ -56,6 +57,16 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _PIXELS = 224
 # Samples a second and a frame's samples of speech models; transformers keeps them beside the configuration.
 _SAMPLES_PER_S, _SAMPLES_PER_FRAME = 16_000, 160
+
+
+# By a field of theirs, JSON files that are taken for configurations.
+_OTHER_FILES = {
+    "storages": "it is a graph file, give it as --graph {path}",
+    "peft_type": "it is of an adapter; give the config.json of the model, with --lora and the adapter's rank",
+    "weight_map": "it says which file has which weights; give the config.json beside it",
+    "added_tokens": "it is of a tokenizer; give the config.json beside it",
+    "image_processor_type": "it is of a processor of images; give the config.json beside it",
+}
 
 
 class Unit(Enum):
@@ -137,6 +148,7 @@ class ModelConfig:
         kind: the class of the model.
         labels: what the model takes to compute a loss.
         notes: what a reader of the answer should know.
+        quantised: the field that says that weights are stored quantised, and how; "" where they are not.
     """
 
     path: Path
@@ -144,6 +156,7 @@ class ModelConfig:
     kind: type[nn.Module]
     labels: Labels
     notes: tuple[str, ...] = ()
+    quantised: str = ""
 
     @property
     def text(self) -> Any:
@@ -221,7 +234,10 @@ def read_config(target: str) -> ModelConfig:
             or transformers is not installed.
     """
     path = Path(target)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"the folder {path} has no config.json; give a model's configuration, or its folder")
+        path = path / "config.json"
     content = _content(path)
     try:
         with _quiet():
@@ -236,9 +252,11 @@ def read_config(target: str) -> ModelConfig:
         ) from error
     name = content.get("model_type")
     if not isinstance(name, str):
+        what = next((said for key, said in _OTHER_FILES.items() if key in content), "")
+        what = what or "give the config.json that lies beside a model's weights"
         raise InputError(
-            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): give the "
-            "config.json that lies beside a model's weights"
+            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): "
+            f"{what.format(path=path)}"
         )
     if name not in CONFIG_MAPPING:
         if content.get("auto_map"):
@@ -250,10 +268,20 @@ def read_config(target: str) -> ModelConfig:
             f"{path}: transformers {transformers.__version__} knows no model of type {name!r}; look whether it is "
             f"written rightly, or install a newer release: {_INSTALL} --upgrade"
         )
+
+    def known(kind: object) -> Any:
+        return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+
+    check_dtype(path, content, lambda dtype: isinstance(getattr(torch, dtype, None), torch.dtype))
+    with _quiet():
+        check_sizes(path, content, CONFIG_MAPPING[name], known)
     try:
         with _quiet():
-            config = CONFIG_MAPPING[name].from_dict(content)
+            # It is spoken of in ``configured_step``; some methods cannot even be read without packages of their own.
+            config = CONFIG_MAPPING[name].from_dict(_without_quantisation(content))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(
             f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
         ) from error
@@ -266,7 +294,17 @@ def read_config(target: str) -> ModelConfig:
     ]
     if absent:
         notes.append(f"not in the file, so as {type(config).__name__} has it by default: {', '.join(absent)}")
-    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes))
+    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes), quantisation_of(content))
+
+
+def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_quantisation(cast("dict[str, Any]", value))
+        if isinstance(value, dict) and name.endswith("_config")
+        else value
+        for name, value in content.items()
+        if name not in QUANTISED
+    }
 
 
 def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
@@ -342,10 +380,16 @@ def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     given = getattr(found.config, "dtype", None) or getattr(found.text, "dtype", None) or torch.float32
-    given = getattr(torch, given, None) if isinstance(given, str) else given
-    if given not in _DTYPES.values():
+    named = getattr(torch, given, None) if isinstance(given, str) else given
+    if found.quantised:
+        raise InputError(
+            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned "
+            "for: the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a "
+            "function that builds your step, and give it as my_script.py:build"
+        )
+    if named not in _DTYPES.values():
         raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")
-    return cast("torch.dtype", given)
+    return cast("torch.dtype", named)
 
 
 def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
@@ -372,6 +416,8 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     else:
         model.eval()
     notes = list(found.notes)
+    if found.quantised:
+        notes.append(f"{found.quantised} is left out: this is the model with plain weights, as --dtype says")
     if found.labels is Labels.NONE and training.trains:
         notes.append(f"{found.kind.__name__} has no loss of its own: the mean of its first result stands in for one")
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
@@ -432,6 +478,8 @@ def _check(found: ModelConfig, training: Training) -> None:
         )
     if not training.trains and (training.lora is not None or training.checkpointing or training.clip is not None):
         raise InputError("a forward pass alone has no gradients: leave --lora, --checkpointing and --clip out")
+    if training.clip is not None and not training.clip > 0:
+        raise InputError(f"clip must be above zero, and {training.clip} is not")
     if training.lora is not None and training.lora < 1:
         raise InputError(f"the rank of adapters is one at least, not {training.lora}")
 
@@ -452,6 +500,8 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
             if training.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         what = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
         raise InputError(f"{found.path}: {found.kind.__name__} {what}: {_one_line(error)}") from error
     return model
@@ -496,6 +546,8 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
         with _quiet(), torch.device("meta"):
             return get_peft_model(cast("Any", model), LoraConfig(r=rank, target_modules=linear))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 
 from outofcore import planning
+from outofcore.cli.answer import Say
 from outofcore.cli.configs import (
     ConfiguredStep,
     ModelConfig,
@@ -25,7 +26,7 @@ from outofcore.cli.configs import (
     length_of,
 )
 from outofcore.costs import Costs
-from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError
+from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError, is_out_of_memory
 from outofcore.estimation.costing import costed
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.planning import QUICK, PolicyLike
@@ -222,6 +223,8 @@ class Captures:
         except OutOfCoreError as error:
             raise _uncaptured(self._found, error) from error
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # What transformers makes of its inputs is its own affair, and mostly that of the configuration.
             raise InputError(
                 f"{self._found.path}: a step of {self._found.kind.__name__} fails: {type(error).__name__}: "
@@ -647,13 +650,14 @@ def answer(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     as_json: bool,
+    say: Say = print,
 ) -> bool:
-    """Print what is said of a configuration; False: something that was asked about does not fit.
+    """Say what there is to say of a configuration; False: something that was asked about does not fit.
 
     Raises:
         OutOfCoreError: an option does not go with the model, or it cannot be captured.
     """
     with following(silent if as_json else None) as tell:
         known = fit(found, training, card, budgets, policy, tell)
-    print(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
+    say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
     return known.fits

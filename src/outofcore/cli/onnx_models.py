@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from outofcore.api import budget
-from outofcore.errors import InputError
+from outofcore.api import CheckName, budget, compile, open_home
+from outofcore.errors import CaptureError, InputError
+from outofcore.materialization import build
 from outofcore.onnx import OnnxModel, load
+from outofcore.onnx.loading import skeleton
 from outofcore.onnx.storage import DTYPES
 
 # What NumPy has no name for: such inputs and outputs are single-precision numbers in files.
@@ -58,7 +60,7 @@ def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> Forwa
     Raises:
         OutOfCoreError: the file cannot be used, or sizes are missing.
     """
-    model = load(path)
+    model = skeleton(path)
     if arrays:
         if dims:
             raise InputError("sizes come from --input or from --dim; give one of the two")
@@ -104,7 +106,7 @@ def _made(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.
                 missing[key] = declared.name
         if len(shape) == len(declared.shape):
             dtype = DTYPES.get(declared.code or 1, torch.float32)
-            inputs.append(torch.zeros(shape, dtype=dtype))
+            inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
     if missing:
         asked = " ".join(f"--dim {key}=4" for key in missing)
         raise InputError(f"{path} leaves sizes of its inputs open; give them, such as {asked}")
@@ -212,24 +214,21 @@ def run_model(
 ) -> None:
     """Run a file on arrays within a budget, and write its outputs.
 
-    Its weights stay in the file, from which they are read ahead of the nodes that use them.
+    It runs as it is planned for by ``outofcore plan``, so it fits where that says so; where values decide what is
+    computed, op by op. Weights stay in the file, from which they are read ahead of the nodes that use them.
 
     Raises:
         OutOfCoreError: the file or the arrays cannot be used, or an op does not fit the budget.
     """
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; make it, or write --output elsewhere")
-    model = load(path)
-    given = read_inputs(model, arrays)
-    loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check="sampled" if checked else "off")
-    with loop, torch.no_grad():
-        # Copies, so that they are in the budget as well.
-        inputs = [one.clone() for one in given]
-        del given
-        found = model(*inputs)
-        outputs = found if isinstance(found, tuple) else (found,)
+    check: CheckName = "sampled" if checked else "off"
+    try:
+        names, outputs, stats = _planned(path, limit, arrays, home, host_budget, check)
+    except CaptureError:  # sizes or branches that depend on values
+        names, outputs, stats = _followed(path, limit, arrays, home, host_budget, check)
     named: dict[str, torch.Tensor] = {}
-    for name, one in zip(model.output_names, outputs, strict=True):
+    for name, one in zip(names, outputs, strict=True):
         if not isinstance(one, torch.Tensor):
             raise InputError(f"the output {name!r} is no tensor, and cannot be written")
         named[name] = one
@@ -238,4 +237,38 @@ def run_model(
     if not quiet:
         for name, tensor in named.items():
             print(f"{name}: {str(tensor.dtype).removeprefix('torch.')} {'×'.join(map(str, tensor.shape)) or 'scalar'}")
-        print(f"outofcore: {repr(loop.stats).strip('<>')}", file=sys.stderr)
+        print(f"outofcore: {repr(stats).strip('<>')}", file=sys.stderr)
+
+
+_Ran = tuple[tuple[str, ...], tuple[Any, ...], object]
+
+
+def _planned(
+    path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
+) -> _Ran:
+    """Run the step that ``outofcore plan`` plans: names of outputs, these, and what is known of the run.
+
+    Raises:
+        CaptureError: the file cannot become one graph.
+    """
+    with open_home(home, host_budget, check=check) as opened:
+        model = build(lambda: load(path), home=opened)
+        inputs = read_inputs(model, arrays)
+        with compile(ForwardStep(model, inputs, path), model, budget=limit, home=opened, check=check) as step:
+            found = step(*inputs)
+            return model.output_names, found if isinstance(found, tuple) else (found,), step.stats
+
+
+def _followed(
+    path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
+) -> _Ran:
+    """The same, op by op."""
+    model = load(path)
+    given = read_inputs(model, arrays)
+    loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)
+    with loop, torch.no_grad():
+        # Copies, so that they are in the budget as well.
+        inputs = [one.clone() for one in given]
+        del given
+        found = model(*inputs)
+    return model.output_names, found if isinstance(found, tuple) else (found,), loop.stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
         table = read_table(_text(file))
     except (OSError, InputError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
+    if not math.isfinite(effort):
+        raise InputError(f"the effort must be a finite number, and {effort} is not; give --seconds to stop by time")
     params = PlacementParams(effort=int(effort * EFFORT), seconds=seconds)
     found = pack(table.rectangles, capacity=capacity, params=params)
     if found.height > capacity:

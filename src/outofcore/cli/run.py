@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from outofcore.cli.targets import nearest_beside, split_script
 from outofcore.errors import InputError, OutOfCoreError
 
 if TYPE_CHECKING:
@@ -64,10 +65,24 @@ def checked(launch: Launch) -> Launch:
     Raises:
         InputError: there is none.
     """
-    if not launch.is_module and not Path(launch.target).exists():
+    if launch.is_module:
+        return launch
+    target, found = launch.target, split_script(launch.target)
+    path = Path(target)
+    if found is not None and found[0].is_file() and not path.exists():
         raise InputError(
-            f"there is no file {launch.target}; give the path of a script, or the name of a module after -m"
+            f"run takes a whole script, and {target} is one function of it: leave :{found[1]} out, or plan that step "
+            f"by: outofcore plan {target}"
         )
+    if not path.exists():
+        near = nearest_beside(path)
+        meant = f"did you mean {near}? Else " if near else ""
+        raise InputError(
+            f"there is no file {target}; {meant}give the path of a script, or the name of a module after -m (models of "
+            "the zoo are trained by: outofcore train)"
+        )
+    if path.is_dir() and not any((path / f"__main__.{ending}").is_file() for ending in ("py", "pyc")):
+        raise InputError(f"the folder {target} has no __main__.py, which Python would run; name the script in it")
     return launch
 
 

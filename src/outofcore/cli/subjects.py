@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 
 from outofcore import zoo
 from outofcore.cli.answer import Subject
-from outofcore.errors import InputError, OutOfCoreError
+from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
+from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.estimation.costing import Sharing, costed
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graphfile import GraphFile
@@ -27,8 +30,6 @@ from outofcore.progress import following, silent
 from outofcore.splitting import Split
 from outofcore.units import GIB, format_bytes
 
-_TARGET = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
-_EXAMPLE = "a function that returns (step, model, optimizer, inputs)"
 # What a collective takes before the first byte goes out, and what processes on a usual network send. Assumed.
 _LATENCY_S, _SENT_PER_S = 50e-6, 1.0 * GIB
 
@@ -46,7 +47,12 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
         InputError: there is no such workload, or an option does not fit it.
     """
     named = re.fullmatch(r"resnet(\d+)", model)
+    plainly = re.sub(r"[-_ ]", "", model.lower())
+    if named is None and re.fullmatch(r"resnet\d+", plainly):
+        raise InputError(f"the zoo has no {model!r}; did you mean {plainly}?")
     if named is None:
+        if model not in zoo.names() and Path(model).is_dir():
+            raise InputError(f"the zoo has no {model!r}, and the folder {model} has no config.json")
         return zoo.workload(model, **options)
     depth = int(named.group(1))
     if options.get("depth") not in (None, depth):
@@ -73,16 +79,6 @@ class PlainStep:
     title: str
 
 
-def is_script(target: str) -> bool:
-    """Whether a target on the command line is the user's own code: "folder/file.py:function"."""
-    return _TARGET.fullmatch(target) is not None
-
-
-def is_onnx(target: str) -> bool:
-    """Whether a target on the command line is an ONNX file."""
-    return target.endswith(".onnx")
-
-
 def build(target: str) -> PlainStep:
     """Run the user's function.
 
@@ -92,42 +88,58 @@ def build(target: str) -> PlainStep:
     Raises:
         InputError: there is no such file or function, it fails, or what it returns cannot be used.
     """
-    found = _TARGET.fullmatch(target)
+    found = split_script(target)
     if found is None:
         raise InputError(f"{target!r} names no function in a file; write for example my_script.py:build")
-    path, name = Path(found["file"]), found["name"]
+    path, name = found
     module = _load(path)
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"{path} has no function {name!r}; give it one, {_EXAMPLE}")
+        near = nearest(name, functions_in(path))
+        meant = f"did you mean {path}:{near}? " if near else ""
+        raise InputError(f"{path} has no function {name!r}; {meant}{functions_text(path)}. Give it {BUILDS}")
     try:
-        built = function()
-    except OutOfCoreError:
-        raise
-    except Exception as error:
+        signature(function).bind()
+    except TypeError as error:
         raise InputError(
-            f"{target} failed: {type(error).__name__}: {error}; run the file by itself, or use --debug, to see where"
+            f"{target} is called without arguments, and wants some ({error}); give them defaults"
         ) from error
-    return _checked(target, built)
+    except ValueError:  # a class or a function of an extension, which does not say
+        pass
+    return _checked(target, _run_users(target, function))
 
 
 def _load(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"there is no file {path}; give the path of a Python file with {_EXAMPLE}")
+        kind_of(str(path))  # says what may have been meant
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file; give one with {_EXAMPLE}")
+        raise InputError(f"{path} is no Python file; give one with {BUILDS}")
     module = importlib.util.module_from_spec(spec)
     # As Python itself does for a script: what lies beside it can be imported, and it finds itself.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(path.stem, module)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(
-            f"{path} failed: {type(error).__name__}: {error}; run it by itself, or use --debug, to see where"
-        ) from error
+    _run_users(str(path), partial(spec.loader.exec_module, module))
     return module
+
+
+def _run_users(target: str, function: Callable[[], Any]) -> Any:
+    """Run the user's code; an exception of it is one message."""
+    try:
+        return function()
+    except OutOfCoreError:
+        raise
+    except SystemExit as error:
+        raise InputError(
+            f"{target} ended this process by sys.exit({'' if error.code is None else error.code!r}) before there was a "
+            "step; put what a script does by itself under: if __name__ == '__main__'"
+        ) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"{target} failed: {type(error).__name__}: {error}; run the file by itself, or use --debug, to see where"
+        ) from error
 
 
 def _checked(target: str, built: object) -> PlainStep:
@@ -155,9 +167,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
     """The step of a workload, the model without contents and the inputs never written: for planning, of any size."""
     network = work.skeleton()
     optimizer = work.optimizer(network)
-    sample = next(work.batches(1))
-    batch = tuple(torch.empty((work.options.batch, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in sample)
-    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], batch, work.describe())
+    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], work.empty_batch(), work.describe())
 
 
 def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:
@@ -187,11 +197,14 @@ def find_step(
     Raises:
         OutOfCoreError: there is no such thing, or an option does not fit it.
     """
-    if is_onnx(model):
+    kind = kind_of(model)
+    if kind is Kind.ONNX:
         return onnx_step(model, dims, arrays)
     if dims or arrays:
         raise InputError("--dim and --input are for ONNX files")
-    return build(model) if is_script(model) else plain_step(find_workload(model, options))
+    if kind is Kind.CONFIG:
+        raise InputError(f"{model} is a model's configuration, which only plan takes")
+    return build(model) if kind is Kind.SCRIPT else plain_step(find_workload(model, options))
 
 
 def subject_of(

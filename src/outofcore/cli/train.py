@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.cli.processes import Processes, joined
-from outofcore.cli.subjects import build, find_workload, is_script
+from outofcore.cli.subjects import build, find_workload
+from outofcore.cli.targets import Kind, check_takes
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
 from outofcore.report import moved_text, page_content, step_report, step_text, write_report
@@ -113,6 +114,15 @@ def train(
     Raises:
         OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
     """
+    check_takes(
+        model,
+        [Kind.ZOO],
+        "train",
+        "plan and report take others; train your own step by outofcore.compile, or the script as it is by: "
+        "outofcore run --budget 6GiB my_script.py",
+    )
+    if save is not None and save.exists() and not save.is_dir():
+        raise InputError(f"--save takes a folder, and {save} is a file; name another one")
     work = find_workload(model, options)
     if elastic is not None and budget is not None:
         places = {"device": device, "home": home, "host_budget": host_budget, "policy": policy, "cache": cache}
@@ -328,7 +338,10 @@ def report(
     """
     with ExitStack() as stack:
         processes = Processes(device=device)
-        if is_script(model):
+        kind = check_takes(
+            model, [Kind.ZOO, Kind.SCRIPT], "report", "plan it instead, with --picture for the memory of a step"
+        )
+        if kind is Kind.SCRIPT:
             own = build(model)
             plain, network, optimizer, title = own.step, own.models, own.optimizers, own.title
             places: dict[str, Any] = {"device": device, "home": home, "host_budget": host_budget}

@@ -10,11 +10,7 @@ here; no workspace is assumed; caches do not help; tensor cores reach their shar
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -24,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import OpOverload, tree_flatten, tree_unflatten
+from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fusing
@@ -36,7 +32,6 @@ from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, Home, OpCost
-from outofcore.errors import InputError
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.graph import Op, StepGraph
@@ -75,59 +70,6 @@ class Sharing:
 
     ranks: int
     cost: GroupCost
-
-
-@contextmanager
-def given_memory(models: Sequence[nn.Module], inputs: Any) -> Generator[Any]:
-    """Models without contents (on the device "meta") as models on the CPU, while the context lasts.
-
-    Their memory is never written, so it takes no room. Yields the inputs, treated alike.
-    """
-    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-    states = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
-    try:
-        for tensor in states.values():
-            if tensor.is_meta:
-                # The object stays the same: optimizers and the user's own variables know it.
-                other = _filled(tensor)
-                _swap(tensor, other)
-                swapped.append((tensor, other))
-        leaves, spec = tree_flatten(inputs)
-        leaves = [_filled(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
-        yield tree_unflatten(leaves, spec)
-    except BaseException as error:
-        # Its traceback refers to the tensors, maybe weakly; what was wrong matters more than giving memory back.
-        traceback.clear_frames(error.__traceback__)
-        with contextlib.suppress(InputError):
-            _swap_back(swapped)
-        raise
-    else:
-        _swap_back(swapped)
-
-
-def _swap_back(swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if swapped:
-        gc.collect()  # what the capture leaves behind still refers to the tensors, weakly
-    for tensor, other in swapped:
-        _swap(tensor, other)
-
-
-def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    try:
-        torch.utils.swap_tensors(tensor, other)
-    except RuntimeError as error:
-        raise InputError(
-            f"a parameter of shape {tuple(tensor.shape)} on the device meta cannot be given memory for a while: "
-            f"{error}; build the model anew, and estimate it before anything else uses it"
-        ) from error
-
-
-def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 class Costed(NamedTuple):
@@ -184,26 +126,7 @@ def costed(
         CaptureError: the step cannot become one graph.
     """
     tell("capture", 0, 1)
-    with given_memory(models, (args, kwargs)) as (given, named):
-        here = backend or CpuBackend()
-        return _costed(step, models, optimizers, given, named, where, cache, tell, here, sharing, kernels, split)
-
-
-def _costed(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    where: Sequence[HomeStore] | Device,
-    cache: Cache | None,
-    tell: Tell,
-    backend: Backend,
-    sharing: Sharing | None,
-    kernels: Kernels | None,
-    split: Split,
-) -> Costed:
-    # Apart from ``costed``, so that no capture is left when the models' memory is taken back.
+    backend = backend or CpuBackend()
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
     plain = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
     capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)

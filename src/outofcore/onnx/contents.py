@@ -206,7 +206,7 @@ def read_model(path: Path, onnx: Any, known: Standard) -> Model:
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size
             if not length:
-                raise InputError(f"{path} is empty; take another copy of the file")
+                raise InputError("it is empty")
             # Not closed here: what an error leaves behind may still refer to it.
             slimmed = slim(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:

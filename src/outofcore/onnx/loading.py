@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outofcore.errors import InputError
-from outofcore.onnx.contents import Standard, read_model
+from outofcore.onnx.contents import Model, Standard, read_model
 from outofcore.onnx.model import OnnxModel
 from outofcore.onnx.operators import find
 
@@ -44,8 +44,21 @@ def load(path: str | os.PathLike[str]) -> OnnxModel:
     >>> model(torch.ones(1, 4)).tolist(), [name for name, _ in model.named_parameters()]
     ([[4.0, 4.0]], ['weight'])
     """
+    return OnnxModel(_read(path))
+
+
+def skeleton(path: str | os.PathLike[str]) -> OnnxModel:
+    """The same module with its large weights on the device meta: to be planned for, without the bytes of the file.
+
+    Raises:
+        InputError: as ``load``.
+    """
+    return OnnxModel(_read(path), has_contents=False)
+
+
+def _read(path: str | os.PathLike[str]) -> Model:
     package = _package()
-    return OnnxModel(read_model(Path(path), package, Standard(_supported, lambda *key: _schema(package, *key))))
+    return read_model(Path(path), package, Standard(_supported, lambda *key: _schema(package, *key)))
 
 
 def _package() -> Any:

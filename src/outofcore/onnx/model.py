@@ -220,7 +220,8 @@ class OnnxModel(nn.Module):
         opset: the version of the standard operators.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, has_contents: bool = True) -> None:
+        """``has_contents``: False leaves large weights on the device meta, and their files unread."""
         super().__init__()
         self.nodes = nn.Module()
         self._path = model.path
@@ -229,7 +230,7 @@ class OnnxModel(nn.Module):
         self.output_names = tuple(item.name for item in model.graph.outputs)
         self.opset = model.opset
         files = Files()
-        self._program = _Builder(self, files).program(model.graph, "", self.nodes)
+        self._program = _Builder(self, files, has_contents=has_contents).program(model.graph, "", self.nodes)
 
     def extra_repr(self) -> str:
         return f"{self._path.name}: {', '.join(self.input_names)} → {', '.join(self.output_names)}"
@@ -331,9 +332,10 @@ def _fitting(declared: Declared, value: Any) -> Any:
 class _Builder:
     """Makes modules of graphs."""
 
-    def __init__(self, model: OnnxModel, files: Files) -> None:
+    def __init__(self, model: OnnxModel, files: Files, *, has_contents: bool) -> None:
         self._model = model
         self._files = files
+        self._has_contents = has_contents
 
     def program(self, graph: Graph, prefix: str, modules: nn.Module) -> _Program:
         """A graph with its nodes as modules of ``modules``, and its tensors as those of the model."""
@@ -384,9 +386,13 @@ class _Builder:
         return module
 
     def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Constant | Known:
-        tensor = self._files.tensor(stored)
+        looked_at = use.read and not use.computed
+        if is_mapped(stored) and not (self._has_contents or looked_at):
+            tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
+        else:
+            tensor = self._files.tensor(stored)
         whole = not tensor.is_floating_point() and not tensor.is_complex()
-        if use.read and not use.computed:
+        if looked_at:
             return Known(tensor.clone() if is_mapped(stored) else tensor)
         if not tensor.dim() or (whole and tensor.numel() <= _KNOWN_ELEMENTS):
             return Known(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -187,6 +188,7 @@ class Workload:
         network: makes the model, with weights from PyTorch's default generator.
         loss: called as ``loss(model, *batch)``; a scalar tensor.
         stream: called as ``stream(batch, seed)``; endless batches.
+        sample: shapes and dtypes of what one sample adds to the tensors of a batch.
     """
 
     name: str
@@ -196,6 +198,7 @@ class Workload:
     network: Callable[[], nn.Module]
     loss: Loss
     stream: Callable[[int, int], Batches]
+    sample: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def build(self, seed: int | None = None) -> nn.Module:
         """The model in training mode on the CPU. The same seed gives the same weights.
@@ -283,6 +286,12 @@ class Workload:
         """Endless batches on the CPU, as tuples of the arguments of the step; by default those of the options."""
         return self.stream(self.options.batch if batch is None else batch, self.options.seed if seed is None else seed)
 
+    def empty_batch(self) -> tuple[Tensor, ...]:
+        """A batch on the meta device: without memory, of any size."""
+        return tuple(
+            torch.empty((self.options.batch, *shape), dtype=dtype, device="meta") for shape, dtype in self.sample
+        )
+
     def parameter_count(self) -> int:
         """How many parameters the model has, shared ones counted once; takes no memory for them."""
         with torch.device("meta"):
@@ -333,7 +342,9 @@ def workload(name: str, **options: Any) -> Workload:
         case "gpt":
             make, takes = _gpt, {"params", "layers", "width", "heads", "context", "vocab", "dropout"}
         case _:
-            raise InputError(f"the zoo has no {name!r}; take one of: {', '.join(names())}")
+            near = difflib.get_close_matches(name.lower(), names(), n=1)
+            meant = f"did you mean {near[0]}? It has" if near else "take one of:"
+            raise InputError(f"the zoo has no {name!r}; {meant} {', '.join(names())}")
     asked.check(name, frozenset(takes))
     return make(asked)
 
@@ -368,6 +379,7 @@ def _vision(name: str, options: ZooOptions, shape: str, network: Callable[[], nn
         network=network,
         loss=_classification_loss,
         stream=lambda batch, seed: image_batches(batch, size, classes, seed, source),
+        sample=(((3, size, size), torch.float32), ((), torch.int64)),
     )
 
 
@@ -385,6 +397,7 @@ def _unet3d(options: ZooOptions) -> Workload:
         network=partial(UNet3d, base, 3, classes),
         loss=_segmentation_loss,
         stream=lambda batch, seed: volume_batches(batch, size, classes, seed),
+        sample=(((3, size, size, size), torch.float32), ((size, size, size), torch.int64)),
     )
 
 
@@ -401,6 +414,7 @@ def _gpt(options: ZooOptions) -> Workload:
         network=partial(GPT, shape),
         loss=_language_loss,
         stream=lambda batch, seed: text_batches(batch, shape.context, seed),
+        sample=(((shape.context,), torch.int64), ((shape.context,), torch.int64)),
     )
 
 

@@ -1,0 +1,161 @@
+"""What a subject on the command line is, by its text and by what lies there. Nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+
+from outofcore.errors import InputError
+
+_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+_WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".npy"})
+BUILDS = "a function that returns (step, model, optimizer, inputs)"
+_KINDS = (
+    "a model of the zoo, such as resnet50; a function of a script, as my_script.py:build; an ONNX file; "
+    "or a model's config.json"
+)
+# How many names a message lists.
+_LISTED = 8
+
+
+class Kind(Enum):
+    """What a command is about."""
+
+    ZOO = "a model of the zoo"
+    SCRIPT = "a function of a script"
+    ONNX = "an ONNX file"
+    CONFIG = "a model's configuration"
+
+
+def kind_of(target: str) -> Kind:
+    """What is meant. That a model of the zoo exists is found out by the zoo.
+
+    Raises:
+        InputError: it is none of these; the message says what was probably meant.
+    """
+    path = Path(target)
+    if not target.strip():
+        raise InputError(f"the name is empty; give {_KINDS}")
+    if split_script(target) is not None:
+        return Kind.SCRIPT
+    if path.suffix == ".py" or target.rpartition(":")[0].endswith(".py"):
+        raise InputError(_script_alone(target))
+    if path.suffix in (".onnx", ".json"):
+        if not path.exists():
+            raise InputError(_missing(path))
+        return Kind.ONNX if path.suffix == ".onnx" else Kind.CONFIG
+    # A folder that happens to be called like a model of the zoo is no configuration.
+    if path.is_dir() and ((path / "config.json").is_file() or path.name != target):
+        return Kind.CONFIG
+    if path.is_file():
+        raise InputError(_other_file(path))
+    script = Path(f"{target.partition(':')[0]}.py")
+    if ":" in target and script.is_file():
+        raise InputError(f"{target}: write {script}:{target.partition(':')[2]}, with the ending of the file")
+    if ":" in target or "/" in target or "\\" in target or path.suffix:
+        raise InputError(_missing(path))
+    return Kind.ZOO
+
+
+def split_script(target: str) -> tuple[Path, str] | None:
+    """The file and the function of "folder/file.py:function"; None: it is not written like that."""
+    found = _FUNCTION.fullmatch(target)
+    return None if found is None else (Path(found["file"]), found["name"])
+
+
+def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) -> Kind:
+    """What is meant, if a command takes such a thing.
+
+    Raises:
+        InputError: it does not, or ``target`` is nothing known; ``instead`` says what to do.
+    """
+    allowed = tuple(takes)
+    is_script = Path(target).suffix == ".py" and Path(target).is_file()
+    kind = Kind.SCRIPT if is_script and Kind.SCRIPT not in allowed else kind_of(target)
+    if kind not in allowed:
+        names = " or ".join(each.value for each in allowed)
+        raise InputError(f"{command} takes {names}, and {target} is {kind.value}; {instead}")
+    return kind
+
+
+def _script_alone(target: str) -> str:
+    """What to say of a script without a function, or with what is no name of one."""
+    text, _, name = target.rpartition(":")
+    path = Path(text if text.endswith(".py") else target)
+    if not path.is_file():
+        return _missing(path)
+    said = f"{name!r} is no name of a function" if text.endswith(".py") and name else f"{path} is a whole script"
+    return f"{said}; name {BUILDS}, as {path}:{(functions_in(path) or ['build'])[0]}. {functions_text(path)}"
+
+
+def functions_in(path: Path) -> list[str]:
+    """The names of a script's functions, those first that can be called without arguments.
+
+    Raises:
+        InputError: it is no Python.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise InputError(f"{path}{line} is no Python: {getattr(error, 'msg', error)}") from error
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    named = {node.name: _wants_arguments(node.args) for node in functions if not node.name.startswith("_")}
+    return sorted(named, key=lambda name: (named[name], name != "build"))
+
+
+def _wants_arguments(given: ast.arguments) -> bool:
+    positional = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    return positional > 0 or any(default is None for default in given.kw_defaults)
+
+
+def functions_text(path: Path) -> str:
+    """Which functions a script has, as a sentence."""
+    names = functions_in(path)
+    if not names:
+        return f"It has no function so far: write one, {BUILDS}"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"Its functions are {', '.join(names[:_LISTED])}{more}"
+
+
+def _missing(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        hub = str(path).count("/") == 1 and not path.suffix and not str(path).startswith((".", "/"))
+        more = " (nothing is downloaded: of a model on a hub give its config.json)" if hub else ""
+        return f"there is no file or folder {path}, and no folder {folder}{more}; give {_KINDS}"
+    near = nearest_beside(path)
+    return f"there is no file or folder {path}; {f'did you mean {near}?' if near else f'give {_KINDS}'}"
+
+
+def _other_file(path: Path) -> str:
+    if path.name.endswith(".json.gz"):
+        return f"{path} looks like a graph file; give it as --graph {path}"
+    if path.suffix in _WEIGHTS:
+        return (
+            f"{path} holds weights, of which nobody can tell what a step does with them; give the model's config.json, "
+            "or a function of a script, as my_script.py:build"
+        )
+    return f"{path} is no file that a step can be read from; give {_KINDS}"
+
+
+def nearest_beside(path: Path) -> Path | None:
+    """What lies in the folder of a path and is called nearly like it."""
+    try:
+        near = nearest(path.name, (each.name for each in path.parent.iterdir()))
+    except OSError:
+        return None
+    return path.parent / near if near else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one among known names that is most like another; "" where none is."""
+    lowered = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else ""

@@ -1,0 +1,158 @@
+"""What the commands take as their subject, and what they say of everything else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outofcore.cli.app import app
+
+SCRIPT = """
+import torch
+raise_if_run = 1 / 0
+
+def needs(model, x): ...
+def build(): ...
+def build_large(layers=4): ...
+def _private(): ...
+"""
+LOUD = """
+import os, sys
+import torch
+print("from the script")
+os.write(1, b"from native code\\n")
+
+def build():
+    print("from the function")
+    model = torch.nn.Linear(64, 64)
+    def step(x):
+        print("from the step")
+        return model(x).sum()
+    return step, model, None, torch.zeros(8, 64)
+
+def wants(x):
+    return x
+
+def leaves():
+    sys.exit(3)
+"""
+
+
+def outofcore(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "loud.py").write_text(LOUD)
+    (tmp_path / "alone.py").write_text("x = 1")
+    (tmp_path / "broken.py").write_text("\n\ndef f(:")
+    (tmp_path / "bytes.py").write_bytes(b"\xff\x00")
+    (tmp_path / "graph.json").write_text('{"format": "outofcore-graph/1", "storages": []}')
+    (tmp_path / "adapter.json").write_text('{"peft_type": "LORA"}')
+    for name in ("w.safetensors", "notes.txt", "empty.json", "empty.onnx", "g.json.gz"):
+        (tmp_path / name).touch()
+    (tmp_path / "bare").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        (
+            "mine.py",
+            "is a whole script; name a function that returns (step, model, optimizer, inputs), as mine.py:build",
+        ),
+        ("mine.py", "Its functions are build, build_large, needs"),
+        ("mine.py:", "as mine.py:build"),
+        ("mine.py:2x", "'2x' is no name of a function"),
+        ("mine:build", "write mine.py:build"),
+        ("alone.py", "It has no function so far"),
+        ("broken.py", "broken.py, line 3 is no Python"),
+        ("bytes.py", "bytes.py is no Python"),
+        ("min.py", "did you mean mine.py?"),
+        ("nowhere/mine.py:build", "no folder nowhere"),
+        ("loud.py:biuld", "did you mean loud.py:build?"),
+        ("loud.py:wants", "is called without arguments, and wants some (missing a required argument: 'x')"),
+        ("loud.py:leaves", "by sys.exit(3)"),
+        ("ResNet-50", "did you mean resnet50?"),
+        ("vgg61", "did you mean vgg16?"),
+        ("lenet", "the zoo has no 'lenet'"),
+        ("", "the name is empty"),
+        ("someone/a-model", "nothing is downloaded"),
+        ("w.safetensors", "holds weights"),
+        ("notes.txt", "is no file that a step can be read from"),
+        ("g.json.gz", "give it as --graph g.json.gz"),
+        ("graph.json", "give it as --graph graph.json"),
+        ("adapter.json", "it is of an adapter"),
+        ("empty.json", "is not JSON"),
+        ("none.json", "there is no file or folder none.json"),
+        ("empty.onnx", "it is empty"),
+        ("none.onnx", "there is no file or folder none.onnx"),
+        ("bare", "the folder bare has no config.json"),
+        ("./bare", "the folder bare has no config.json"),
+    ],
+)
+def test_plan_says_what_a_subject_is_not(subject: str, message: str) -> None:
+    pytest.importorskip("transformers" if "json" in message or "adapter" in message else "torch")
+    pytest.importorskip("onnx" if subject == "empty.onnx" else "torch")
+    result = outofcore("plan", subject)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1 or subject.startswith("loud")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "mine.py:build"], "train takes a model of the zoo, and mine.py:build is a function of a script"),
+        (["train", "mine.py"], "outofcore run --budget"),
+        (["train", "gtp"], "did you mean gpt?"),
+        (["report", "mine.py"], "as mine.py:build"),
+        (["report", "empty.onnx"], "report takes a model of the zoo or a function of a script"),
+        (["report", "graph.json", "--steps", "0"], "which only plan takes"),
+        (["run", "mine.py:build"], "leave :build out"),
+        (["run", "gpt"], "outofcore train"),
+        (["run", "min.py"], "did you mean mine.py?"),
+        (["run", "bare"], "has no __main__.py"),
+    ],
+)
+def test_other_commands_say_what_they_take(arguments: list[str], message: str) -> None:
+    command, subject, *more = arguments
+    result = outofcore(command, "--budget", "1GiB", subject, *more)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("subject", [["loud.py:build"], ["--graph", "step.json"]])
+def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
+    for option in (["--layers", "3"], ["--optimizer", "sgd"], ["--batch", "4"]):
+        result = outofcore("plan", *subject, *option)
+        assert result.exit_code == 2
+        assert "goes with models of the zoo" in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])
+def test_sizes_that_no_tensor_has_are_one_message(sizes: list[str]) -> None:
+    result = outofcore("plan", "gpt", "--layers", "1", "--device", "h100", *sizes)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: there is not enough memory for this command (Storage size")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_json_is_alone_on_standard_output() -> None:
+    arguments = ["plan", "loud.py:build", "--budget", "1MiB", "--json", "--no-curve", "--device", "h100"]
+    done = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["feasible"]
+    for text in ("from the script", "from native code", "from the function", "from the step"):
+        assert text in done.stderr
