@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 from torch._C._autograd import _get_sequence_nr
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._compile import _disable_dynamo as not_compiled
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as functorch_vmap
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+from torch.autograd import forward_ad
 from torch.library import _impls as _library_impls
 from torch.nn import parameter
 from torch.optim.optimizer import (
@@ -56,6 +60,7 @@ __all__ = [
     "FUNCTIONAL_COLLECTIVES",
     "PARALLEL_SETTINGS",
     "TENSOR_MODULE",
+    "TRANSFORM_ENTRY_POINTS",
     "CompilerMissingError",
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -88,6 +93,8 @@ __all__ = [
     "has_python_kernel",
     "has_rebuilt_buckets",
     "is_compiled",
+    "is_differentiating_forward",
+    "is_wrapper",
     "issuing",
     "keystr",
     "let_device_idle",
@@ -134,6 +141,23 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.graph, "_engine_run_backward"),
 )
+
+# Where transforms of ``torch.func`` wrap the tensors they are given: (module, attribute).
+TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
+    (eager_transforms, "_wrap_for_grad"),
+    (functorch_vmap, "_add_batch_dim"),
+)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a transform of ``torch.func``, or a batched gradient, has wrapped another tensor in this one."""
+    return is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor)
+
+
+def is_differentiating_forward() -> bool:
+    """Whether forward-mode differentiation is on: of ``torch.func.jvp`` and what rests on it, or of the user's own."""
+    return forward_ad._current_level >= 0
+
 
 # The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
 FOREACH_TENSOR_TYPES: list[type] = _foreach_utils._foreach_supported_types

@@ -22,7 +22,14 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
+from outofcore._torch_internals import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    shares_storage,
+    storage_bytes,
+    storage_key,
+    tensor_leaves,
+)
 from outofcore.analysis import is_large
 from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
@@ -340,6 +347,8 @@ class _InitializationMode(TorchDispatchMode):
         faces: of the home; None: of no home.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, faces: Faces | None) -> None:
         super().__init__()
         self._faces = faces
@@ -354,6 +363,8 @@ class _InitializationMode(TorchDispatchMode):
         named = kwargs or {}
         out = func(*args, **named)
         used = tensor_leaves([*args, *named.values()])
+        if isinstance(func, HigherOrderOperator):
+            self._watched.clear()  # the functions that it was given may have written anything
         if self._watched:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:

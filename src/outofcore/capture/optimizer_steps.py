@@ -20,6 +20,7 @@ from outofcore._torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    HigherOrderOperator,
     TorchDispatchMode,
     global_optimizer_hooks,
     register_optimizer_step_pre_hook,
@@ -39,7 +40,7 @@ from outofcore.capture.optimizers import (
 )
 from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
-from outofcore.capture.refusals import refusal
+from outofcore.capture.refusals import higher_order, refusal
 from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
@@ -79,9 +80,13 @@ class _PretendValues(TorchDispatchMode):
     An optimizer reads its step count to compute factors; on what state it keeps they have no influence.
     """
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise higher_order(func.name(), "")
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             dtype = args[0].dtype

@@ -69,6 +69,16 @@ def called_from(file_suffix: str) -> bool:
     return any(frame.f_code.co_filename.endswith(file_suffix) for frame in _frames())
 
 
+def transform_running() -> str:
+    """Which transform of ``torch.func`` the code on this thread's stack is in, the outermost; empty: it is in none."""
+    names = [
+        frame.f_code.co_qualname.partition(".")[0].lstrip("_")
+        for frame in _frames()
+        if "/torch/_functorch/" in frame.f_code.co_filename
+    ]
+    return next((f"torch.func.{name}" for name in reversed(names) if name in torch.func.__all__), "")
+
+
 def users_part(traceback: TracebackType | None) -> TracebackType | None:
     """The frames of a traceback that are in the user's code."""
     if traceback is None:

@@ -29,7 +29,14 @@ from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
-from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
+from outofcore.capture.refusals import (
+    gradient_by_values,
+    gradient_of_zeros,
+    higher_order,
+    refusal,
+    translated,
+    undeclared,
+)
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
 from outofcore.graph import StorageKind
@@ -52,16 +59,14 @@ _REFUSED = {
         "it names many tensors at once and cannot be taken apart",
         "leave it to optimizer.step()",
     ),
-    ("aten::_efficientzerotensor",): (
-        "the step takes a gradient that is zero throughout",
-        "PyTorch keeps no bytes for it, and what it computes with it needs none",
-        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
-    ),
 }
 
 
 class Recorder(TorchDispatchMode):
     """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages."""
+
+    # Without it PyTorch raises an error of its own for them, and none reaches ``__torch_dispatch__``.
+    supports_higher_order_operators = True
 
     def __init__(self, tables: Tables, provenance: Provenance, device: torch.device, user: Substitute) -> None:
         """``user`` knows which PyTorch function the user's code is in."""
@@ -82,11 +87,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            raise refusal(
-                f"the step uses the higher-order operator {func}",
-                "it is not one operator on tensors",
-                "use the plain PyTorch function instead",
-            )
+            raise higher_order(func.name(), self._provenance.here()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
             return self._run(func, args, kwargs)
         name = func._schema.name
@@ -98,6 +99,8 @@ class Recorder(TorchDispatchMode):
                 return known
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
+        if name == "aten::_efficientzerotensor":
+            raise gradient_of_zeros()
         for beginnings, (what, why, advice) in _REFUSED.items():
             if name.startswith(beginnings):
                 raise refusal(what.format(func=func, name=name), why, advice)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import FAKE_LOGGER, FakeTensorMode, answering_what_is_fake, tree_flatten
 from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
-from outofcore.capture.guard import Guard
+from outofcore.capture.guard import Guard, check_modules
 from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
@@ -69,6 +69,7 @@ def capture_step(
         Exception: what the user's own code raises, unchanged.
     """
     with TURN:
+        check_modules(models)
         lazy = LazyInitialisation(models)
         try:
             check_supported(models)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from torch.overrides import TorchFunctionMode
 from outofcore._torch_internals import (
     BACKWARD_ENTRY_POINTS,
     FOREACH_TENSOR_TYPES,
+    TRANSFORM_ENTRY_POINTS,
     FakeTensor,
+    HigherOrderOperator,
     is_compiled,
+    is_wrapper,
     without_compiled_code,
 )
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance
-from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
+from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
@@ -69,6 +72,7 @@ class Substitute(TorchFunctionMode):
         self._reals = list(reals)
         self._device_type = device_type
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
+        self._module: Callable[[], str] = str  # the path of the module that runs
         self.first_refusal: CaptureError | None = None
 
     def calling(self) -> str:
@@ -90,17 +94,25 @@ class Substitute(TorchFunctionMode):
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor if isinstance(tensor, FakeTensor) else self._fakes.get(id(tensor))
+            # A wrapper was put around a fake, see ``everywhere``.
+            known = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
+            found = tensor if known else self._fakes.get(id(tensor))
             if found is None:
                 raise undeclared(tensor)
             return found
 
         return map_leaves(tree, fake)
 
+    def _swapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*self.swap(args), **self.swap(kwargs))
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
+        if isinstance(func, HigherOrderOperator) and func.name() != "custom_function_call":
+            # Before its gradient is prepared, for which many trace the functions they are given.
+            raise self._refused(higher_order(func.name(), self._module()))
         if args and id(args[0]) in self._counts:
             known = self._counted(name, args)
             if known is not None:
@@ -151,6 +163,7 @@ class Substitute(TorchFunctionMode):
         The autograd engine runs hooks, custom backwards and recomputed forwards while the mode is
         set aside; ``Function.apply``, ``from_numpy`` and ``tolist`` are not overridable.
         """
+        self._module = lambda: provenance.here()[0]
         engine = getattr(*BACKWARD_ENTRY_POINTS[0])
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -183,6 +196,8 @@ class Substitute(TorchFunctionMode):
             for kind in (torch.Tensor, FakeTensor):
                 stack.enter_context(patched(kind, "tolist", tolist))
             stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
+            for owner, name in TRANSFORM_ENTRY_POINTS:
+                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
             # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
