@@ -365,7 +365,7 @@ class _InitializationMode(TorchDispatchMode):
         used = tensor_leaves([*args, *named.values()])
         if isinstance(func, HigherOrderOperator):
             self._watched.clear()  # the functions that it was given may have written anything
-        if self._watched:
+        elif self._watched:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[place] if place < len(args) else named.get(argument.name)

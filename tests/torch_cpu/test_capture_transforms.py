@@ -277,7 +277,7 @@ def test_derivatives_taken_forward_are_refused_by_name(name: str) -> None:
 def test_a_tensor_from_outside_is_named_in_a_transform() -> None:
     factor = torch.ones(1)
 
-    with pytest.raises(CaptureError, match="float32 tensor of shape .* from outside, factor"):
+    with pytest.raises(CaptureError, match=r"float32 tensor of shape .* from outside, factor"):
         capture_step(lambda x: learned(vmap(lambda row: NET(row) * factor)(x)), [NET], [], (torch.ones(4, 8),), {})
 
 

@@ -111,17 +111,18 @@ def higher_order(name: str, module: str) -> CaptureError:
 
 def gradient_of_zeros() -> CaptureError:
     """Refuse a tensor that PyTorch makes where a derivative is zero throughout."""
-    what, advice = (
-        "takes a gradient",
-        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn not",
-    )
+    why = "PyTorch keeps no bytes for it, and what it computes with it needs none"
     if is_differentiating_forward():
-        what = f"differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a derivative"
-        advice = "take the derivative backward, with torch.func.vjp, jacrev or grad, or torch.autograd.grad"
+        return refusal(
+            f"the step differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a "
+            "derivative that is zero throughout",
+            why,
+            "take the derivative backward, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
+        )
     return refusal(
-        f"the step {what} that is zero throughout",
-        "PyTorch keeps no bytes for it, and what it computes with it needs none",
-        advice,
+        "the step takes a gradient that is zero throughout",
+        why,
+        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
     )
 
 
