@@ -98,6 +98,21 @@ class _PretendValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class StateLayout:
+    """The state of one parameter.
+
+    Attributes:
+        tensors: those that are to be planned, by name.
+        order: all names, as the optimizer's step makes them.
+        place: of the parameter among those that have state.
+    """
+
+    tensors: dict[str, TensorShape]
+    order: tuple[str, ...]
+    place: int
+
+
 class StateLayouts:
     """Finds out the state of one optimizer, once for all parameters that are alike.
 
@@ -109,15 +124,15 @@ class StateLayouts:
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._known: dict[Any, list[dict[str, TensorShape]]] = {}
+        self._known: dict[Any, list[StateLayout]] = {}
 
     def learn(
         self,
         members: Sequence[tuple[int, torch.Tensor]],
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
-    ) -> list[dict[str, TensorShape]]:
-        """The state tensors, by name, that two steps leave for each member (group index, the user's parameter).
+    ) -> list[StateLayout]:
+        """The state that two steps leave for each member (group index, the user's parameter).
 
         State that already exists is taken as it is. State on another device than the parameter is left out.
         ``ranges`` are the shapes of what is updated; None: those of the parameters.
@@ -142,7 +157,7 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
-    ) -> list[dict[str, TensorShape]]:
+    ) -> list[StateLayout]:
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _PretendValues():
             leaves: list[tuple[int, torch.Tensor]] = []
@@ -154,11 +169,14 @@ class StateLayouts:
                 for own, (group, parameter) in zip(entries, members, strict=True)
             ]
             shadow = optimizer
+            places: dict[int, int] = {}
             try:
                 # State may be made at the first step or, by some, at the second.
                 for _ in range(2):
                     shadow = run_shadow(optimizer, leaves, state)
                     state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                    for key in shadow.state:
+                        places.setdefault(id(key), len(places))
             except OutOfCoreError:
                 raise
             except Exception as error:
@@ -167,7 +185,10 @@ class StateLayouts:
                     "an optimizer of torch.optim, or let it take one step before the training step is compiled"
                 ) from error
         self._check_hidden(shadow, [leaf for _, leaf in leaves])
-        return [self._tensors(own) for own in state]
+        return [
+            StateLayout(self._tensors(own), tuple(own), places.get(id(leaf), 0))
+            for own, (_, leaf) in zip(state, leaves, strict=True)
+        ]
 
     def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -231,6 +252,7 @@ class _Pending:
 
     place: int  # in ``Tables.ops``
     optimizer: int
+    call: int  # the number of the call of its ``step``
     members: Sequence[_Member]
 
 
@@ -246,6 +268,7 @@ class StepRecorder:
         self._by_real = mirror.by_real
         self._sharding = mirror.sharding
         self._pending: list[_Pending] = []
+        self._calls = 0
         self.bindings: list[StateBinding] = []
 
     @property
@@ -297,6 +320,7 @@ class StepRecorder:
 
     def _record(self, index: int) -> None:
         optimizer = self._optimizers[index]
+        self._calls += 1
         found: list[_Member] = [
             (number, state, self._gradient(state))
             for number, group in enumerate(optimizer.param_groups)
@@ -362,7 +386,7 @@ class StepRecorder:
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._pending.append(_Pending(place, index, chunk))
+        self._pending.append(_Pending(place, index, self._calls, chunk))
         for _, state, _ in chunk:
             traced = None if self._sharding is None else self._sharding.traced(state.real)
             if self._sharding is not None and traced is not None:
@@ -396,14 +420,20 @@ class StepRecorder:
             found = layouts.learn(reals, grads, shapes)
         members: list[Member] = []
         values: list[list[int]] = []
-        for (group, state, _), names in zip(pending.members, found, strict=True):
+        # Where each is updated alone, each was rehearsed alone: their order is that of the groups.
+        places = {
+            id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        for (group, state, _), layout in zip(pending.members, found, strict=True):
             own: list[int] = []
-            for name, shape in names.items():
+            for name, shape in layout.tensors.items():
                 key = (pending.optimizer, id(state.real), name)
                 if key not in known:
                     known[key] = self._bind(pending.optimizer, state, name, shape)
                 own.append(known[key])
-            members.append(Member(state.real, group, tuple(names)))
+            place = places[id(state.real)] if updates_each_alone(optimizer) else layout.place
+            rank = pending.call, place
+            members.append(Member(state.real, group, tuple(layout.tensors), rank=rank, order=layout.order))
             values.append(own)
         return members, values
 

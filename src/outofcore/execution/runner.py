@@ -12,7 +12,7 @@ from outofcore import _torch_internals as internals
 from outofcore._torch_internals import mark_stepped
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
-from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.optimizers import OptimizerUpdate, StateOrder
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
@@ -79,6 +79,7 @@ class Runner:
         self._begun = False  # whether the last run got to its first instruction
         self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
+        self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
         self._gradients = {
             left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
@@ -210,6 +211,7 @@ class Runner:
             raise StateError("the step was run before its program was in the arena")
         self._begun = False
         to_publish = self._take_over()
+        self._state_order.begin(is_made=to_publish)
         ports, results = self._ports(leaves)
         table = self._table = placed.table
         if placed.first_table is not None:
@@ -231,6 +233,7 @@ class Runner:
         self._show_gradients(placed.arena, results)
         if to_publish:
             self._publish()
+        self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
         returned: list[Any] = []
