@@ -277,8 +277,11 @@ class StepRecorder:
         return bool(self._pending)
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given."""
+    def standing_in(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given.
+
+        ``written`` is told which fakes an update may have written.
+        """
         ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
@@ -301,10 +304,10 @@ class StepRecorder:
             handle = register_optimizer_step_pre_hook(refuse)
             stack.callback(handle.remove)
             for index, optimizer in enumerate(self._optimizers):
-                stack.enter_context(patched(optimizer, "step", self._stand_in(index)))
+                stack.enter_context(patched(optimizer, "step", self._stand_in(index, written)))
             yield
 
-    def _stand_in(self, index: int) -> Callable[..., None]:
+    def _stand_in(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise refusal(
@@ -312,13 +315,14 @@ class StepRecorder:
                     "how often it runs the closure is not known beforehand",
                     "call loss.backward() and then optimizer.step() without arguments",
                 )
-            self._record(index)
+            written(self._record(index))
 
         # A scheduler made inside of the step looks for this before it wraps the method.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return step
 
-    def _record(self, index: int) -> None:
+    def _record(self, index: int) -> list[torch.Tensor]:
+        """Record an update; returns what it may write to."""
         optimizer = self._optimizers[index]
         self._calls += 1
         found: list[_Member] = [
@@ -326,10 +330,12 @@ class StepRecorder:
             for number, group in enumerate(optimizer.param_groups)
             for state in [self._by_real[id(p)] for p in group["params"] if not is_lazy(p)]  # else it was not called
         ]
+        with DisableTorchFunction():
+            touched = [t for _, state, _ in found for t in (state.fake, state.fake.grad) if t is not None]
         if not updates_each_alone(optimizer):
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
-            return
+            return touched
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
         least, most = SMALL_BYTES, CHUNK_BYTES
@@ -349,6 +355,7 @@ class StepRecorder:
             chunk.append((group, state, grad))
         for chunk in small.values():
             self._append(index, chunk)
+        return touched
 
     def _bytes(self, state: Mirrored) -> int:
         """Bytes of what is updated, the same in all processes."""

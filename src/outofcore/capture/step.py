@@ -134,7 +134,7 @@ def _captured(
             patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
-            steps.standing_in(),
+            steps.standing_in(recorder.forget),
             provenance.following(),
             lazy.learning(mirror.add_lazy),
             answering_what_is_fake(recorder.is_fake),
@@ -150,6 +150,7 @@ def _captured(
         ending = read_ending(result, mirror, tables, guard, run)
         del result
         guard.check(tables.source_of)
+        recorder.check()
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()

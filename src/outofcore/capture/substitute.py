@@ -21,8 +21,11 @@ from outofcore._torch_internals import (
     HigherOrderOperator,
     is_compiled,
     is_wrapper,
+    replayable,
     without_compiled_code,
+    without_modes,
 )
+from outofcore.capture.known import KnownValues
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
@@ -53,6 +56,7 @@ class Substitute(TorchFunctionMode):
 
     Attributes:
         first_refusal: the first refusal raised, kept in case the user's code swallows it.
+        known: the values that the step may look at.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Substitute(TorchFunctionMode):
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
         self._module: Callable[[], str] = str  # the path of the module that runs
         self.first_refusal: CaptureError | None = None
+        self.known = KnownValues()
 
     def calling(self) -> str:
         """The name of the PyTorch function that the user's code is in; empty if it is in none."""
@@ -119,7 +124,7 @@ class Substitute(TorchFunctionMode):
                 return known
         try:
             if name in _READS:
-                raise value_read(name)
+                return self._read(func, name, args, kwargs or {})
             if name in _FACTORIES:
                 _refuse_array(args, kwargs or {})
             try:
@@ -140,6 +145,15 @@ class Substitute(TorchFunctionMode):
             if known is None:
                 raise
             raise self._refused(known) from error
+
+    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a read of a tensor's value gives where that is known."""
+        value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
+        if value is None:
+            raise value_read(name)
+        with without_modes():
+            found = func(value, *args[1:], **kwargs)
+        return found if isinstance(found, str) else self.known.lend(args[0], found)
 
     def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
         """Whether a count is zero, if that is the question; a change of it is followed."""
@@ -178,8 +192,15 @@ class Substitute(TorchFunctionMode):
         def from_numpy(array: Any) -> Any:
             raise self._refused(_array_refusal())
 
+        as_list = torch.Tensor.tolist
+
         def tolist(tensor: torch.Tensor) -> Any:
-            raise self._refused(value_read("tolist"))
+            # Where no mode is on, it is a known value that is read.
+            value = tensor if replayable() else self.known.value(tensor)
+            if value is None:
+                raise self._refused(value_read("tolist"))
+            with without_modes():
+                return as_list(value)
 
         scale = torch.amp.GradScaler.scale
 
