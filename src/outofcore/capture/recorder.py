@@ -87,7 +87,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._dispatched(func, args, kwargs or {})
+        except CaptureError as error:
+            raise self._provenance.located(error) from error.__cause__
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise higher_order(func.name(), self._provenance.here()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
