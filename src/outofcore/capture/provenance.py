@@ -253,7 +253,7 @@ class Provenance:
         module, source = self._of_node(node)
         source = line_in_backward() or source
         text = str(error).removeprefix(f"{error.location}: ")
-        if module and module not in text:
+        if module and f" {module}: " not in text:
             text = f"in the backward pass of {module}: {text}"
         error.args, error.location = (f"{source}: {text}" if source else text,), source
         return error

@@ -25,7 +25,7 @@ from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.undo import Undo
 from outofcore.graph import StorageKind
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
-from outofcore.program import CopyIn, CopyOut, Program, Timeline
+from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,11 @@ class Runner:
         placed = self._bring_home(placed)
         placed.undo.begin(placed.arena)
         self._begun = True
-        timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        try:
+            timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        except Exception as error:
+            self._name_op(engine, error)
+            raise
         for replica in captured.replicas:
             replica.apply()
         self._check_left()
@@ -249,6 +253,21 @@ class Runner:
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
+
+    def _name_op(self, engine: Engine, error: Exception) -> None:
+        """Note on an error which op raised it: no line of the user's is on the stack."""
+        reached = engine.reached()
+        if reached is None:
+            return
+        half_way = [
+            instruction
+            for instruction, started, done in zip(self.program.instructions, reached.started, reached.done, strict=True)
+            if isinstance(instruction, Run) and started and not done
+        ]
+        if len(half_way) == 1:
+            op = self.captured.graph.ops[half_way[0].op]
+            where = f" in module {op.module}" if op.module else ""
+            error.add_note(f"Raised by {op.name}{where}{op.source and f' ({op.source})'}.")
 
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home what the user has changed since the last step, of what leaves without a copy."""
