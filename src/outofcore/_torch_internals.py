@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from outofcore.errors import VersionError
@@ -32,6 +33,7 @@ __all__ = [
     "TENSOR_MODULE",
     "TESTED",
     "TESTED_TEXT",
+    "TRANSFORM_ENTRY_POINTS",
     "CompilerMissingError",
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -65,7 +67,9 @@ __all__ = [
     "has_python_kernel",
     "has_rebuilt_buckets",
     "is_compiled",
+    "is_differentiating_forward",
     "is_tested",
+    "is_wrapper",
     "issuing",
     "keystr",
     "let_device_idle",
@@ -127,6 +131,8 @@ class Feature(enum.Enum):
     LAZY_MODULES = "lazy modules in outofcore.compile"
     PARALLEL = "DistributedDataParallel in outofcore.compile"
     COLLECTIVES = "collectives in outofcore.compile"
+    TRANSFORMS = "torch.func in outofcore.compile"
+    HIGHER_ORDER = "higher-order operators such as torch.cond within outofcore.budget"
 
 
 _missing: dict[Feature, list[str]] = {}
@@ -157,6 +163,10 @@ def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
         # An exception, so that it can stand in "except" as well; nothing is ever an instance of it.
         refusal = _refusal_of(features[0].value if features else "this", [name])
         return _Substitute("Missing", (Exception,), {"refusal": refusal}) if otherwise is None else otherwise
+
+
+def _never(_: object) -> bool:
+    return False
 
 
 def _refusal_of(what: str, names: Sequence[str]) -> VersionError:
@@ -242,6 +252,30 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
 )
 for _module, _name in BACKWARD_ENTRY_POINTS:
     _private(f"{_module.__name__}.{_name}", Feature.COMPILE)
+
+# Where transforms of ``torch.func`` wrap the tensors they are given: (module, attribute).
+TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = tuple(
+    (pkgutil.resolve_name(module), name)
+    for module, name in (
+        ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+        ("torch._functorch.vmap", "_add_batch_dim"),
+    )
+    if _private(f"{module}.{name}", Feature.TRANSFORMS, otherwise=_never) is not _never
+)
+_is_wrapped: Any = _private("torch._C._functorch.is_functorch_wrapped_tensor", Feature.TRANSFORMS, otherwise=_never)
+_is_batched: Any = _private("torch._C._functorch.is_legacy_batchedtensor", Feature.TRANSFORMS, otherwise=_never)
+_private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a transform of ``torch.func``, or a batched gradient, has wrapped another tensor in this one."""
+    return _is_wrapped(tensor) or _is_batched(tensor)
+
+
+def is_differentiating_forward() -> bool:
+    """Whether forward-mode differentiation is on: of ``torch.func.jvp`` and what rests on it, or of the user's own."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
 
 # The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
 FOREACH_TENSOR_TYPES: list[type] = _private(
@@ -722,6 +756,11 @@ def at_the_end_of_backward(call: Callable[[], None]) -> None:
 _same_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter", Feature.PARALLEL)
 
 
+_operators: Any = _private("torch._ops", Feature.HIGHER_ORDER)
+_keyset: Any = _private("torch._ops._compute_keyset", Feature.HIGHER_ORDER)
+_dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORDER)
+
+
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
     """While in this context, operators in Python have no kernel for a dispatch key, and pass on to the next one.
@@ -732,18 +771,21 @@ def without_python_dispatch(name: str) -> Iterator[None]:
     Args:
         name: of the key, such as "Fake".
     """
-    operators: Any = torch._ops
-    key, plain = torch._C._parse_dispatch_key(name), operators._compute_keyset
+    if names := missing(Feature.HIGHER_ORDER):
+        _log.warning("%s", _refusal_of(Feature.HIGHER_ORDER.value, names))
+        yield
+        return
+    key, plain = _dispatch_key(name), _keyset
 
     @functools.wraps(plain)
     def compute_keyset(args: Any, kwargs: Any, keys: Any) -> Any:
         return plain(args, kwargs, keys.remove(key))
 
-    operators._compute_keyset = compute_keyset
+    _operators._compute_keyset = compute_keyset
     try:
         yield
     finally:
-        operators._compute_keyset = plain
+        _operators._compute_keyset = plain
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from outofcore import planning, presets
 from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
+from outofcore.capture.guard import check_modules
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
@@ -85,7 +86,9 @@ def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], li
             "def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad(); "
             "return loss - and give outofcore.compile(step, model, optimizer, budget=...)"
         )
-    return _as_list(model, nn.Module, "model"), _as_list(optimizer, Optimizer, "optimizer")
+    models = _as_list(model, nn.Module, "model")
+    check_modules(models, is_captured=False)
+    return models, _as_list(optimizer, Optimizer, "optimizer")
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -323,6 +326,7 @@ def _compiled(
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     made, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
+    check_modules(models, is_captured=not dynamic)
     _check_devices(models, backend.device)
     if dynamic:
         _check_followable(backend.device, home, chosen, algorithms, kernels, splits)

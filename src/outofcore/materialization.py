@@ -22,7 +22,14 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from outofcore._torch_internals import TorchDispatchMode, shares_storage, storage_bytes, storage_key, tensor_leaves
+from outofcore._torch_internals import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    shares_storage,
+    storage_bytes,
+    storage_key,
+    tensor_leaves,
+)
 from outofcore.analysis import is_large
 from outofcore.checkpoint.matching import check_weights
 from outofcore.checkpoint.tensor_files import Entry, Weights
@@ -343,6 +350,8 @@ class _InitializationMode(TorchDispatchMode):
         faces: of the home; None: of no home.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, faces: Faces | None) -> None:
         super().__init__()
         self._faces = faces
@@ -357,7 +366,9 @@ class _InitializationMode(TorchDispatchMode):
         named = kwargs or {}
         out = func(*args, **named)
         used = tensor_leaves([*args, *named.values()])
-        if self._watched:
+        if isinstance(func, HigherOrderOperator):
+            self._watched.clear()  # the functions that it was given may have written anything
+        elif self._watched:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[place] if place < len(args) else named.get(argument.name)

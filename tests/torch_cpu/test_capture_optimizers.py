@@ -161,8 +161,8 @@ def test_layouts_are_found_without_a_step(make: Any, shapes: dict[str, tuple[int
     optimizer = make([parameter])
     before = copy.deepcopy(optimizer.state_dict())
     (found,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
-    assert {name: shape.shape for name, shape in found.items()} == shapes
-    assert all(shape.stride == (1, 6) for shape in found.values() if shape.shape == (6, 4))
+    assert {name: shape.shape for name, shape in found.tensors.items()} == shapes
+    assert all(shape.stride == (1, 6) for shape in found.tensors.values() if shape.shape == (6, 4))
     assert str(optimizer.state_dict()) == str(before)
 
 
@@ -255,7 +255,9 @@ def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
     twin = kind([{"params": [twins[0]], "lr": 0.1}, {"params": [twins[1]], "lr": 0.2}], **settings)
     layouts = StateLayouts(optimizer)
     grads = [torch.randn_like(p) for p in users]
-    found = [layouts.learn([(n, p)], [shape_of(g)])[0] for n, (p, g) in enumerate(zip(users, grads, strict=True))]
+    found = [
+        layouts.learn([(n, p)], [shape_of(g)])[0].tensors for n, (p, g) in enumerate(zip(users, grads, strict=True))
+    ]
     members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, found, strict=True))]
     params = [p.detach().clone() for p in users]
     states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in found]
@@ -332,7 +334,7 @@ def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
         moments = {name: torch.empty(3, 4, device=moments_at) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         (found,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
-        assert set(found) == {"exp_avg", "exp_avg_sq"}
+        assert set(found.tensors) == {"exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(
@@ -364,3 +366,103 @@ def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(make: A
 
     assert run(0.0) < run(0.01)
     assert run(0.0) == run(0.0)
+
+
+class Counting(torch.optim.Optimizer):
+    """Makes the state of its last parameter first, and keeps a plain number between two tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in reversed(self.param_groups):
+            for parameter in reversed(group["params"]):
+                if parameter.grad is None:
+                    continue
+                own = self.state[parameter]
+                if not own:
+                    own.update(last=torch.zeros_like(parameter), count=0, sum=torch.zeros_like(parameter))
+                own["count"] += 1
+                own["sum"].add_(parameter.grad)
+                own["last"].copy_(parameter.grad)
+                parameter.sub_(own["sum"], alpha=group["lr"] / own["count"])
+
+
+class Alone(Counting):
+    outofcore_independent = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    own["rounds"] = own.get("rounds", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / own["rounds"])
+
+
+ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Counting": (Counting, {}),
+    "Alone": (Alone, {}),
+}
+
+
+class Wide(torch.nn.Module):
+    """Large and small parameters in turn, which are updated alone and together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(4, 260)
+        self.large = torch.nn.Linear(260, 260)
+        self.head = torch.nn.Linear(260, 3)
+        self.late = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor, *, late: bool) -> torch.Tensor:
+        y = self.head(self.large(self.small(x)))
+        return y * self.late if late else y
+
+
+def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
+    """What order state has after each step, and the parameters at the end."""
+    torch.manual_seed(0)
+    model = Wide()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    late, small, small_bias, large, large_bias, head, head_bias = (
+        *(model.late, model.small.weight, model.small.bias, model.large.weight, model.large.bias),
+        *(model.head.weight, model.head.bias),
+    )
+    groups = [{"params": [head_bias, late]}, {"params": [small_bias, large, small], "lr": 0.01}]
+    optimizers = [kind(groups, **settings), kind([head, large_bias], **settings)]
+
+    def step(x: torch.Tensor, late: bool) -> torch.Tensor:
+        loss = model(x, late=late).square().mean()
+        loss.backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    run = outofcore.compile(step, model, optimizers, budget=budget, home="host", policy="keep-all") if budget else step
+    found: list[Any] = []
+    for number, with_late in enumerate((False, True, False, True)):
+        if number == 3:
+            del optimizers[0].state[small_bias]
+        run(torch.ones(2, 4), with_late)
+        for optimizer in optimizers:
+            saved = optimizer.state_dict()
+            found.append([(names[id(p)], list(own)) for p, own in optimizer.state.items()])
+            found.append([(number, list(own)) for number, own in saved["state"].items()])
+            found.append([list(group) for group in saved["param_groups"]])
+    return [*found, *[parameter.detach().sum().item() for parameter in model.parameters()]]
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_state_is_in_the_order_of_plain_pytorch(name: str) -> None:
+    """By parameter and by name, with parameters that get a gradient later and state that is taken away."""
+    kind, settings = ORDERED[name]
+    assert orders(kind, settings, "4MiB") == orders(kind, settings, "")

@@ -18,9 +18,9 @@ from torch import nn
 
 from outofcore._torch_internals import FakeTensor
 from outofcore.capture.lazy import lazy_modules
-from outofcore.capture.provenance import codes_of, join, module_paths, where_defined, where_set
+from outofcore.capture.provenance import codes_of, join, module_paths, prefix, where_defined, where_set
 from outofcore.capture.tables import leaves_in
-from outofcore.errors import CaptureError
+from outofcore.errors import CaptureError, InputError
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,48 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
             return
         yield function
         step = getattr(function, "__wrapped__", None)
+
+
+def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
+    """Refuse modules whose parameters, buffers and submodules are not in the tables of an ``nn.Module``.
+
+    Args:
+        is_captured: whether the step is to be captured, and not followed op by op.
+
+    Raises:
+        InputError: the constructor of one has not called that of ``nn.Module``.
+        CaptureError: one is TorchScript, or keeps them elsewhere.
+    """
+    for index, model in enumerate(models):
+        for path, module in _modules_of(model, prefix(index, len(models)), set()):
+            if all(isinstance(vars(module).get(name), dict) for name in _OWN_TABLES):
+                continue
+            what = f"{path or 'the model'} ({type(module).__name__})"
+            if not isinstance(module, torch.jit.ScriptModule) and not any(name in vars(module) for name in _OWN_TABLES):
+                raise InputError(f"{what} is not initialised: its __init__ has to call super().__init__() first")
+            if is_captured and isinstance(module, torch.jit.ScriptModule):
+                raise CaptureError(
+                    f"{what} is TorchScript: it keeps its parameters and runs its operators where Python does not see "
+                    "them; use the module that it was made from by torch.jit.script or torch.jit.trace, or run the "
+                    "loop as it is within outofcore.budget",
+                    is_loop=False,
+                )
+            if is_captured:
+                raise CaptureError(
+                    f"{what} keeps its parameters, buffers or submodules otherwise than torch.nn.Module does: what the "
+                    "step does with them would go unnoticed; keep them as torch.nn.Module does"
+                )
+
+
+def _modules_of(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and its submodules as far as they are in plain tables, each once, with their paths."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in (vars(module).get("_modules") or {}).items():
+        if child is not None:
+            yield from _modules_of(child, join(path, name), seen)
 
 
 def _is_empty(cell: CellType) -> bool:

@@ -1,22 +1,27 @@
 """Tensors of a captured step whose values are known although nothing is computed: they depend on no data.
 
-Positions of tokens, masks of ones, counts: whole numbers and truth values that follow from shapes and constants alone.
-In plain PyTorch a step may look at such a value and go one way or another, always the same way. Here it is computed
-where it is asked for, from how it came about, and the step goes that way. (This is constant propagation.) What depends
-on an argument, a parameter or a random number has no value while a step is captured; to look at that is refused.
+Positions of tokens, masks of ones, axes, rates: what follows from shapes and constants alone. In plain PyTorch a step
+may look at such a value and go one way or another, always the same way. Here the operators that lead to it are run
+where it is asked for, in their order, and the step goes that way. (This is constant propagation.) What depends on an
+argument, a parameter or a random number has no value while a step is captured; to look at that is refused.
 
-Floating-point numbers are not followed: they may be rounded otherwise on the device.
+Floating-point numbers are followed on the CPU, where the same kernels compute them; on another device they may be
+rounded otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outofcore._torch_internals import OpOverload, storage_key, without_modes
+from outofcore._torch_internals import OpOverload, below_autograd, result_leaves, storage_key, without_modes
+from outofcore.analysis.chunks import is_dense
 from outofcore.capture import operators
+from outofcore.capture.provenance import user_line
+from outofcore.capture.refusals import refusal
 from outofcore.capture.tables import leaves_in, map_leaves
 
 # Larger ones are no bookkeeping, and would take long to compute.
@@ -24,12 +29,13 @@ MAX_ELEMENTS = 1 << 20
 # Operators of whose tensors the shapes alone matter.
 _BY_SHAPE = frozenset(
     (
-        *("aten::ones_like", "aten::zeros_like", "aten::full_like"),
-        *("aten::new_ones", "aten::new_zeros", "aten::new_full"),
+        *("aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::empty_like"),
+        *("aten::new_ones", "aten::new_zeros", "aten::new_full", "aten::new_empty", "aten::new_empty_strided"),
     )
 )
-# What they make holds nothing in particular.
-_EMPTY = ("aten::empty", "aten::new_empty", "aten::resize", "aten::set_")
+# What they make holds nothing in particular, until all of it is written.
+_EMPTY = ("aten::empty", "aten::new_empty")
+_OTHER_MEMORY = ("aten::resize", "aten::set_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,88 +43,241 @@ class _Shape:
     """Stands for a tensor of which only that matters."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
-class _Origin:
-    """How a tensor came about.
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A known tensor.
 
     Attributes:
-        func: the operator; None: it is ``value``.
-        args: with origins in place of tensors.
-        place: of the tensor among the results.
-        value: once it was asked for.
+        tensor: held here, so that its id and that of its storage stay its own.
+        key: of its storage.
+        layout: how it lies there.
+        place: of its value among ``KnownValues._values``.
     """
 
-    func: OpOverload | None
+    tensor: torch.Tensor
+    key: int
+    layout: tuple[Any, ...]
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An operator that nobody has asked for yet.
+
+    Attributes:
+        args: with places in place of tensors.
+        results: the place of each tensor that it returns and that is known.
+        reads: keys of the storages that it uses.
+        writes: keys of those that it writes or makes.
+    """
+
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: int
-    value: torch.Tensor | None = None
+    results: tuple[int | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a known tensor in the arguments of an operator."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A NumPy array that the step has got of a known tensor, and what was in it."""
+
+    key: int
+    array: Any
+    before: Any
+    source: str
 
 
 class KnownValues:
     """The known tensors of one trace."""
 
     def __init__(self) -> None:
-        # By the id of a tensor that is held here, with it and its storage.
-        self._found: dict[int, tuple[torch.Tensor, int, _Origin]] = {}
+        self._found: dict[int, _Known] = {}  # by the id of the tensor
+        self._empty: set[int] = set()  # keys of storages that hold nothing in particular
+        self._pending: list[_Pending] = []
+        self._values: dict[int, torch.Tensor] = {}
+        self._places = 0
+        self._lent: list[_Lent] = []
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._found
+        found = self._find(tensor)
+        return found is not None and found.key not in self._empty
 
-    def learn(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
-        """Take note of what an operator that writes nothing has returned."""
+    def learn(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: Sequence[Any],
+        written: Sequence[torch.Tensor] = (),
+        overwritten: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Take note of what an operator has returned.
+
+        Args:
+            written: those of its arguments that it has written.
+            overwritten: those of them that it has not read.
+        """
+        keys = frozenset(map(storage_key, written))
+        for lent in self._lent:
+            if lent.key in keys:
+                raise _changed_array(lent.source)
         made = [item for item in results if isinstance(item, torch.Tensor) and self._counts(item)]
-        name = func._schema.name
-        if not made or name.startswith(_EMPTY) or operators.traits(func).random:
+        given, name, traits = leaves_in((args, kwargs)), func._schema.name, operators.traits(func)
+        follows = all(map(self._find, given)) or (name in _BY_SHAPE and not written)
+        unclear = traits.random or traits.reshapes or name.startswith(_OTHER_MEMORY) or not _is_torchs_own(func)
+        if unclear or not follows or not (made or written):
+            self.forget(written)
             return
-        given = leaves_in((args, kwargs))
-        if name not in _BY_SHAPE and not all(tensor in self for tensor in given):
-            return
-        origins = {id(tensor): self._origin(tensor) for tensor in given}
-        old_args, old_kwargs = map_leaves((args, kwargs), lambda tensor: origins[id(tensor)])
-        for place, item in enumerate(results):
-            if any(item is one for one in made) and item not in self:
-                self._found[id(item)] = item, storage_key(item), _Origin(func, old_args, old_kwargs, place)
+        stands = {id(tensor): self._stands_for(tensor) for tensor in given}
+        old_args, old_kwargs = map_leaves((args, kwargs), lambda tensor: stands[id(tensor)])
+        places = [self._add(item) if any(item is one for one in made) else None for item in results]
+        new = frozenset(storage_key(item) for item in made)
+        self._pending.append(
+            _Pending(func, old_args, old_kwargs, tuple(places), frozenset(map(storage_key, given)), keys | new)
+        )
+        replaced = set(map(id, overwritten))
+        read = {storage_key(tensor) for tensor in given if id(tensor) not in replaced}
+        if name.startswith(_EMPTY) or read & self._empty:
+            self._empty |= new | keys
+        else:
+            self._empty -= {storage_key(tensor) for tensor in overwritten if _is_whole(tensor)}
 
     def learn_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Take note of a tensor made of Python data."""
         if self._counts(tensor):
-            self._found[id(tensor)] = tensor, storage_key(tensor), _Origin(None, (), {}, 0, value)
+            with without_modes(), below_autograd():
+                self._values[self._add(tensor)] = value.clone()
 
-    def forget(self, tensors: list[torch.Tensor]) -> None:
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that tensors are written, and so all that shares memory with them."""
-        if self._found and tensors:
-            keys = set(map(storage_key, tensors))
-            self._found = {number: found for number, found in self._found.items() if found[1] not in keys}
+        keys = set(map(storage_key, tensors))
+        if self._found and keys:
+            self._found = {number: found for number, found in self._found.items() if found.key not in keys}
+            self._empty -= keys
 
-    def number(self, tensor: torch.Tensor) -> bool | int | None:
-        """The value of a tensor of one element; None: it is not known."""
-        found = self._found.get(id(tensor))
-        if found is None:
+    def value(self, tensor: object) -> torch.Tensor | None:
+        """The value of a tensor, which is only to be read; None: it is not known."""
+        found = self._find(tensor)
+        if found is None or found.key in self._empty:
             return None
-        with without_modes(), torch.no_grad():
-            return _value(found[2]).item()  # type: ignore[return-value]
+        self._run_up_to(found.key)
+        return self._values[found.place]
+
+    def lend(self, tensor: torch.Tensor, array: Any) -> Any:
+        """A NumPy array with the value of a tensor, for the step, which is not to write to either of them."""
+        own = array.copy()
+        self._lent.append(_Lent(storage_key(tensor), own, array.copy(), user_line()))
+        return own
+
+    def check(self) -> None:
+        """Refuse a step that has written to an array: its operators would not see that.
+
+        Raises:
+            CaptureError: it has.
+        """
+        for lent in self._lent:
+            if lent.array.tobytes() != lent.before.tobytes():
+                raise _changed_array(lent.source)
+
+    def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator that writes nothing returns for known tensors; None: one is not known."""
+        values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
+        if operators.traits(func).random or not _is_torchs_own(func) or any(value is None for _, value in values):
+            return None
+        by_id = {id(tensor): value for tensor, value in values}
+        return _run(func, *map_leaves((args, kwargs), lambda tensor: by_id[id(tensor)]))
 
     @staticmethod
     def _counts(tensor: torch.Tensor) -> bool:
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        return whole and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
+        exact = tensor.device.type == "cpu" or not (tensor.is_floating_point() or tensor.is_complex())
+        return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
-    def _origin(self, tensor: torch.Tensor) -> _Origin | _Shape:
+    def _find(self, tensor: object) -> _Known | None:
         found = self._found.get(id(tensor))
-        return _Shape(tuple(tensor.shape), tensor.dtype) if found is None else found[2]
+        if found is None or not isinstance(tensor, torch.Tensor):
+            return None
+        # It may have been given other memory, by ``tensor.data = ...``.
+        return found if (storage_key(tensor), _layout(tensor)) == (found.key, found.layout) else None
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        found = self._find(tensor)
+        if found is None:
+            found = _Known(tensor, storage_key(tensor), _layout(tensor), self._places)
+            self._found[id(tensor)] = found
+            self._places += 1
+        return found.place
+
+    def _stands_for(self, tensor: torch.Tensor) -> _Place | _Shape:
+        found = self._find(tensor)
+        if found is None:
+            return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return _Place(found.place)
+
+    def _run_up_to(self, key: int) -> None:
+        """Run what leads to the contents of a storage as they are now, and what has yet to read what that writes."""
+        wanted, changed, chosen, rest = {key}, set[int](), list[_Pending](), list[_Pending]()
+        for pending in reversed(self._pending):
+            if not (pending.writes & wanted or pending.reads & changed):
+                rest.append(pending)
+                continue
+            chosen.append(pending)
+            wanted |= pending.reads | pending.writes
+            changed |= pending.writes
+        self._pending = rest[::-1]
+        for pending in reversed(chosen):
+            args, kwargs = map_leaves((pending.args, pending.kwargs), lambda p: self._values[p.number], _Place)
+            leaves = result_leaves(_run(pending.func, args, kwargs))
+            for place, leaf in zip(pending.results, leaves, strict=False):
+                if place is not None:
+                    self._values[place] = leaf
 
 
-def _value(origin: _Origin) -> torch.Tensor:
-    if origin.value is None and origin.func is not None:
-        args, kwargs = map_leaves((origin.args, origin.kwargs), _value, _Origin)
-        args, kwargs = map_leaves((args, kwargs), lambda s: torch.zeros(s.shape, dtype=s.dtype), _Shape)
-        args, kwargs = map_leaves((args, kwargs), lambda _: torch.device("cpu"), torch.device)
-        result = origin.func(*args, **{name: item for name, item in kwargs.items() if name != "pin_memory"})
-        origin.value = result if isinstance(result, torch.Tensor) else result[origin.place]
-    if origin.value is None:
-        raise RuntimeError("a known tensor has no origin; please report it")
-    return origin.value
+def _is_torchs_own(func: OpOverload) -> bool:
+    """Whether an operator is PyTorch's: any other may count how often it runs, or draw numbers of its own."""
+    return func.namespace in ("aten", "prims")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage."""
+    size = tensor.numel() * tensor.element_size()
+    return size == tensor.untyped_storage().nbytes() and is_dense(tuple(tensor.shape), tensor.stride())
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the CPU, as it runs below autograd."""
+    cpu = torch.device("cpu")
+    kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
+    if func._schema.name in _BY_SHAPE:
+        kwargs["device"] = cpu
+    with without_modes(), below_autograd():
+        args, kwargs = map_leaves(
+            (args, kwargs), lambda s: torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta"), _Shape
+        )
+        args, kwargs = map_leaves((args, kwargs), lambda _: cpu, torch.device)
+        return func(*args, **kwargs)
+
+
+def _changed_array(source: str) -> Exception:
+    return refusal(
+        "the step changes a tensor, or the NumPy array that it has got of it",
+        "they share memory, and the operators of the step would not see that",
+        "let .numpy() be of tensor.clone()",
+        source,
+    )

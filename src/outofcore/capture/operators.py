@@ -65,6 +65,7 @@ class Traits:
         statistics: arguments that, where they are written, matter to nothing else that it makes.
         random: whether it draws from a generator.
         reshapes: whether it changes the metadata of its first argument.
+        reads_values: whether it returns plain numbers or truth values, and no tensor.
     """
 
     names: tuple[str, ...]
@@ -75,6 +76,7 @@ class Traits:
     statistics: frozenset[str]
     random: bool
     reshapes: bool
+    reads_values: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,6 +94,7 @@ def traits(func: OpOverload) -> Traits:
         statistics=frozenset(_STATISTICS if name in _UPDATES_STATISTICS else ()),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
+        reads_values=bool(func._schema.returns) and not any("Tensor" in str(r.type) for r in func._schema.returns),
     )
 
 

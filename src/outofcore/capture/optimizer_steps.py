@@ -20,6 +20,7 @@ from outofcore._torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    HigherOrderOperator,
     TorchDispatchMode,
     global_optimizer_hooks,
     register_optimizer_step_pre_hook,
@@ -39,7 +40,7 @@ from outofcore.capture.optimizers import (
 )
 from outofcore.capture.patching import capturing_thread, patched
 from outofcore.capture.provenance import Provenance
-from outofcore.capture.refusals import refusal
+from outofcore.capture.refusals import higher_order, refusal
 from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
@@ -79,9 +80,13 @@ class _PretendValues(TorchDispatchMode):
     An optimizer reads its step count to compute factors; on what state it keeps they have no influence.
     """
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise higher_order(func.name(), "")
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             dtype = args[0].dtype
@@ -91,6 +96,21 @@ class _PretendValues(TorchDispatchMode):
         if name.startswith("aten::_fused_") and name.endswith("_"):
             return None
         return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The state of one parameter.
+
+    Attributes:
+        tensors: those that are to be planned, by name.
+        order: all names, as the optimizer's step makes them.
+        place: of the parameter among those that have state.
+    """
+
+    tensors: dict[str, TensorShape]
+    order: tuple[str, ...]
+    place: int
 
 
 class StateLayouts:
@@ -104,15 +124,15 @@ class StateLayouts:
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._known: dict[Any, list[dict[str, TensorShape]]] = {}
+        self._known: dict[Any, list[StateLayout]] = {}
 
     def learn(
         self,
         members: Sequence[tuple[int, torch.Tensor]],
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
-    ) -> list[dict[str, TensorShape]]:
-        """The state tensors, by name, that two steps leave for each member (group index, the user's parameter).
+    ) -> list[StateLayout]:
+        """The state that two steps leave for each member (group index, the user's parameter).
 
         State that already exists is taken as it is. State on another device than the parameter is left out.
         ``ranges`` are the shapes of what is updated; None: those of the parameters.
@@ -137,7 +157,7 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
-    ) -> list[dict[str, TensorShape]]:
+    ) -> list[StateLayout]:
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _PretendValues():
             leaves: list[tuple[int, torch.Tensor]] = []
@@ -149,11 +169,14 @@ class StateLayouts:
                 for own, (group, parameter) in zip(entries, members, strict=True)
             ]
             shadow = optimizer
+            places: dict[int, int] = {}
             try:
                 # State may be made at the first step or, by some, at the second.
                 for _ in range(2):
                     shadow = run_shadow(optimizer, leaves, state)
                     state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
+                    for key in shadow.state:
+                        places.setdefault(id(key), len(places))
             except OutOfCoreError:
                 raise
             except Exception as error:
@@ -162,7 +185,10 @@ class StateLayouts:
                     "an optimizer of torch.optim, or let it take one step before the training step is compiled"
                 ) from error
         self._check_hidden(shadow, [leaf for _, leaf in leaves])
-        return [self._tensors(own) for own in state]
+        return [
+            StateLayout(self._tensors(own), tuple(own), places.get(id(leaf), 0))
+            for own, (_, leaf) in zip(state, leaves, strict=True)
+        ]
 
     def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -226,6 +252,7 @@ class _Pending:
 
     place: int  # in ``Tables.ops``
     optimizer: int
+    call: int  # the number of the call of its ``step``
     members: Sequence[_Member]
 
 
@@ -241,6 +268,7 @@ class StepRecorder:
         self._by_real = mirror.by_real
         self._sharding = mirror.sharding
         self._pending: list[_Pending] = []
+        self._calls = 0
         self.bindings: list[StateBinding] = []
 
     @property
@@ -249,8 +277,11 @@ class StepRecorder:
         return bool(self._pending)
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given."""
+    def standing_in(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given.
+
+        ``written`` is told which fakes an update may have written.
+        """
         ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
@@ -273,10 +304,10 @@ class StepRecorder:
             handle = register_optimizer_step_pre_hook(refuse)
             stack.callback(handle.remove)
             for index, optimizer in enumerate(self._optimizers):
-                stack.enter_context(patched(optimizer, "step", self._stand_in(index)))
+                stack.enter_context(patched(optimizer, "step", self._stand_in(index, written)))
             yield
 
-    def _stand_in(self, index: int) -> Callable[..., None]:
+    def _stand_in(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise refusal(
@@ -284,23 +315,27 @@ class StepRecorder:
                     "how often it runs the closure is not known beforehand",
                     "call loss.backward() and then optimizer.step() without arguments",
                 )
-            self._record(index)
+            written(self._record(index))
 
         # A scheduler made inside of the step looks for this before it wraps the method.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return step
 
-    def _record(self, index: int) -> None:
+    def _record(self, index: int) -> list[torch.Tensor]:
+        """Record an update; returns what it may write to."""
         optimizer = self._optimizers[index]
+        self._calls += 1
         found: list[_Member] = [
             (number, state, self._gradient(state))
             for number, group in enumerate(optimizer.param_groups)
             for state in [self._by_real[id(p)] for p in group["params"] if not is_lazy(p)]  # else it was not called
         ]
+        with DisableTorchFunction():
+            touched = [t for _, state, _ in found for t in (state.fake, state.fake.grad) if t is not None]
         if not updates_each_alone(optimizer):
             if any(grad is not None for _, _, grad in found):
                 self._append(index, found)
-            return
+            return touched
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
         least, most = SMALL_BYTES, CHUNK_BYTES
@@ -320,6 +355,7 @@ class StepRecorder:
             chunk.append((group, state, grad))
         for chunk in small.values():
             self._append(index, chunk)
+        return touched
 
     def _bytes(self, state: Mirrored) -> int:
         """Bytes of what is updated, the same in all processes."""
@@ -357,7 +393,7 @@ class StepRecorder:
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._pending.append(_Pending(place, index, chunk))
+        self._pending.append(_Pending(place, index, self._calls, chunk))
         for _, state, _ in chunk:
             traced = None if self._sharding is None else self._sharding.traced(state.real)
             if self._sharding is not None and traced is not None:
@@ -391,14 +427,20 @@ class StepRecorder:
             found = layouts.learn(reals, grads, shapes)
         members: list[Member] = []
         values: list[list[int]] = []
-        for (group, state, _), names in zip(pending.members, found, strict=True):
+        # Where each is updated alone, each was rehearsed alone: their order is that of the groups.
+        places = {
+            id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        for (group, state, _), layout in zip(pending.members, found, strict=True):
             own: list[int] = []
-            for name, shape in names.items():
+            for name, shape in layout.tensors.items():
                 key = (pending.optimizer, id(state.real), name)
                 if key not in known:
                     known[key] = self._bind(pending.optimizer, state, name, shape)
                 own.append(known[key])
-            members.append(Member(state.real, group, tuple(names)))
+            place = places[id(state.real)] if updates_each_alone(optimizer) else layout.place
+            rank = pending.call, place
+            members.append(Member(state.real, group, tuple(layout.tensors), rank=rank, order=layout.order))
             values.append(own)
         return members, values
 

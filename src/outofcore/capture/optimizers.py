@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
@@ -132,6 +132,8 @@ class Member:
         start: the element with which the range begins.
         is_last: no other range of it comes later in the step. Counts, and what else its ranges share, change with the
             last one alone: until then all have to find it as it was.
+        rank: orders the parameters of an optimizer as its own step makes their state.
+        order: all names in the state, those of what is no tensor as well, as its own step makes them.
     """
 
     parameter: torch.Tensor
@@ -139,6 +141,8 @@ class Member:
     names: tuple[str, ...]
     start: int = 0
     is_last: bool = True
+    rank: tuple[int, int] = (0, 0)
+    order: tuple[str, ...] = ()
 
     def key(self, name: str) -> tuple[int, str, int]:
         """Names the member's part of a state tensor."""
@@ -335,12 +339,16 @@ class OptimizerUpdate:
                 if leaf.data_ptr() != piece.parameter.data_ptr():
                     piece.parameter.copy_(leaf)
                 made, device = dict(shadow.state.get(leaf) or {}), piece.parameter.device
-                left[piece.member] = self._adopt(self.members[piece.member], made, piece.states, device)
+                left[piece.member] = self._adopt(self.members[piece.member], made, piece.states, device, piece.own)
                 leaf.grad = None
         return shadow
 
-    def _adopt(self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device) -> dict[str, Any]:
+    def _adopt(
+        self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device, own: dict[str, Any]
+    ) -> dict[str, Any]:
         """Copy the state that the optimizer has made or replaced into the tensors given.
+
+        ``own`` is what stays with the user: also what another step has made for a parameter that has no gradient here.
 
         Returns:
             the rest, with None under the name of state that is still to be made.
@@ -356,7 +364,7 @@ class OptimizerUpdate:
                 tensor.copy_(made)
             del entries[name]
         for name, made in entries.items():
-            if isinstance(made, torch.Tensor) and made.device == device:
+            if isinstance(made, torch.Tensor) and made.device == device and made is not own.get(name):
                 raise self._other_state(name)
         return entries
 
@@ -377,6 +385,58 @@ class OptimizerUpdate:
         for key, value in shadow.state.items():
             if not isinstance(key, torch.Tensor):
                 self.optimizer.state[key] = value
+
+
+class StateOrder:
+    """Puts state that updates have made into the order in which the step of its optimizer makes it.
+
+    Updates run one by one, and not in the order of the parameters; what is a tensor is shown when the step ends.
+    """
+
+    def __init__(self, updates: Sequence[OptimizerUpdate]) -> None:
+        self._members: dict[int, tuple[Optimizer, dict[int, Member]]] = {}
+        for update in updates:
+            _, members = self._members.setdefault(id(update.optimizer), (update.optimizer, {}))
+            for member in update.members:
+                known = members.setdefault(id(member.parameter), member)
+                if member.rank < known.rank:
+                    members[id(member.parameter)] = member
+        self._before: dict[int, dict[Any, list[Any]]] | None = None
+        self._is_made = False
+
+    def begin(self, *, is_made: bool) -> None:
+        """Take note of the state there is before a step; ``is_made``: the step will make some that is a tensor."""
+        self._before, self._is_made = None, is_made
+        if is_made or any(
+            m.parameter not in o.state for o, members in self._members.values() for m in members.values()
+        ):
+            self._before = {
+                number: {key: list(own) if isinstance(own, dict) else [] for key, own in optimizer.state.items()}
+                for number, (optimizer, _) in self._members.items()
+            }
+
+    def end(self) -> None:
+        """Order what has been added since."""
+        for number, before in (self._before or {}).items():
+            optimizer, members = self._members[number]
+            if not self._is_made and len(optimizer.state) == len(before):
+                continue
+            ranks = {parameter: member.rank for parameter, member in members.items()}
+            _order(optimizer.state, before, lambda key, ranks=ranks: ranks.get(id(key)))
+            for member in members.values():
+                own = optimizer.state.get(member.parameter)
+                if isinstance(own, dict):
+                    places = {name: (0, place) for place, name in enumerate(member.order)}
+                    _order(own, before.get(member.parameter, ()), places.get)
+        self._before = None
+
+
+def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any], tuple[int, int] | None]) -> None:
+    """Order by rank what was added to a table; what has no rank stays in its place."""
+    added = [key for key in table if key not in before]
+    ranked = iter(sorted([key for key in added if rank_of(key) is not None], key=lambda key: rank_of(key) or (0, 0)))
+    for key in [key if rank_of(key) is None else next(ranked) for key in added]:
+        table[key] = table.pop(key)
 
 
 class Rehearsal:
@@ -529,7 +589,7 @@ class UpdateOn:
     def _take_over(self, place: int, made: dict[str, Any]) -> None:
         """Bring to its place what the optimizer has put in place of what it was given."""
         update, member, param = self._update, self._update.members[place], self._params[place]
-        left = update._adopt(member, dict(made), self._states[place], param.device)
+        left = update._adopt(member, dict(made), self._states[place], param.device, _NOTHING)
         if left:
             update.optimizer.state[member.parameter].update(left)
 

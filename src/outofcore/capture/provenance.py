@@ -17,10 +17,14 @@ from torch import nn
 
 from outofcore._torch_internals import autograd_sequence_number, current_autograd_node, node_sequence_number
 from outofcore.capture.patching import patched
+from outofcore.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _EXAMPLES = _PACKAGE + "zoo/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_SCRIPTS = str(Path(sysconfig.get_path("scripts"))) + "/"
+_BEGINS_BACKWARD = ("backward", "grad")  # of torch.autograd
 _STANDARD = tuple(
     {str(Path(sysconfig.get_path(name))) + "/" for name in ("stdlib", "platstdlib")}
     | {str(Path(functools.__file__).parent) + "/"}
@@ -39,7 +43,7 @@ def is_users_file(name: str) -> bool:
         return True
     if name.startswith((_TORCH, _PACKAGE)):
         return False
-    return not (name.startswith(_STANDARD) and "site-packages" not in name and "dist-packages" not in name)
+    return not name.startswith(_STANDARD) or any(part in name for part in _INSTALLED)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -52,8 +56,31 @@ def _frames() -> Iterator[FrameType]:
 
 def user_line() -> str:
     """The innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
-    lines = (f"{f.f_code.co_filename}:{f.f_lineno}" for f in _frames() if is_users_file(f.f_code.co_filename))
-    return next(lines, "")
+    return next((_line(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename)), "")
+
+
+def callers_line() -> str:
+    """Likewise, but where packages run the user's loop, such as trainers, the line that has called them."""
+    lines = (_line(frame) for frame in _frames() if _is_own_file(frame.f_code.co_filename))
+    return next(lines, "") or user_line()
+
+
+def line_in_backward() -> str:
+    """The innermost line of user code that autograd has called: of a hook or a ``Function``; empty if there is none."""
+    for frame in _frames():
+        if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
+            return ""
+        if is_users_file(frame.f_code.co_filename):
+            return _line(frame)
+    return ""
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_own_file(name: str) -> bool:
+    return is_users_file(name) and not name.startswith(_SCRIPTS) and not any(part in name for part in _INSTALLED)
 
 
 def stacklevel_of_user() -> int:
@@ -67,6 +94,16 @@ def stacklevel_of_user() -> int:
 def called_from(file_suffix: str) -> bool:
     """Whether a frame on this thread's stack is of a file whose name ends so."""
     return any(frame.f_code.co_filename.endswith(file_suffix) for frame in _frames())
+
+
+def transform_running() -> str:
+    """Which transform of ``torch.func`` the code on this thread's stack is in, the outermost; empty: it is in none."""
+    names = [
+        frame.f_code.co_qualname.partition(".")[0].lstrip("_")
+        for frame in _frames()
+        if "/torch/_functorch/" in frame.f_code.co_filename
+    ]
+    return next((f"torch.func.{name}" for name in reversed(names) if name in torch.func.__all__), "")
 
 
 def users_part(traceback: TracebackType | None) -> TracebackType | None:
@@ -197,7 +234,7 @@ class Provenance:
         node = current_autograd_node()
         if node is not None and len(self._running) == self._outside_backward[-1]:
             return self._of_node(node)
-        origin = (self._running[-1] if self._running else "", user_line())
+        origin = (self._running[-1], user_line()) if self._running else ("", callers_line())
         self._origin.setdefault(autograd_sequence_number() - 1, origin)
         return origin
 
@@ -205,5 +242,18 @@ class Provenance:
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             owner = self._parameters.get(id(variable), "").rpartition(".")[0]
-            return owner, user_line()
-        return self._origin.get(node_sequence_number(node)) or ("", user_line())
+            return owner, callers_line()
+        return self._origin.get(node_sequence_number(node)) or ("", callers_line())
+
+    def located(self, error: CaptureError) -> CaptureError:
+        """The refusal of an op of backward, with the module and the line of the op whose gradient it is."""
+        node = current_autograd_node()
+        if node is None or len(self._running) != self._outside_backward[-1]:
+            return error
+        module, source = self._of_node(node)
+        source = line_in_backward() or source
+        text = str(error).removeprefix(f"{error.location}: ")
+        if module and f" {module}: " not in text:
+            text = f"in the backward pass of {module}: {text}"
+        error.args, error.location = (f"{source}: {text}" if source else text,), source
+        return error

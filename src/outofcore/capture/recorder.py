@@ -15,6 +15,7 @@ import torch
 
 from outofcore._torch_internals import (
     DisableTorchFunction,
+    DynamicOutputShapeException,
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
@@ -29,9 +30,17 @@ from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
-from outofcore.capture.refusals import gradient_by_values, refusal, translated, undeclared
+from outofcore.capture.refusals import (
+    gradient_by_values,
+    gradient_of_zeros,
+    higher_order,
+    refusal,
+    translated,
+    undeclared,
+)
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
+from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
 
@@ -52,16 +61,14 @@ _REFUSED = {
         "it names many tensors at once and cannot be taken apart",
         "leave it to optimizer.step()",
     ),
-    ("aten::_efficientzerotensor",): (
-        "the step takes a gradient that is zero throughout",
-        "PyTorch keeps no bytes for it, and what it computes with it needs none",
-        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
-    ),
 }
 
 
 class Recorder(TorchDispatchMode):
     """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages."""
+
+    # Without it PyTorch raises an error of its own for them, and none reaches ``__torch_dispatch__``.
+    supports_higher_order_operators = True
 
     def __init__(self, tables: Tables, provenance: Provenance, device: torch.device, user: Substitute) -> None:
         """``user`` knows which PyTorch function the user's code is in."""
@@ -70,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self._provenance = provenance
         self._device = device
         self._user = user
-        self._known = KnownValues()
+        self._known = user.known = KnownValues()
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
     def is_fake(self, item: object) -> bool:
@@ -80,24 +87,27 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._dispatched(func, args, kwargs or {})
+        except CaptureError as error:
+            raise self._provenance.located(error) from error.__cause__
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise refusal(
-                f"the step uses the higher-order operator {func}",
-                "it is not one operator on tensors",
-                "use the plain PyTorch function instead",
-            )
+            raise higher_order(func.name(), self._provenance.here()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
             return self._run(func, args, kwargs)
         name = func._schema.name
         if name.startswith(collectives.NAMESPACES):
             return self._collective(func, self._user.swap(args), self._user.swap(kwargs))
-        if name == "aten::_local_scalar_dense":
-            known = self._known.number(args[0])
+        if operators.traits(func).reads_values:
+            known = self._known.results(func, args, kwargs)
             if known is not None:
                 return known
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
+        if name == "aten::_efficientzerotensor":
+            raise gradient_of_zeros()
         for beginnings, (what, why, advice) in _REFUSED.items():
             if name.startswith(beginnings):
                 raise refusal(what.format(func=func, name=name), why, advice)
@@ -131,7 +141,12 @@ class Recorder(TorchDispatchMode):
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
         result = made_up(func, named)
         if result is None:
-            result = repaired(func, named, self._run(func, args, kwargs))
+            try:
+                result = repaired(func, named, self._run(func, args, kwargs))
+            except CaptureError as error:
+                if not isinstance(error.__cause__, DynamicOutputShapeException):
+                    raise
+                return self._as_constants(self._known.results(func, args, kwargs), error)
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
@@ -146,10 +161,14 @@ class Recorder(TorchDispatchMode):
                 if tables.storage_of(tensor) in creates:
                     value = tables.value_of(tensor)
             results.append(value)
-        if written:
-            self._known.forget([tensor for argument, tensor in given if argument in written])
-        else:
-            self._known.learn(func, args, kwargs, result_leaves(result))
+        self._known.learn(
+            func,
+            args,
+            kwargs,
+            result_leaves(result),
+            [tensor for argument, tensor in given if argument in written],
+            [tensor for argument, tensor in given if argument in written & operators.traits(func).overwritten],
+        )
         mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
         # What returns nothing and writes nothing is there to raise, as what checks the results of torch.linalg.
         if not creates and not mutates and func._schema.returns:
@@ -291,6 +310,7 @@ class Recorder(TorchDispatchMode):
 
     def _meet(self, wanted: collectives.Wanted, tensors: tuple[torch.Tensor, ...]) -> None:
         tables = self._tables
+        self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
         stores = [tables.values[value].storage for value in values]
         # All processes run one graph, also that which broadcasts and those which receive.
@@ -338,6 +358,25 @@ class Recorder(TorchDispatchMode):
             source=source,
         )
         return fake
+
+    def _as_constants(self, results: Any, error: CaptureError) -> Any:
+        """Bake what an operator returns whose sizes depend on values; raise the error where these are not known."""
+        made = leaves_in(results)
+        if not made or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in made):
+            raise error
+        return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
+
+    def forget(self, tensors: list[torch.Tensor]) -> None:
+        """Take note that something else than an operator may have written to tensors."""
+        self._known.forget(tensors)
+
+    def check(self) -> None:
+        """Refuse a step that has changed what its operators do not see.
+
+        Raises:
+            CaptureError: it has.
+        """
+        self._known.check()
 
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Write down an op that touches no storage: a change of a generator's state."""

@@ -13,8 +13,9 @@ from outofcore._torch_internals import (
     UnsupportedFakeTensorException,
     UnsupportedMutationAliasingException,
     UnsupportedOperatorException,
+    is_differentiating_forward,
 )
-from outofcore.capture.provenance import called_from, name_on_the_stack, user_line
+from outofcore.capture.provenance import called_from, name_on_the_stack, transform_running, user_line
 from outofcore.errors import CaptureError
 
 NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"
@@ -84,6 +85,44 @@ def gradient_by_values(function: str) -> CaptureError:
         NO_VALUES,
         "write torch.cumprod(x, dim).select(dim, -1), whose gradient is computed in one way, or detach() x if no "
         "gradient is wanted",
+    )
+
+
+# What does the same in plain PyTorch, by the name of a higher-order operator.
+_PLAIN = {
+    "cond": "write torch.where, or decide by a plain bool before the step",
+    "while_loop": "write a loop in Python over a number of rounds that is known beforehand",
+    "map_impl": "write a loop in Python and torch.stack, or one operator for all of them",
+    "scan": "write a loop in Python and torch.stack",
+    "associative_scan": "write torch.cumsum, torch.cumprod or a loop in Python",
+    "flex_attention": "write torch.nn.functional.scaled_dot_product_attention with attn_mask",
+    "flex_attention_backward": "write torch.nn.functional.scaled_dot_product_attention with attn_mask",
+}
+
+
+def higher_order(name: str, module: str) -> CaptureError:
+    """Refuse an operator that takes functions, called in a module of that path."""
+    return refusal(
+        f"the step uses the higher-order operator {name}{module and f' in {module}'}",
+        "it takes functions and decides itself which of them run, and how often, so it is no one operation of a graph",
+        _PLAIN.get(name, "call the functions that it is given yourself"),
+    )
+
+
+def gradient_of_zeros() -> CaptureError:
+    """Refuse a tensor that PyTorch makes where a derivative is zero throughout."""
+    why = "PyTorch keeps no bytes for it, and what it computes with it needs none"
+    if is_differentiating_forward():
+        return refusal(
+            f"the step differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a "
+            "derivative that is zero throughout",
+            why,
+            "take the derivative backward, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
+        )
+    return refusal(
+        "the step takes a gradient that is zero throughout",
+        why,
+        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
     )
 
 

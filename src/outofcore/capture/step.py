@@ -22,7 +22,7 @@ from outofcore._torch_internals import (
 )
 from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
-from outofcore.capture.guard import Guard
+from outofcore.capture.guard import Guard, check_modules
 from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
@@ -78,6 +78,7 @@ def capture_step(
     """
     require(Feature.COMPILE)
     with TURN:
+        check_modules(models)
         lazy = LazyInitialisation(models)
         try:
             check_supported(models)
@@ -142,7 +143,7 @@ def _captured(
             patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
-            steps.standing_in(),
+            steps.standing_in(recorder.forget),
             provenance.following(),
             lazy.learning(mirror.add_lazy),
             answering_what_is_fake(recorder.is_fake),
@@ -158,6 +159,7 @@ def _captured(
         ending = read_ending(result, mirror, tables, guard, run)
         del result
         guard.check(tables.source_of)
+        recorder.check()
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,19 @@ from torch.overrides import TorchFunctionMode
 from outofcore._torch_internals import (
     BACKWARD_ENTRY_POINTS,
     FOREACH_TENSOR_TYPES,
+    TRANSFORM_ENTRY_POINTS,
     FakeTensor,
+    HigherOrderOperator,
     is_compiled,
+    is_wrapper,
+    replayable,
     without_compiled_code,
+    without_modes,
 )
+from outofcore.capture.known import KnownValues
 from outofcore.capture.patching import class_method, patched
 from outofcore.capture.provenance import Provenance
-from outofcore.capture.refusals import grad_scaler, refusal, translated, undeclared, value_read
+from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
@@ -50,6 +56,7 @@ class Substitute(TorchFunctionMode):
 
     Attributes:
         first_refusal: the first refusal raised, kept in case the user's code swallows it.
+        known: the values that the step may look at.
     """
 
     def __init__(
@@ -69,7 +76,9 @@ class Substitute(TorchFunctionMode):
         self._reals = list(reals)
         self._device_type = device_type
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
+        self._module: Callable[[], str] = str  # the path of the module that runs
         self.first_refusal: CaptureError | None = None
+        self.known = KnownValues()
 
     def calling(self) -> str:
         """The name of the PyTorch function that the user's code is in; empty if it is in none."""
@@ -90,24 +99,32 @@ class Substitute(TorchFunctionMode):
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor if isinstance(tensor, FakeTensor) else self._fakes.get(id(tensor))
+            # A wrapper was put around a fake, see ``everywhere``.
+            known = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
+            found = tensor if known else self._fakes.get(id(tensor))
             if found is None:
                 raise undeclared(tensor)
             return found
 
         return map_leaves(tree, fake)
 
+    def _swapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*self.swap(args), **self.swap(kwargs))
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
+        if isinstance(func, HigherOrderOperator) and func.name() != "custom_function_call":
+            # Before its gradient is prepared, for which many trace the functions they are given.
+            raise self._refused(higher_order(func.name(), self._module()))
         if args and id(args[0]) in self._counts:
             known = self._counted(name, args)
             if known is not None:
                 return known
         try:
             if name in _READS:
-                raise value_read(name)
+                return self._read(func, name, args, kwargs or {})
             if name in _FACTORIES:
                 _refuse_array(args, kwargs or {})
             try:
@@ -128,6 +145,15 @@ class Substitute(TorchFunctionMode):
             if known is None:
                 raise
             raise self._refused(known) from error
+
+    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a read of a tensor's value gives where that is known."""
+        value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
+        if value is None:
+            raise value_read(name)
+        with without_modes():
+            found = func(value, *args[1:], **kwargs)
+        return found if isinstance(found, str) else self.known.lend(args[0], found)
 
     def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
         """Whether a count is zero, if that is the question; a change of it is followed."""
@@ -151,6 +177,7 @@ class Substitute(TorchFunctionMode):
         The autograd engine runs hooks, custom backwards and recomputed forwards while the mode is
         set aside; ``Function.apply``, ``from_numpy`` and ``tolist`` are not overridable.
         """
+        self._module = lambda: provenance.here()[0]
         engine = getattr(*BACKWARD_ENTRY_POINTS[0])
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -165,8 +192,15 @@ class Substitute(TorchFunctionMode):
         def from_numpy(array: Any) -> Any:
             raise self._refused(_array_refusal())
 
+        as_list = torch.Tensor.tolist
+
         def tolist(tensor: torch.Tensor) -> Any:
-            raise self._refused(value_read("tolist"))
+            # Where no mode is on, it is a known value that is read.
+            value = tensor if replayable() else self.known.value(tensor)
+            if value is None:
+                raise self._refused(value_read("tolist"))
+            with without_modes():
+                return as_list(value)
 
         scale = torch.amp.GradScaler.scale
 
@@ -183,6 +217,8 @@ class Substitute(TorchFunctionMode):
             for kind in (torch.Tensor, FakeTensor):
                 stack.enter_context(patched(kind, "tolist", tolist))
             stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
+            for owner, name in TRANSFORM_ENTRY_POINTS:
+                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
             # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)

@@ -12,7 +12,7 @@ from outofcore import _torch_internals as internals
 from outofcore._torch_internals import mark_stepped
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
-from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.optimizers import OptimizerUpdate, StateOrder
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
@@ -25,7 +25,7 @@ from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.undo import Undo
 from outofcore.graph import StorageKind
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
-from outofcore.program import CopyIn, CopyOut, Program, Timeline
+from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Runner:
         self._begun = False  # whether the last run got to its first instruction
         self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
+        self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
         self._gradients = {
             left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
@@ -214,6 +215,7 @@ class Runner:
         self._begun = False
         to_publish = self._take_over()
         self._keeper.read_shared()
+        self._state_order.begin(is_made=to_publish)
         ports, results = self._ports(leaves)
         table = self._table = placed.table
         if placed.first_table is not None:
@@ -228,7 +230,11 @@ class Runner:
         placed = self._bring_home(placed)
         placed.undo.begin(placed.arena)
         self._begun = True
-        timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        try:
+            timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+        except Exception as error:
+            self._name_op(engine, error)
+            raise
         for replica in captured.replicas:
             replica.apply()
         self._check_left()
@@ -236,6 +242,7 @@ class Runner:
         self._show_gradients(placed.arena, results)
         if to_publish:
             self._publish()
+        self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
         returned: list[Any] = []
@@ -251,6 +258,21 @@ class Runner:
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
+
+    def _name_op(self, engine: Engine, error: Exception) -> None:
+        """Note on an error which op raised it: no line of the user's is on the stack."""
+        reached = engine.reached()
+        if reached is None:
+            return
+        half_way = [
+            instruction
+            for instruction, started, done in zip(self.program.instructions, reached.started, reached.done, strict=True)
+            if isinstance(instruction, Run) and started and not done
+        ]
+        if len(half_way) == 1:
+            op = self.captured.graph.ops[half_way[0].op]
+            where = f" in module {op.module}" if op.module else ""
+            error.add_note(f"Raised by {op.name}{where}{op.source and f' ({op.source})'}.")
 
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home what the user has changed since the last step, of what leaves without a copy."""
