@@ -255,7 +255,7 @@ for _module, _name in BACKWARD_ENTRY_POINTS:
 
 # Where transforms of ``torch.func`` wrap the tensors they are given: (module, attribute).
 TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = tuple(
-    (pkgutil.resolve_name(module), name)
+    (_private(module), name)
     for module, name in (
         ("torch._functorch.eager_transforms", "_wrap_for_grad"),
         ("torch._functorch.vmap", "_add_batch_dim"),
@@ -772,7 +772,7 @@ def without_python_dispatch(name: str) -> Iterator[None]:
         name: of the key, such as "Fake".
     """
     if names := missing(Feature.HIGHER_ORDER):
-        _log.warning("%s", _refusal_of(Feature.HIGHER_ORDER.value, names))
+        _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
         yield
         return
     key, plain = _dispatch_key(name), _keyset
