@@ -155,8 +155,8 @@ def closure(w: World) -> Any:
 
 def product(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        loss = w.model(x).prod(1).sum()
-        loss.backward()  # product
+        loss = w.model(x).prod(1).sum()  # product
+        loss.backward()
         return loss
 
     return step
@@ -164,8 +164,8 @@ def product(w: World) -> Any:
 
 def zero(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        loss = w.model(x).sgn().sum()
-        loss.backward()  # zero
+        loss = w.model(x).sgn().sum()  # zero
+        loss.backward()
         return loss
 
     return step

@@ -18,7 +18,7 @@ import gpu_rows
 import gpu_visit
 
 from outofcore.capture import capture_step
-from outofcore.estimation.costing import given_memory, operations_of
+from outofcore.estimation.costing import operations_of
 
 GIB = 1 << 30
 DECODER = {"kind": "decoder", "width": 64, "layers": 2, "heads": 4, "groups": 2, "head": 16, "inner": 96, "vocab": 128}
@@ -39,8 +39,7 @@ def test_attention_is_captured_as_a_gpu_runs_it_and_its_work_is_counted() -> Non
     with torch.device("meta"):
         job = gpu_rows.make(DECODER, 96, foretold=True)
     models, batch = [job.model.to("meta")], tuple(part.to("meta") for part in job.batch)
-    with given_memory(models, (batch, {})) as (given, _):
-        captured = capture_step(job.step, models, [job.optimizer], given, {})
+    captured = capture_step(job.step, models, [job.optimizer], batch, {}, torch.device("cpu"))
     found = {
         op.name.partition(".default")[0]: operations_of(captured, op, call)[1]
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)

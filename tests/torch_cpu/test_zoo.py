@@ -280,7 +280,7 @@ def test_text_is_the_source_of_the_library() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("alexnet", {}, "take one of: resnet"),
+        ("alexnet", {}, "It has resnet, vgg16"),
         ("resnet", {"layers": 3}, "no option 'layers'"),
         ("gpt", {"size": 3}, "no option 'size'"),
         ("gpt", {"width": 100, "heads": 3}, "do not divide"),

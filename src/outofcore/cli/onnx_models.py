@@ -16,7 +16,6 @@ from outofcore.api import CheckName, budget, compile, open_home
 from outofcore.errors import CaptureError, InputError
 from outofcore.materialization import build
 from outofcore.onnx import OnnxModel, load
-from outofcore.onnx.loading import skeleton
 from outofcore.onnx.storage import DTYPES
 
 # What NumPy has no name for: such inputs and outputs are single-precision numbers in files.
@@ -60,7 +59,7 @@ def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> Forwa
     Raises:
         OutOfCoreError: the file cannot be used, or sizes are missing.
     """
-    model = skeleton(path)
+    model = load(path, contents=False)
     if arrays:
         if dims:
             raise InputError("sizes come from --input or from --dim; give one of the two")

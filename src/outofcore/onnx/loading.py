@@ -12,7 +12,7 @@ from outofcore.onnx.model import OnnxModel
 from outofcore.onnx.operators import find
 
 
-def load(path: str | os.PathLike[str]) -> OnnxModel:
+def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:
     """An ONNX file as a PyTorch module that can be run and trained, in core, compiled or in a followed loop.
 
     All of the file is checked before a tensor is made. Tensors of 64 KiB and more stay in their file, or in the one
@@ -21,6 +21,7 @@ def load(path: str | os.PathLike[str]) -> OnnxModel:
 
     Args:
         path: the model, of opset 1 to 28. External data lies in its folder.
+        contents: False: large weights are on the device meta, for plans and estimates of files larger than memory.
 
     Returns:
         a module that takes tensors in the order of ``model.input_names``, or by these names, and returns one tensor, or
@@ -44,16 +45,7 @@ def load(path: str | os.PathLike[str]) -> OnnxModel:
     >>> model(torch.ones(1, 4)).tolist(), [name for name, _ in model.named_parameters()]
     ([[4.0, 4.0]], ['weight'])
     """
-    return OnnxModel(_read(path))
-
-
-def skeleton(path: str | os.PathLike[str]) -> OnnxModel:
-    """The same module with its large weights on the device meta: to be planned for, without the bytes of the file.
-
-    Raises:
-        InputError: as ``load``.
-    """
-    return OnnxModel(_read(path), has_contents=False)
+    return OnnxModel(_read(path), has_contents=contents)
 
 
 def _read(path: str | os.PathLike[str]) -> Model:
