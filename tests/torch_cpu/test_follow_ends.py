@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import outofcore
+from outofcore._torch_internals import global_optimizer_hooks
 from outofcore.follow.native import is_followed
 from outofcore.follow.recipes import Recipes
 
@@ -115,6 +116,8 @@ def test_loop_that_refers_to_itself_ends_where_another_one_starts() -> None:
     finally:
         gc.enable()
     assert_trained(model, losses)
+    assert not global_optimizer_hooks()
+    assert not model._forward_hooks
 
 
 def test_second_loop_is_told_where_the_other_one_was_started() -> None:

@@ -512,13 +512,13 @@ class Loop:
 
     def _watch_optimizers(self) -> None:
         self._hooks = [
-            register_optimizer_step_pre_hook(_OfLoop(self, Loop._before_step)),
-            register_optimizer_step_post_hook(_OfLoop(self, Loop._after_step)),
+            _held(register_optimizer_step_pre_hook(_OfLoop(self, Loop._before_step))),
+            _held(register_optimizer_step_post_hook(_OfLoop(self, Loop._after_step))),
         ]
 
     def _forget_optimizers(self) -> None:
         for hook in self._hooks:
-            hook.remove()
+            _remove(hook)
 
     def _remember(self) -> None:
         self._last = self._read_stats()
@@ -677,7 +677,8 @@ class Loop:
     def _watch_calls(self) -> None:
         for model in self._models:
             if not self._beside and not isinstance(model, torch.jit.ScriptModule):
-                self._undo.callback(model.register_forward_hook(_OfLoop(self, Loop.after_call)).remove)
+                hook = model.register_forward_hook(_OfLoop(self, Loop.after_call))
+                self._undo.callback(_remove, _held(hook))
 
     def end_of_step(self) -> None:
         """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
@@ -773,6 +774,21 @@ class _OfLoop:
 
 # Loops that were started, and perhaps stopped since.
 _started: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+# The hooks of loops. Before a lost loop's ``__del__`` runs, garbage collection clears the weak references of what it
+# collects, also the one by which a handle finds what to remove.
+_handles: set[RemovableHandle] = set()
+
+
+def _held(hook: RemovableHandle) -> RemovableHandle:
+    _handles.add(hook)
+    return hook
+
+
+def _remove(hook: RemovableHandle) -> None:
+    hook.remove()
+    _handles.discard(hook)
 
 
 def _models_running() -> Iterator[tuple[str, nn.Module]]:
