@@ -1,7 +1,7 @@
 """Every private name of PyTorch that outofcore leans on, under a public name of ours.
 
-A new release of PyTorch that moves or drops one of them breaks this file alone, and of the library only the features
-that need the name: ``require`` refuses those, and names what has gone.
+A new release of PyTorch that moves or drops a name breaks this file alone, and only the features that need the name.
+``require`` refuses such a feature and lists the missing names.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ __all__ = [
     "without_python_dispatch",
 ]
 
-# The oldest and the newest release of PyTorch with which the whole test suite passes.
+# The oldest and the newest release of PyTorch that the tests are run with.
 TESTED = ((2, 11), (2, 15))
 TESTED_TEXT = " to ".join(f"{major}.{minor}" for major, minor in TESTED)
 
@@ -139,7 +139,7 @@ _missing: dict[Feature, list[str]] = {}
 
 
 class _Substitute(type):
-    """The type of what takes the place of a private name that has gone: to call it raises."""
+    """The type of the placeholder for a missing private name; calling the placeholder raises."""
 
     refusal: VersionError
 

@@ -657,7 +657,7 @@ _within = budget
 
 
 def stop() -> bool:
-    """End the loop that ``outofcore.budget`` has started, whoever has its handle, and whichever thread runs it.
+    """End the loop started by ``outofcore.budget``, without its handle and from any thread.
 
     In a notebook, where a cell that starts a loop has run twice or has failed, this ends it without the handle. Its
     tensors keep their contents and can be used; their memory goes with them. While an op runs, the loop ends with it.

@@ -80,16 +80,21 @@ Between = Callable[[Tensor], object]
 Optimizers = list[torch.optim.Optimizer]
 
 
-def plain(model: Model, x: Tensor, optimizers: Optimizers, between: Between = lambda x: None) -> list[float]:
+def step_of(model: Model, optimizers: Optimizers) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
         loss = model(x)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
-    return each_step(step, x, between)
+    return step
+
+
+def plain(model: Model, x: Tensor, optimizers: Optimizers, between: Between = lambda x: None) -> list[float]:
+    step = step_of(model, optimizers)
+    return each_step(lambda x: step(x).detach(), x, between)
 
 
 def followed(model: Model, x: Tensor, optimizers: Optimizers, between: Between = lambda x: None) -> list[float]:
@@ -102,15 +107,9 @@ def followed(model: Model, x: Tensor, optimizers: Optimizers, between: Between =
 def compiled(
     model: Model, x: Tensor, optimizers: Optimizers, between: Between = lambda x: None, **options: Any
 ) -> list[float]:
-    def step(x: Tensor) -> Tensor:
-        loss = model(x)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    made = outofcore.compile(step, model, optimizers, budget="1800KiB", home="host", cache=False, **options)
+    made = outofcore.compile(
+        step_of(model, optimizers), model, optimizers, budget="1800KiB", home="host", cache=False, **options
+    )
     with made:
         return each_step(made, x, between)
 

@@ -213,16 +213,18 @@ def test_results_are_in_the_file_when_the_visit_is_killed(root: Path, tmp_path: 
         pytest.fail("a process of the visit runs on")
 
 
-def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
-    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
-) -> None:
-    bits = Part(3, "bits", 60, measurements("one", "blocked"), bits=True)
-    parts = [
-        bits,
+def parts_with_bits(*names: str) -> list[Part]:
+    return [
+        Part(3, "bits", 60, measurements(*names), bits=True),
         Part(5, "row", 60, measurements("two")),
         Part(gpu_visit.SUSPECTS, "fakes", 60, measurements("three")),
     ]
-    status, results = visit(monkeypatch, tmp_path / "out", parts)
+
+
+def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    status, results = visit(monkeypatch, tmp_path / "out", parts_with_bits("one", "blocked"))
     assert status == 1
     ended = [(one["measurement"], one["passed"]) for one in results if "passed" in one]
     assert ended == [("one", True), ("blocked", False), ("blocked", True), ("three", True), ("two", True)]
@@ -233,13 +235,7 @@ def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
 def test_an_exceeded_budget_does_not_delay_the_next_part(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
-    bits = Part(3, "bits", 60, measurements("over", "one"), bits=True)
-    parts = [
-        bits,
-        Part(5, "row", 60, measurements("two")),
-        Part(gpu_visit.SUSPECTS, "fakes", 60, measurements("three")),
-    ]
-    status, results = visit(monkeypatch, tmp_path / "out", parts)
+    status, results = visit(monkeypatch, tmp_path / "out", parts_with_bits("over", "one"))
     assert status == 1
     assert [one["measurement"] for one in results if "passed" in one] == ["over", "one", "two"]
     assert "!! 3 over: OverBudgetError: too much" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")

@@ -72,7 +72,7 @@ class _Pending:
         args: with places in place of tensors.
         results: the place of each tensor that it returns and that is known.
         reads: keys of the storages that it uses.
-        writes: keys of those that it writes or makes.
+        writes: keys of the storages that it writes or makes.
     """
 
     func: OpOverload
@@ -92,7 +92,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """A NumPy array that the step has got of a known tensor, and what was in it."""
+    """A NumPy array of a known tensor that the step holds, with its original contents."""
 
     key: int
     array: Any
@@ -227,7 +227,7 @@ class KnownValues:
         return _Place(found.place)
 
     def _run_up_to(self, key: int) -> None:
-        """Run what leads to the contents of a storage as they are now, and what has yet to read what that writes."""
+        """Run the pending operators that produce a storage's contents, and pending readers of what they overwrite."""
         wanted, changed, chosen, rest = {key}, set[int](), list[_Pending](), list[_Pending]()
         for pending in reversed(self._pending):
             if not (pending.writes & wanted or pending.reads & changed):
