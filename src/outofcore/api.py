@@ -19,6 +19,7 @@ from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
 from outofcore.capture.guard import check_modules
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.partial_sums import summing
 from outofcore.capture.passes import leanest
@@ -774,7 +775,8 @@ def smallest_budget(
     backend = open_backend(device)
     _check_devices(models, backend.device)
     kept = open_cache(cache)
-    plain = partial(capture_step, step, models, optimizers, inputs, kwargs or {}, backend.device)
+    given = (step, models, optimizers, inputs, kwargs or {})
+    plain = partial(capture_step, *given, backend.device, layouts=KernelLayouts())
     splits = split_of(split)
     capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
     traced = capture()

@@ -29,6 +29,7 @@ from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
 from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fused, fusing
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.partial_sums import in_partial_sums, summing
@@ -285,6 +286,7 @@ class Session:
         self._signer = Signer(step, self._models, self._optimizers, backend.device)
         self._known: dict[Signature, _Known] = {}
         self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
+        self._layouts = KernelLayouts()
         self._active: _Known | None = None  # whose states are in the arena
         self._signature: Signature | None = None  # of the last call
         self.shown: PlannedStep | None = None
@@ -727,6 +729,7 @@ class Session:
             device,
             orders=self._orders,
             shards=self._shards,
+            layouts=self._layouts,
         )
         with Deferred("the capture of the step", stops=3):
             traced = capture()

@@ -12,9 +12,12 @@ from replay import Replay
 from torch import nn
 
 from outofcore.capture import capture_step
+from outofcore.capture.kernel_layouts import KernelLayouts
+from outofcore.errors import CaptureError
 
 Shape = tuple[int, ...]
 IMAGE = (2, 8, 9, 9)
+VOLUME = (2, 4, 6, 6, 6)
 WORDS = (2, 5, 16)
 
 
@@ -30,6 +33,11 @@ class First(nn.Module):
 class Twice(First):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x, x)
+
+
+class Unpooled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:])
 
 
 class Attention(nn.Module):
@@ -66,8 +74,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "conv_pointwise": (lambda: nn.Conv2d(8, 8, 1), IMAGE),
     "conv_transposed": (lambda: nn.ConvTranspose2d(8, 6, 3, stride=2), IMAGE),
     "conv_1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 12)),
-    "conv_3d": (lambda: nn.Conv3d(4, 6, 3), (2, 4, 6, 6, 6)),
+    "conv_3d": (lambda: nn.Conv3d(4, 6, 3), VOLUME),
     "batch_norm": (lambda: nn.BatchNorm2d(8), IMAGE),
+    "batch_norm_1d": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Conv1d(5, 5, 3)), WORDS),
     "batch_norm_evaluated": (lambda: nn.BatchNorm2d(8).eval(), IMAGE),
     "batch_norm_after_conv": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)), IMAGE),
     "instance_norm": (lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True), IMAGE),
@@ -83,6 +92,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "pixel_shuffle": (lambda: nn.PixelShuffle(2), IMAGE),
     "reflection_pad": (lambda: nn.ReflectionPad2d(1), IMAGE),
     "replication_pad": (lambda: nn.ReplicationPad2d(1), IMAGE),
+    "reflection_pad_3d": (lambda: nn.ReflectionPad3d(1), VOLUME),
+    "replication_pad_3d": (lambda: nn.ReplicationPad3d(1), VOLUME),
+    "channel_shuffle": (lambda: nn.ChannelShuffle(2), IMAGE),
+    "max_unpool": (Unpooled, IMAGE),
     "unfold": (lambda: nn.Unfold(3), IMAGE),
     "dropout": (lambda: nn.Dropout(0.3), IMAGE),
     "dropout_2d": (lambda: nn.Dropout2d(0.3), IMAGE),
@@ -103,6 +116,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mse": lambda x: F.mse_loss(x, torch.ones_like(x)),
     "smooth_l1": lambda x: F.smooth_l1_loss(x, torch.ones_like(x)),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
+    "huber": lambda x: F.huber_loss(x, torch.ones_like(x)),
     "soft_margin": lambda x: F.soft_margin_loss(x, torch.ones_like(x)),
     "cross_entropy_smoothed": lambda x: F.cross_entropy(x, torch.arange(4), label_smoothing=0.1),
     "kl": lambda x: F.kl_div(x.log_softmax(1), x.detach().softmax(1), reduction="batchmean"),
@@ -181,7 +195,7 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
             pytest.skip(f"plain PyTorch does not run this here: {error}")
         model.load_state_dict(before)
         model.zero_grad()
-    replay = Replay(capture_step(step, [model], [], (x,), {}))
+    replay = Replay(capture_step(step, [model], [], (x,), {}, layouts=KernelLayouts()))
     torch.manual_seed(3)
     ours = replay(x)
     grads = [p.grad for p in model.parameters()]
@@ -207,18 +221,29 @@ def test_modules(name: str, half: bool) -> None:
     check(make(), torch.randn(shape), half=half)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, shape) in MODULES.items() if len(shape) == 4])
+@pytest.mark.parametrize("name", [name for name, (_, shape) in MODULES.items() if len(shape) > 2])
 def test_modules_with_channels_last(name: str) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
-    memory_format = torch.channels_last
-    check(make().to(memory_format=memory_format), torch.randn(shape).to(memory_format=memory_format), half=False)
+    model, memory_format = make(), {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
+    if memory_format is not None:
+        model = model.to(memory_format=memory_format)
+    check(model, torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1), half=False)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str) -> None:
+def test_functions(name: str, transposed: bool) -> None:
     torch.manual_seed(0)
-    check(Weighted(FUNCTIONS[name]), torch.rand(4, 5), half=False)
+    model = Weighted(FUNCTIONS[name])
+    if transposed:
+        model.weight = nn.Parameter(torch.rand(5, 4).t() + 0.5)
+    x = torch.rand(5, 4).t() if transposed else torch.rand(4, 5)
+    if name in {"cumulative", "product"} and torch.__version__ < "2.13":
+        with pytest.raises(CaptureError, match="the gradient of cumprod is computed in one way or another"):
+            check(model, x, half=False)
+    else:
+        check(model, x, half=False)
 
 
 class Smoothed(nn.Module):

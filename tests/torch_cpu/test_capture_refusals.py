@@ -162,6 +162,15 @@ def product(w: World) -> Any:
     return step
 
 
+def complex_product(w: World) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        loss = torch.complex(w.model(x), x.sum()).cumprod(1).abs().sum()  # complex_product
+        loss.backward()
+        return loss
+
+    return step
+
+
 def zero(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = w.model(x).sgn().sum()  # zero
@@ -247,6 +256,7 @@ WITH_LINE = [
     (long_list, "100 elements from Python data", "register it as a buffer"),
     (closure, "with a closure", "loss.backward()"),
     (product, "whether there are zeros", "torch.cumprod"),
+    (complex_product, "the gradient of cumprod is computed in one way or another", "real numbers"),
     (zero, "zero throughout", "torch.sign"),
     (parted, "tensor_split reads the memory", "in tensors"),
     (scaler, "GradScaler", "bfloat16"),

@@ -5,8 +5,9 @@ A step is captured by ``step.capture_step``, in this order:
 1. ``guard`` takes the state of all that the step may touch, and puts it back in the end.
 2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments; ``lazy`` those of lazy modules on the way.
 3. The step runs once on the fakes: ``substitute`` hands them to the user's code, ``recorder`` writes down every ATen
-   operator in ``tables`` (what operators do is told by ``operators``, where they come from by ``provenance``), and
-   ``optimizer_steps`` takes down each ``optimizer.step()`` as update ops (``optimizers``).
+   operator in ``tables`` (what operators do is told by ``operators``, how results lie by ``kernel_layouts``, where they
+   come from by ``provenance``), and ``optimizer_steps`` takes down each ``optimizer.step()`` as update ops
+   (``optimizers``).
 4. ``assembly`` reads what the step has left and puts a ``Captured`` together (``captured``).
 
 Then passes give the graph another form, all in ``passes``; the bits stay the same:

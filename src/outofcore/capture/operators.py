@@ -283,29 +283,6 @@ def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
     return results
 
 
-def _like_argument(name: str) -> Repair:
-    """Result 0 has the strides that an empty tensor like an argument would have."""
-
-    def repair(given: Given, results: list[Any]) -> list[Any]:
-        if results[0] is not None:
-            model: torch.Tensor = given[name]
-            channels_last = model.ndim == 4 and model.is_contiguous(memory_format=torch.channels_last)
-            if channels_last and not model.is_contiguous():
-                results[0] = _like(results[0], results[0].dtype, model.stride())
-        return results
-
-    return repair
-
-
-def _contiguous(given: Given, results: list[Any]) -> list[Any]:
-    return [
-        item
-        if item.is_contiguous() or item.numel() == 0
-        else torch.empty(item.shape, dtype=item.dtype, device=item.device)
-        for item in results
-    ]
-
-
 def _in_memory_of(count: Callable[[Given], int], *places: int) -> Repair:
     """Results at some places lie in memory of so many elements, which the kernel used before."""
 
@@ -377,13 +354,6 @@ def _seeds_on_the_cpu(given: Given, results: list[Any]) -> list[Any]:
 
 _REPAIRS: dict[str, Repair] = {
     "aten::native_batch_norm": _statistics_in_full,
-    "aten::native_batch_norm_backward": _like_argument("input"),
-    "aten::reflection_pad2d_backward": _like_argument("self"),
-    "aten::replication_pad2d_backward": _like_argument("self"),
-    "aten::rrelu_with_noise": _contiguous,
-    "aten::log_sigmoid_forward": _contiguous,
-    "aten::log_sigmoid_backward": _contiguous,
-    "aten::glu_backward": _contiguous,
     "aten::mse_loss": _in_memory_of(_loss_elements, 0),
     "aten::smooth_l1_loss": _in_memory_of(_loss_elements, 0),
     "aten::soft_margin_loss": _in_memory_of(_loss_elements, 0),

@@ -26,6 +26,7 @@ from outofcore._torch_internals import (
 )
 from outofcore.capture import collectives, operators
 from outofcore.capture.captured import Call, Ref
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
 from outofcore.capture.patching import patched
@@ -53,7 +54,7 @@ _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
 # Nodes of autograd that take another formula for tensors without contents than they may take for the user's, and an
 # operator that only the former has.
-_BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod"}
+_BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod", "CumprodBackward0": "aten::prod"}
 # Operators by how their names begin: what is said of them, why they are refused, and what helps.
 _REFUSED = {
     ("aten::_amp_", "aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd"): (
@@ -70,13 +71,21 @@ class Recorder(TorchDispatchMode):
     # Without it PyTorch raises an error of its own for them, and none reaches ``__torch_dispatch__``.
     supports_higher_order_operators = True
 
-    def __init__(self, tables: Tables, provenance: Provenance, device: torch.device, user: Substitute) -> None:
-        """``user`` knows which PyTorch function the user's code is in."""
+    def __init__(
+        self,
+        tables: Tables,
+        provenance: Provenance,
+        device: torch.device,
+        user: Substitute,
+        layouts: KernelLayouts | None = None,
+    ) -> None:
+        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are believed."""
         super().__init__()
         self._tables = tables
         self._provenance = provenance
         self._device = device
         self._user = user
+        self._layouts = layouts
         self._known = user.known = KnownValues()
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
@@ -128,10 +137,10 @@ class Recorder(TorchDispatchMode):
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on fake tensors and write it down, unless it only makes views."""
         node = current_autograd_node()
-        if node is not None and _BY_VALUES.get(node.name()) == func._schema.name:
-            raise gradient_by_values(node.name().partition("Backward")[0].lower())
         tables = self._tables
         named = operators.by_name(func, args, kwargs)
+        if node is not None and _goes_by_values(node.name(), func, args):
+            raise gradient_by_values(node.name().partition("Backward")[0].lower())
         written = operators.written_arguments(func, named)
         given = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
         for _, tensor in given:
@@ -139,6 +148,12 @@ class Recorder(TorchDispatchMode):
         # Taken before the call: in-place views such as t_() change what their argument is.
         before = [(argument, tables.value_of(tensor)) for argument, tensor in given]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
+        call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
+        called, name = faithful(func, self._user.autocast()), str(func)
+
+        def family() -> str:
+            return operators.family_text(name, call_args, call_kwargs, tables.values)
+
         result = made_up(func, named)
         if result is None:
             try:
@@ -147,6 +162,8 @@ class Recorder(TorchDispatchMode):
                 if not isinstance(error.__cause__, DynamicOutputShapeException):
                     raise
                 return self._as_constants(self._known.results(func, args, kwargs), error)
+        if self._layouts is not None:
+            result = self._layouts.corrected(func, family, called, args, kwargs, result)
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
@@ -174,13 +191,11 @@ class Recorder(TorchDispatchMode):
         if not creates and not mutates and func._schema.returns:
             return result
 
-        call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
-        called, reads = faithful(func, self._user.autocast()), self._read(func, before, written)
+        reads = self._read(func, before, written)
         ignored = self._ignored(func, before, creates)
         if ignored is not None:
             called, call_args = SumOfCounted(), (*call_args, Ref(ignored))
             reads = _unique((*reads, tables.values[ignored].storage))
-        name = str(func)
         tables.append(
             name,
             Call(called, call_args, call_kwargs, tuple(results)),
@@ -189,7 +204,7 @@ class Recorder(TorchDispatchMode):
             creates=tuple(creates),
             rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
             random=operators.is_random(func, named),
-            family=operators.family_text(name, call_args, call_kwargs, tables.values),
+            family=family(),
             module=module,
             source=source,
             discards=self._discarded(func, before, written),
@@ -383,6 +398,13 @@ class Recorder(TorchDispatchMode):
         module, source = self._provenance.here()
         call = Call(func, (), {}, (), rehearse)
         self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
+
+
+def _goes_by_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a node of autograd took a formula that it may not take for tensors with contents."""
+    # PyTorch's formulas for real numbers agree to the bit from 2.13 on.
+    is_complex = node == "CumprodBackward0" and isinstance(args[0], torch.Tensor) and args[0].is_complex()
+    return is_complex or _BY_VALUES.get(node) == func._schema.name
 
 
 def _unique(items: Any) -> tuple[int, ...]:

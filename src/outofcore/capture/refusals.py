@@ -80,11 +80,11 @@ def value_read(function: str) -> CaptureError:
 
 def gradient_by_values(function: str) -> CaptureError:
     """Refuse a gradient whose formula is chosen by the values of what it is taken of."""
+    instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
         f"the gradient of {function} is computed in one way or another, depending on whether there are zeros",
         NO_VALUES,
-        "write torch.cumprod(x, dim).select(dim, -1), whose gradient is computed in one way, or detach() x if no "
-        "gradient is wanted",
+        f"{instead}, whose gradient PyTorch 2.13 and newer compute in one way, or detach() x if no gradient is wanted",
     )
 
 

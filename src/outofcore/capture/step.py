@@ -23,6 +23,7 @@ from outofcore._torch_internals import (
 from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.guard import Guard, check_modules
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
@@ -49,10 +50,11 @@ def capture_step(
     gradients: Mapping[int, Value | None] | None = None,
     orders: Mapping[int, tuple[int, ...]] | None = None,
     shards: Shards | None = None,
+    layouts: KernelLayouts | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
-    The step runs once, on tensors without contents, so it needs no memory and computes nothing.
+    The step runs once, on tensors without contents.
     The user's models, optimizers, gradients, arguments and random generators are left as they are,
     whether the capture succeeds or not. Captures in several threads take turns.
 
@@ -68,6 +70,8 @@ def capture_step(
         orders: by the id of a ``DistributedDataParallel``, the order in which its gradients came when it was captured
             first (``ReplicaEnd.order``). Where none is known, the step runs twice.
         shards: what is spread over processes, which the step then gathers and reduces.
+        layouts: knows the layouts of what kernels return. None: what PyTorch says of tensors without contents is
+            believed; no kernel runs and no memory is needed, and what is captured may round otherwise than the step.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
@@ -82,7 +86,8 @@ def capture_step(
         lazy = LazyInitialisation(models)
         try:
             check_supported(models)
-            trace = partial(_captured, step, models, optimizers, args, kwargs, device, gradients or {}, lazy, shards)
+            inputs = (models, optimizers, args, kwargs)
+            trace = partial(_captured, step, *inputs, device, gradients or {}, lazy, shards, layouts)
             captured, unknown = trace(orders or {})
             if unknown:
                 found = {id(end.model): end.order for end in captured.replicas if end.reduced}
@@ -121,6 +126,7 @@ def _captured(
     gradients: Mapping[int, Value | None],
     lazy: LazyInitialisation,
     shards: Shards | None,
+    layouts: KernelLayouts | None,
     orders: Mapping[int, tuple[int, ...]],
 ) -> tuple[Captured, bool]:
     guard = Guard(step, models, optimizers)
@@ -136,7 +142,7 @@ def _captured(
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
         substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
-        recorder = Recorder(tables, provenance, device, substitute)
+        recorder = Recorder(tables, provenance, device, substitute, layouts)
         replicas = Replicas(models, mirror.fakes, orders)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.

@@ -24,6 +24,7 @@ from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.fusing import fusing
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.operators import by_name
 from outofcore.capture.partial_sums import summing
@@ -128,7 +129,9 @@ def costed(
     tell("capture", 0, 1)
     backend = backend or CpuBackend()
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
-    plain = partial(capture_step, step, models, optimizers, args, kwargs, backend.device, shards=shards)
+    layouts = None if isinstance(where, Device) else KernelLayouts()
+    given = (step, models, optimizers, args, kwargs)
+    plain = partial(capture_step, *given, backend.device, shards=shards, layouts=layouts)
     capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
     traced = capture()
     captured = leanest(traced)
