@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import outofcore
 from outofcore.capture import capture_step
 from outofcore.capture.captured import Captured
 from outofcore.errors import CaptureError
@@ -77,3 +78,22 @@ def test_an_op_that_keeps_more_than_its_fake_says_is_refused_by_name() -> None:
     captured = capture_step(step, [model], [], (torch.ones(3, 4),), {})
     with pytest.raises(CaptureError, match=r"result 1 of the operator outofcore_test\.keeps.* shape \(5,\)"):
         profile_ops(captured, measure_time=False)
+
+
+def test_no_result_of_a_compiled_step_lies_otherwise_than_captured(caplog: pytest.LogCaptureFixture) -> None:
+    layout = torch.channels_last
+    model = torch.nn.Conv2d(3, 3, 3, padding=1).to(memory_format=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    image, target = torch.randn(2, 2, 3, 16, 16).unbind()
+
+    def learn(image: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(model(image), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with caplog.at_level("INFO", logger="outofcore"), outofcore.compile(learn, model, optimizer, budget="4MiB") as step:
+        step(image.to(memory_format=layout), target.to(memory_format=layout))
+        assert any("mse_loss_backward" in op.name for op in step.captured.graph.ops)
+    assert "was captured with" not in caplog.text
