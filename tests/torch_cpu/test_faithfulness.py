@@ -10,6 +10,7 @@ import torch
 import outofcore
 from outofcore.capture import capture_step
 from outofcore.capture.captured import Captured
+from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.errors import CaptureError
 from outofcore.profiling.faithfulness import Difference, differences
 from outofcore.profiling.ops import profile_ops
@@ -97,3 +98,18 @@ def test_no_result_of_a_compiled_step_lies_otherwise_than_captured(caplog: pytes
         step(image.to(memory_format=layout), target.to(memory_format=layout))
         assert any("mse_loss_backward" in op.name for op in step.captured.graph.ops)
     assert "was captured with" not in caplog.text
+
+
+def test_kernels_that_are_asked_draw_no_numbers_and_may_fail() -> None:
+    model = torch.nn.RReLU()
+    image = torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x)[0, 0].t().exp().multinomial(1)  # which fails for zeros
+
+    state, layouts = torch.get_rng_state(), KernelLayouts()
+    captured = capture_step(step, [model], [], (image,), {}, layouts=layouts)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any("generator" in op.name for op in captured.graph.ops)
+    assert any("rrelu" in key for key in layouts._known)
+    assert any("multinomial" in key and told is None for key, told in layouts._known.items())

@@ -126,16 +126,19 @@ def _asked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}
     enabled = torch.is_grad_enabled()
-    with real_tensors(), DisableTorchFunction(), torch.random.fork_rng(devices=[]):
-        real = {key: _zeros(tensor) for key, tensor in fakes.items()}
-        real_args, real_kwargs = map_leaves((args, kwargs), lambda tensor: real[id(tensor)])
-        try:
-            with torch.set_grad_enabled(enabled):
-                leaves = result_leaves(call(*real_args, **real_kwargs))
-        except Exception:
-            # A factorisation may find its matrix singular; what is wrong with the arguments, its first run will tell.
-            return None
-        return tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    # torch.get_rng_state is recorded as a part of the step.
+    state = torch.default_generator.get_state()
+    try:
+        with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
+            real = {key: _zeros(tensor) for key, tensor in fakes.items()}
+            real_args, real_kwargs = map_leaves((args, kwargs), lambda tensor: real[id(tensor)])
+            leaves = result_leaves(call(*real_args, **real_kwargs))
+            return tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    except Exception:
+        # A factorisation may find its matrix singular; what is wrong with the arguments, its first run will tell.
+        return None
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def _zeros(fake: torch.Tensor) -> torch.Tensor:
