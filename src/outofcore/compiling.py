@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 COMPILERS = ("c++", "g++", "clang++")
 # The newest first: recent headers of PyTorch may need C++20, older compilers may only have C++17.
@@ -115,6 +115,31 @@ def load_functions(
     hashed = hashlib.sha256(source.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
     key = f"{source.stem}-{platform.machine()}-{hashed}"
     return load_kept(key, name, lambda folder: compile_library(source, folder / name, flags), load)
+
+
+def answering(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
+    """A callback for native code, of type ``void (arguments..., int64_t* answer)``.
+
+    Where Python raises, a callback of ctypes that has a result returns whatever lies in memory. So this one has none:
+    it writes its answer to where it is told, and none where Ctrl-C comes, for which the native code is prepared.
+
+    Args:
+        function: gives the answer.
+        arguments: the types of what it is called with.
+        failed: the answer where it raises anything else, which ctypes reports.
+    """
+
+    def call(*given: Any) -> None:
+        answer = given[-1]
+        try:
+            answer[0] = function(*given[:-1])
+        except KeyboardInterrupt:
+            pass
+        except Exception:
+            answer[0] = failed
+            raise
+
+    return ctypes.CFUNCTYPE(None, *arguments, ctypes.POINTER(ctypes.c_int64))(call)
 
 
 @contextlib.contextmanager

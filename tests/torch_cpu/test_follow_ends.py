@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import threading
@@ -18,6 +19,7 @@ import outofcore
 from outofcore._torch_internals import global_optimizer_hooks
 from outofcore.follow.native import is_followed
 from outofcore.follow.recipes import Recipes
+from outofcore.follow.sources import Sources
 
 WIDTH = 256
 BUDGET = "1MiB"
@@ -185,6 +187,31 @@ def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not is_followed()
     assert "stopped" in repr(run)
     losses.append(train_step(model))
+    assert_trained(model, losses)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("call", [0, 5])
+def test_native_code_asks_python_which_raises(
+    raised: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes again where the loop is; what else is wrong with an answer is told and ends nothing."""
+    find, calls = Sources.of_backward, itertools.count()
+
+    def fails_once(sources: Sources) -> str:
+        if next(calls) == call:
+            raise raised
+        return find(sources)
+
+    monkeypatch.setattr(Sources, "of_backward", fails_once)
+    model = make_model()
+    with outofcore.budget(BUDGET, model):
+        if raised is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                train_step(model)
+        losses = [train_step(model), train_step(model)]
+    assert next(calls) > call + 1
     assert_trained(model, losses)
 
 

@@ -62,7 +62,7 @@ struct Work {
   int64_t count;
 };
 // Makes one copy; not 0: it failed, and whoever gave the function knows how.
-using Called = int (*)(int64_t index);
+using Called = void (*)(int64_t index, int64_t* failed);
 
 constexpr int32_t kMemory = -1;  // outside is an address
 constexpr int32_t kCalled = -2;  // Python makes the copy
@@ -184,7 +184,9 @@ struct Copying {
     for (int64_t at = one.first_piece; at < one.first_piece + one.pieces; ++at) {
       const Piece& piece = work.pieces[at];
       if (piece.descriptor == kCalled) {
-        if (called(one.index) != 0) fail({one.index, at, 0, kRaised});
+        int64_t failed = 1;
+        called(one.index, &failed);
+        if (failed != 0) fail({one.index, at, 0, kRaised});
         return;  // all of it
       }
       Sum* sum = piece.sum < 0 ? nullptr : &work.sums[piece.sum];

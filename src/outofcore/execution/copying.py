@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outofcore.compiling import answering
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
@@ -258,7 +259,7 @@ class Copying:
             return 1 if copying is None else copying._call(index)
 
         # Kept with the threads: they may call it as long as they live.
-        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(called)
+        callback = answering(called, ctypes.c_int64, failed=1)
         self._wait = without_lock(library, "outofcore_copying_wait")
         self._idle = without_lock(library, "outofcore_copying_idle")
         handle = library.outofcore_copying_new(queues, ctypes.cast(callback, ctypes.c_void_p), secrets())

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from outofcore._torch_internals import has_python_kernel, storage_address
-from outofcore.compiling import BuildError, compile_library, load_kept
+from outofcore.compiling import BuildError, answering, compile_library, load_kept
 from outofcore.errors import StateError
 from outofcore.execution.mapped_files import OWNERS
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
@@ -31,13 +31,12 @@ _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-_PREDICATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
 # By which ops are seen: ``kKey`` in paging.cpp.
 DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_failure": (ctypes.c_char_p, ()),
-    "follow_load": (_COUNT, (_PREDICATE,)),
+    "follow_load": (_COUNT, (_POINTER,)),
     "follow_unload": (None, ()),
     "follow_new": (_POINTER, (_COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
     "follow_reserve": (_COUNT, (_POINTER,)),
@@ -72,7 +71,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_smallest": (None, (_COUNT,)),
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
     "follow_sizes": (None, (_POINTER, _POINTER)),
-    "follow_offer_to": (None, (ctypes.CFUNCTYPE(ctypes.c_int, _POINTER),)),
+    "follow_offer_to": (None, (_POINTER,)),
     "follow_ask_source": (None, (_POINTER,)),
     "follow_recompute": (_COUNT, (_POINTER, ctypes.c_int)),
     "follow_recompute_set": (_COUNT, (_POINTER, _POINTER, _COUNT)),
@@ -84,9 +83,11 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-@_PREDICATE
-def _is_python(name: bytes, overload: bytes) -> int:
+def _has_python_kernel(name: bytes, overload: bytes) -> int:
     return has_python_kernel(name.decode(), overload.decode())
+
+
+_is_python = answering(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_p, failed=0)
 
 
 class _Key:

@@ -244,7 +244,18 @@ std::atomic<int64_t> outside_count{0};
 c10::Allocator* stock = nullptr;
 c10::Allocator* beneath = nullptr;  // what was installed before ours: the stock allocator, or that of compiled steps
 // Decides whether the kernel of an operator is written in Python.
-int (*is_python)(const char* name, const char* overload) = nullptr;
+void (*is_python)(const char* name, const char* overload, int64_t* answer) = nullptr;
+
+// Where Python raised instead of an answer: Ctrl-C, for else it answers.
+constexpr int64_t kNoAnswer = -1;
+// What a function of Python answers, which writes it to where its last argument points.
+template <class Function, class... Given>
+int64_t answer_of(Function* function, Given... given) {
+  int64_t answer = kNoAnswer;
+  function(given..., &answer);
+  if (answer == kNoAnswer) raise(SIGINT);  // Python raises it when it goes on
+  return answer;
+}
 
 // Copies beside ops, for the threads that make them; those of this process.
 std::deque<Block*>& to_fetch = *new std::deque<Block*>;
@@ -1288,7 +1299,7 @@ Operator describe(const c10::OperatorHandle& op) {
   if (!kernel && (implicit || listed))
     found.kind = Kind::kParts;
   else if (!starts(name, "aten::") && is_python != nullptr &&
-           is_python(name.c_str(), schema.overload_name().c_str()) != 0)
+           answer_of(is_python, name.c_str(), schema.overload_name().c_str()) == 1)
     found.kind = Kind::kParts;
   else if (!writes && aliases && !fresh)
     found.kind = Kind::kView;
@@ -1303,7 +1314,7 @@ Operator describe(const c10::OperatorHandle& op) {
   found.communicates = starts(name, "c10d::") || starts(name, "_c10d_functional::");
   found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
   if (found.again != follow::Again::kNo && is_python != nullptr &&
-      is_python(name.c_str(), schema.overload_name().c_str()) != 0)
+      answer_of(is_python, name.c_str(), schema.overload_name().c_str()) != 0)
     found.again = follow::Again::kNo;
   return found;
 }
@@ -1680,8 +1691,7 @@ struct OurPager final : follow::Pager {
 OurPager& our_pager = *new OurPager;
 
 // Python's part: is given a result of an op, of whose node it offers the saved tensors to ``follow_pack``.
-// Not 0: Ctrl-C came there.
-int (*offer_saved)(void* tensor) = nullptr;
+void (*offer_saved)(void* tensor, int64_t* answer) = nullptr;
 // The results of the op before; only the next op sees them with the node that autograd has made.
 thread_local std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_before;
 
@@ -1694,11 +1704,7 @@ bool offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    if (offer_saved(new at::Tensor(tensor)) != 0) {
-      raise(SIGINT);  // Python raises it when it goes on
-      return false;
-    }
-    return true;  // the others have the same node
+    return answer_of(offer_saved, static_cast<void*>(new at::Tensor(tensor))) != kNoAnswer;  // the others have the same node
   }
   return true;
 }
@@ -1969,8 +1975,7 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
 }
 
 // Python's part: says where the op that is about to run comes from, in words that stay; none: from nowhere in particular.
-// Null: Ctrl-C came there.
-const char* (*ask_source)() = nullptr;
+void (*ask_source)(int64_t* answer) = nullptr;
 
 // Learns where ops of forward come from, as long as it is not known which op comes when; finds out of ops of backward.
 void find_source(Space& space) {
@@ -1981,8 +1986,8 @@ void find_source(Space& space) {
   const bool forward = !node || c10::GradMode::is_enabled();
   if (forward && opening != 0 && made != space.sources.last()) {
     if (!space.follower.on_course()) {  // else the record says it
-      source = ask_source();
-      if (source == nullptr) raise(SIGINT);  // Python raises it when it goes on
+      const int64_t answer = answer_of(ask_source);
+      if (answer != kNoAnswer) source = reinterpret_cast<const char*>(answer);
       if (source != nullptr && *source == 0) source = nullptr;
     }
     const Guard guard(mutex);
@@ -2310,7 +2315,7 @@ int64_t guarded(Action&& action) noexcept {
 EXPORT const char* follow_failure() noexcept { return failure.c_str(); }
 
 // Takes the dispatch key, which is one for all devices. 0: done; 1: PyTorch uses it for something else.
-EXPORT int64_t follow_load(int (*python_kernel)(const char*, const char*)) noexcept {
+EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64_t*)) noexcept {
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
     if (registration) return 0;
@@ -2631,9 +2636,9 @@ EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
   std::copy(std::begin(all), std::end(all), sizes);
 }
 // Whose saved tensors can be made again is offered to this function, with a tensor that it has to free.
-EXPORT void follow_offer_to(int (*offer)(void* tensor)) noexcept { offer_saved = offer; }
+EXPORT void follow_offer_to(void (*offer)(void*, int64_t*)) noexcept { offer_saved = offer; }
 // Where ops come from is asked of this function; what it returns is never freed.
-EXPORT void follow_ask_source(const char* (*ask)()) noexcept { ask_source = ask; }
+EXPORT void follow_ask_source(void (*ask)(int64_t*)) noexcept { ask_source = ask; }
 // What autograd need not keep: 0: nothing; 1: storages of ``follow_recompute_set``; 2: whatever can be made again; 3: it is
 // only noted what could be.
 EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {

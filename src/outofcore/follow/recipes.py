@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import torch
 
 from outofcore._torch_internals import DisableTorchFunction, saved_tensors_of, tensor_at, tensor_impl
+from outofcore.compiling import answering
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.remaking import Made
 
@@ -107,16 +108,9 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _offered(address: int) -> int:
-    """Take the result of an op, and give autograd recipes where its node has saved what can be made again.
-
-    Returns:
-        1: Ctrl-C came meanwhile, and is to come again where it can be raised; else 0.
-    """
-    try:
-        with DisableTorchFunction():
-            _replace_saved(tensor_at(address))
-    except KeyboardInterrupt:
-        return 1
+    """Take the result of an op, and give autograd recipes where its node has saved what can be made again: 0."""
+    with DisableTorchFunction():
+        _replace_saved(tensor_at(address))
     return 0
 
 
@@ -140,7 +134,7 @@ def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
     return packed
 
 
-_OFFERED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_offered)
+_OFFERED = answering(_offered, ctypes.c_void_p, failed=0)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch import nn
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
 from outofcore.capture.provenance import is_users_file
+from outofcore.compiling import answering
 
 # A frame, and which line it is at; the innermost first.
 Place = tuple[FrameType, int]
@@ -57,7 +58,8 @@ class Sources:
         self._models = models
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._kept: dict[str, ctypes.Array[ctypes.c_char]] = {}
-        self.ask = ctypes.CFUNCTYPE(ctypes.c_void_p)(self._answer)
+        nowhere = self._kept[""] = ctypes.create_string_buffer(b"")
+        self.ask = answering(self._answer, failed=ctypes.addressof(nowhere))
 
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Where an op comes from: the path of its module, and the nearest ``file:line`` of the user; or empty.
@@ -105,7 +107,6 @@ class Sources:
         return IN_BACKWARD + (module or "an op") + (f" at {line}" if line else "")
 
     def _answer(self) -> int:
-        # Where Ctrl-C comes in here, ctypes answers 0, and the native code passes it on.
         text = self.of_backward()
         kept = self._kept.get(text)
         if kept is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.compiling import load_functions
+from outofcore.compiling import answering, load_functions
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
 _log = logging.getLogger("outofcore.planning")
@@ -24,12 +24,11 @@ _SOURCE = Path(__file__).with_name("placement.cpp")
 # No sum may be contracted into another operation: skylines are compared to the last bit.
 _FLAGS = ("-ffp-contract=off",)
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
-_STOP = ctypes.PYFUNCTYPE(ctypes.c_int)
 _FUNCTIONS = {
     "best_fit": ((_POINTER, _POINTER, ctypes.c_double, _POINTER), None),
     "first_fit": ((_POINTER, _POINTER, _POINTER), None),
-    "eject": ((_POINTER, _COUNT, _COUNT, _STOP, _POINTER), None),
-    "canonical": ((_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _POINTER, _STOP, _POINTER), ctypes.c_int),
+    "eject": ((_POINTER, _COUNT, _COUNT, _POINTER, _POINTER), None),
+    "canonical": ((_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _POINTER), ctypes.c_int),
 }
 
 
@@ -48,29 +47,16 @@ class _Layout(ctypes.Structure):
 
 
 class Watch:
-    """Whether to stop: at a deadline, or because of Ctrl-C, which ``settle`` then raises."""
+    """Whether to stop at a deadline. Ctrl-C stops as well: native code lets it come again where it can be raised."""
 
     def __init__(self, seconds: float | None) -> None:
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.interrupt: KeyboardInterrupt | None = None
-        self.callback = _STOP(self._asked)
+        self.callback = answering(lambda: int(self.over), failed=1)
 
     @property
     def over(self) -> bool:
         """Whether the deadline is past."""
         return self.deadline is not None and time.monotonic() > self.deadline
-
-    def settle(self) -> None:
-        """Raise what arrived while compiled code ran."""
-        if self.interrupt is not None:
-            raise self.interrupt
-
-    def _asked(self) -> int:
-        try:
-            return int(self.over)
-        except KeyboardInterrupt as interrupt:  # must not pass through compiled code
-            self.interrupt = interrupt
-            return 1
 
 
 class Compiled:
@@ -105,7 +91,6 @@ class Compiled:
         """
         offsets = offsets.copy()
         self._library.outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
-        watch.settle()
         return offsets
 
     def canonical(
@@ -119,7 +104,6 @@ class Compiled:
             _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(left), watch.callback,
             offsets.ctypes.data,
         )  # fmt: skip
-        watch.settle()
         return Answer(answer), offsets, left.value
 
 

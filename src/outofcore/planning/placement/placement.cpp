@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <numeric>
 #include <queue>
@@ -199,8 +200,14 @@ void first_fit(const Layout& l, const std::int64_t* order, Bytes* offsets) {
 
 // ------------------------------------------------------------------------------------------------------ ejection
 
-// Asked now and then, whether to stop.
-using Stop = int (*)();
+// Asked now and then, whether to stop; answers nothing where Ctrl-C comes, which is to come again where it can be raised.
+using Stop = void (*)(std::int64_t* answer);
+bool answers_yes(Stop stop) {
+    std::int64_t answer = -1;
+    stop(&answer);
+    if (answer < 0) std::raise(SIGINT);
+    return answer != 0;
+}
 constexpr std::int64_t kGlance = std::int64_t{1} << 22;  // rectangles looked at between two such questions
 
 class Ejection {
@@ -266,7 +273,7 @@ private:
             if (effort_ <= last) return false;
             if (stop_ && effort_ < glance_) {
                 glance_ = effort_ - kGlance;
-                if (stop_()) {
+                if (answers_yes(stop_)) {
                     effort_ = 0;
                     return false;
                 }
@@ -649,7 +656,7 @@ private:
     bool asked_to_stop() {
         if (!stop_ || effort_ >= glance_) return false;
         glance_ = effort_ - kGlance;
-        return stop_() != 0;
+        return answers_yes(stop_);
     }
 
     const Layout& l_;
