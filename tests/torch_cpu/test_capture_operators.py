@@ -129,6 +129,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in_place": lambda x: (x * 2).mul_(3).relu_().masked_fill(x > 0.5, 0.1),
     "in_place_on_a_view": lambda x: _fill_corner(x * 1),
     "embedding_bag": lambda x: F.embedding_bag(torch.arange(4) % 5, x.t(), torch.tensor([0, 2]), mode="mean"),
+    "embedding_bag_sum": lambda x: F.embedding_bag(torch.arange(4) % 5, x.t(), torch.tensor([0, 2]), mode="sum"),
+    "multilabel_margin": lambda x: F.multilabel_margin_loss(x[0], torch.tensor([1, 0, -1, 2, 3])),
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
     "expand_repeat": lambda x: x[:, None].expand(4, 3, 5).repeat(1, 2, 1) + x.repeat_interleave(6, 0).view(4, 6, 5),
     "linear_algebra": lambda x: torch.linalg.solve(x @ x.t() + 5 * torch.eye(4), x),

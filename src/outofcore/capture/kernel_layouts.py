@@ -28,8 +28,14 @@ _TRUSTED = frozenset(
         "aten::baddbmm",
     )
 )
-# Their fakes are wrong for contiguous arguments, too: in half precision PyTorch 2.11 returns gradients in float32.
-_ALWAYS_ASKED = frozenset({"aten::mkldnn_rnn_layer_backward"})
+# Their fakes are wrong for contiguous arguments, too.
+_ALWAYS_ASKED = frozenset(
+    (
+        "aten::mkldnn_rnn_layer_backward",  # in half precision PyTorch 2.11 returns gradients in float32
+        *("aten::_embedding_bag", "aten::_embedding_bag_forward_only"),  # sums need no bags of the indices
+        "aten::multilabel_margin_loss_forward",  # a loss without dimensions, which its fake says to have one
+    )
+)
 
 
 @dataclass(frozen=True)

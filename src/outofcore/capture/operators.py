@@ -304,11 +304,6 @@ def _loss_elements(given: Given) -> int:
     return int(torch.broadcast_shapes(given["self"].shape, other.shape).numel())
 
 
-def _bag_elements(given: Given) -> int:
-    """The bags of the indices are found by a sum over one element more, unless all that is asked is a sum."""
-    return given["indices"].numel() + 1 if given.get("mode", 0) != 0 else 0
-
-
 def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
     """How large the workspace is, only the kernel itself knows: it is run once, on zeros."""
 
@@ -359,8 +354,6 @@ _REPAIRS: dict[str, Repair] = {
     "aten::soft_margin_loss": _in_memory_of(_loss_elements, 0),
     "aten::binary_cross_entropy": _in_memory_of(_loss_elements, 0),
     "aten::col2im": _in_memory_of(lambda given: given["self"].numel(), 0),
-    "aten::_embedding_bag": _in_memory_of(_bag_elements, 1),
-    "aten::_embedding_bag_forward_only": _in_memory_of(_bag_elements, 1),
     "aten::mkldnn_rnn_layer": _lstm_workspace,
 }
 
