@@ -11,6 +11,7 @@ The kernels of a GPU are not asked: what fakes say is believed there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +140,13 @@ def _asked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             real = {key: _zeros(tensor) for key, tensor in fakes.items()}
             real_args, real_kwargs = map_leaves((args, kwargs), lambda tensor: real[id(tensor)])
             leaves = result_leaves(call(*real_args, **real_kwargs))
-            return tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+            tensors = [*real.values(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+            memory = Counter(map(storage_key, tensors))
+            # Results that share memory would each be given as much as all of them have.
+            return tuple(
+                Layout.of(leaf) if isinstance(leaf, torch.Tensor) and memory[storage_key(leaf)] == 1 else None
+                for leaf in leaves
+            )
     except Exception:
         # A factorisation may find its matrix singular; what is wrong with the arguments, its first run will tell.
         return None
