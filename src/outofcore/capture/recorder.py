@@ -403,7 +403,7 @@ class Recorder(TorchDispatchMode):
 def _goes_by_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a node of autograd took a formula that it may not take for tensors with contents."""
     # PyTorch's formulas for real numbers agree to the bit from 2.13 on.
-    is_complex = node == "CumprodBackward0" and isinstance(args[0], torch.Tensor) and args[0].is_complex()
+    is_complex = node == "CumprodBackward0" and any(tensor.is_complex() for tensor in leaves_in(args))
     return is_complex or _BY_VALUES.get(node) == func._schema.name
 
 
