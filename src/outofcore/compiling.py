@@ -117,16 +117,16 @@ def load_functions(
     return load_kept(key, name, lambda folder: compile_library(source, folder / name, flags), load)
 
 
-def answering(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
-    """A callback for native code, of type ``void (arguments..., int64_t* answer)``.
+def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
+    """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    Where Python raises, a callback of ctypes that has a result returns whatever lies in memory. So this one has none:
-    it writes its answer to where it is told, and none where Ctrl-C comes, for which the native code is prepared.
+    If a ctypes callback with a return value raises, the native caller gets an undefined value. This callback returns
+    nothing and writes to ``answer`` instead. After Ctrl-C ``answer`` is unchanged, and the native caller must check.
 
     Args:
-        function: gives the answer.
-        arguments: the types of what it is called with.
-        failed: the answer where it raises anything else, which ctypes reports.
+        function: computes the answer.
+        arguments: ctypes types of its arguments.
+        failed: answer if the function raises any other exception; ctypes prints the exception.
     """
 
     def call(*given: Any) -> None:

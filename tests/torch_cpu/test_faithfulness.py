@@ -81,7 +81,7 @@ def test_an_op_that_keeps_more_than_its_fake_says_is_refused_by_name() -> None:
         profile_ops(captured, measure_time=False)
 
 
-def test_no_result_of_a_compiled_step_lies_otherwise_than_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_step_has_the_strides_of_kernels(caplog: pytest.LogCaptureFixture) -> None:
     layout = torch.channels_last
     model = torch.nn.Conv2d(3, 3, 3, padding=1).to(memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,16 +100,43 @@ def test_no_result_of_a_compiled_step_lies_otherwise_than_captured(caplog: pytes
     assert "was captured with" not in caplog.text
 
 
-def test_kernels_that_are_asked_draw_no_numbers_and_may_fail() -> None:
+def test_kernel_layouts_keep_random_state_and_survive_errors() -> None:
     model = torch.nn.RReLU()
     image = torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return model(x)[0, 0].t().exp().multinomial(1)  # which fails for zeros
+        return model(x)[0, 0].t().exp().multinomial(1)  # raises for zeros
 
     state, layouts = torch.get_rng_state(), KernelLayouts()
     captured = capture_step(step, [model], [], (image,), {}, layouts=layouts)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("generator" in op.name for op in captured.graph.ops)
-    assert any("rrelu" in key for key in layouts._known)
-    assert any("multinomial" in key and told is None for key, told in layouts._known.items())
+    assert any("rrelu" in key for key in layouts._layouts)
+    assert any("multinomial" in key and found is None for key, found in layouts._layouts.items())
+
+
+python_kernel_runs: list[tuple[int, ...]] = []
+
+
+@torch.library.custom_op("outofcore_test::in_python", mutates_args=())
+def in_python(x: torch.Tensor) -> torch.Tensor:
+    """Calls functions that the capture of a step records or refuses."""
+    python_kernel_runs.append(x.stride())
+    torch.set_rng_state(torch.get_rng_state())
+    return x * float(x.sum().item() + torch.rand(1).item())
+
+
+@in_python.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_capture_runs_no_kernels_written_in_python() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(in_python(x.t()))
+
+    captured = capture_step(step, [model], [], (torch.ones(4, 4),), {}, layouts=KernelLayouts())
+    assert python_kernel_runs == []
+    assert captured.graph.ops[0].name == "outofcore_test.in_python.default"

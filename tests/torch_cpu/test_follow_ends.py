@@ -193,10 +193,8 @@ def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("call", [0, 5])
-def test_native_code_asks_python_which_raises(
-    raised: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C comes again where the loop is; what else is wrong with an answer is told and ends nothing."""
+def test_exception_in_native_callback(raised: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is raised in the loop; other exceptions are printed, and the loop continues."""
     find, calls = Sources.of_backward, itertools.count()
 
     def fails_once(sources: Sources) -> str:

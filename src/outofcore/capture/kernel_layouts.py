@@ -1,12 +1,11 @@
-"""The layouts of what kernels return, asked of the kernels themselves.
+"""Shapes, strides and dtypes of results, taken from the kernels where PyTorch's fake tensors may be wrong.
 
-PyTorch computes the shape, strides and dtype of a result on tensors without contents (*fake* tensors) in code of its
-own, beside the kernel. The two disagree for many operators on tensors that are not contiguous: a backward pass of
-``mse_loss`` gives contiguous gradients for channels-last input, and its fake says channels-last. Which strides a tensor
-has decides which kernels run after it, and so the last bits of what they compute. So where an argument is not
-contiguous, the kernel runs once, on zeros, and its result is described as it really is.
+For many operators the fake implementation and the kernel disagree when an argument is not contiguous. For example,
+the backward of ``mse_loss`` returns a contiguous gradient for a channels-last input, but its fake is channels-last.
+Strides decide which kernels run next, and so the last bits of their results. During capture, such an operator
+therefore runs once on zeros, and the captured result takes the layout that the kernel returned.
 
-The kernels of a GPU are not asked: what fakes say is believed there.
+GPU kernels are not run: on a GPU the capture trusts the fakes.
 """
 
 from __future__ import annotations
@@ -18,10 +17,17 @@ from typing import Any
 
 import torch
 
-from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors, result_leaves, storage_key
+from outofcore._torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
+    has_python_kernel,
+    real_tensors,
+    result_leaves,
+    storage_key,
+)
 from outofcore.capture.tables import leaves_in, map_leaves
 
-# They take long, and their fakes were compared with their kernels in many layouts.
+# Slow kernels whose fakes matched them in every layout that was compared.
 _TRUSTED = frozenset(
     (
         *("aten::convolution", "aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -29,22 +35,22 @@ _TRUSTED = frozenset(
         "aten::baddbmm",
     )
 )
-# Their fakes are wrong for contiguous arguments, too.
-_ALWAYS_ASKED = frozenset(
+# Operators whose fakes are wrong for contiguous arguments too.
+_ALWAYS_RUN = frozenset(
     (
-        "aten::mkldnn_rnn_layer_backward",  # in half precision PyTorch 2.11 returns gradients in float32
-        *("aten::_embedding_bag", "aten::_embedding_bag_forward_only"),  # sums need no bags of the indices
-        "aten::multilabel_margin_loss_forward",  # a loss without dimensions, which its fake says to have one
+        "aten::mkldnn_rnn_layer_backward",  # with bfloat16 inputs, PyTorch 2.11 returns float32 gradients
+        *("aten::_embedding_bag", "aten::_embedding_bag_forward_only"),  # mode "sum" returns an empty offset2bag
+        "aten::multilabel_margin_loss_forward",  # the loss has no dimensions, the fake has one
     )
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What describes a tensor without contents.
+    """Metadata of a tensor.
 
     Attributes:
-        elements: how many elements its memory holds.
+        elements: size of its storage, in elements.
     """
 
     dtype: torch.dtype
@@ -55,23 +61,22 @@ class Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        """The layout of a tensor."""
+        """Return the layout of a tensor."""
         count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), count)
 
-    def empty(self) -> torch.Tensor:
-        """A tensor in this layout, in memory of its own."""
-        memory = torch.empty(self.elements, dtype=self.dtype)
-        return memory.as_strided_(self.shape, self.stride, self.offset)
+    def allocate(self) -> torch.Tensor:
+        """Return a new tensor with this layout and a storage of its own."""
+        return torch.empty(self.elements, dtype=self.dtype).as_strided_(self.shape, self.stride, self.offset)
 
 
 @dataclass
 class KernelLayouts:
-    """The layouts that kernels on the CPU have returned; each operator is asked once for the same kind of arguments."""
+    """Cache of the layouts that CPU kernels return; each operator runs once per combination of argument layouts."""
 
-    _known: dict[str, tuple[Layout | None, ...] | None] = field(default_factory=dict)
+    _layouts: dict[str, tuple[Layout | None, ...] | None] = field(default_factory=dict)
 
-    def corrected(
+    def correct(
         self,
         func: OpOverload,
         family: Callable[[], str],
@@ -80,45 +85,49 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """What the kernel would return, from what the fake has returned: ``result``, or fakes in other layouts.
+        """Return ``result`` with each fake tensor replaced whose layout the kernel would not return.
 
         Args:
             func: the operator.
-            family: names what calls that return the same layouts have in common.
-            call: calls it as the step is to call it.
-            args: of the call, as fake tensors; so are ``kwargs``.
+            family: returns a key for the operator and the metadata of its arguments.
+            call: runs the operator the way the captured step does.
+            args: fake arguments, like those in ``kwargs``.
         """
         given = leaves_in((args, kwargs))
-        flat = [result] if isinstance(result, torch.Tensor) else result
-        if not isinstance(flat, list | tuple) or not _is_doubtful(func, given, flat):
+        results = [result] if isinstance(result, torch.Tensor) else result
+        if not isinstance(results, list | tuple) or not _may_differ(func, given, results):
             return result
         key = f"{type(call).__name__} {family()}"
-        if key not in self._known:
-            self._known[key] = _asked(call, args, kwargs)
-        layouts = self._known[key]
-        if layouts is None or len(layouts) != len(flat):
+        if key not in self._layouts:
+            self._layouts[key] = _run_on_zeros(call, args, kwargs)
+        layouts = self._layouts[key]
+        if layouts is None or len(layouts) != len(results):
             return result
-        told = [
-            item if item is None or layout is None or layout == Layout.of(item) else layout.empty()
-            for item, layout in zip(flat, layouts, strict=True)
+        corrected = [
+            item if item is None or layout is None or layout == Layout.of(item) else layout.allocate()
+            for item, layout in zip(results, layouts, strict=True)
         ]
-        return told[0] if isinstance(result, torch.Tensor) else type(flat)(told)
+        return corrected[0] if isinstance(result, torch.Tensor) else type(results)(corrected)
 
 
-def _is_doubtful(func: OpOverload, given: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
+def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether the kernel may return layouts other than the fakes', and can run during capture."""
     name = func._schema.name
     if name in _TRUSTED or any(tensor.device.type != "cpu" for tensor in given):
         return False
     if not all(item is None or isinstance(item, torch.Tensor) for item in results):
         return False
-    memory = {storage_key(tensor) for tensor in given}
-    if any(item is not None and storage_key(item) in memory for item in results):
-        return False  # it is an argument, or a view of one
-    return name in _ALWAYS_ASKED or any(not _is_plain(tensor) for tensor in given)
+    storages = {storage_key(tensor) for tensor in given}
+    if any(item is not None and storage_key(item) in storages for item in results):
+        return False  # the result is an argument or a view of one
+    if name not in _ALWAYS_RUN and all(map(_has_default_strides, given)):
+        return False
+    # Python code would be captured itself: PyTorch's functions are patched at this point.
+    return not has_python_kernel(name, func._schema.overload_name)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of a new tensor of the shape, of dimensions with one element, too."""
+def _has_default_strides(tensor: torch.Tensor) -> bool:
+    """Return whether the strides are those of a new tensor; unlike ``is_contiguous``, check dimensions of size 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:
@@ -127,35 +136,38 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _asked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layout | None, ...] | None:
-    """The layouts of what a kernel returns for zeros in place of the arguments; None: it does not run on zeros."""
+def _run_on_zeros(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Layout | None, ...] | None:
+    """Run a kernel on zeros in place of the arguments and return the layouts of its results; None if it fails."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}
     enabled = torch.is_grad_enabled()
-    # torch.get_rng_state is recorded as a part of the step.
+    # Not torch.get_rng_state: the capture would record that call.
     state = torch.default_generator.get_state()
     try:
         with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
-            real = {key: _zeros(tensor) for key, tensor in fakes.items()}
-            real_args, real_kwargs = map_leaves((args, kwargs), lambda tensor: real[id(tensor)])
-            leaves = result_leaves(call(*real_args, **real_kwargs))
-            tensors = [*real.values(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-            memory = Counter(map(storage_key, tensors))
-            # Results that share memory would each be given as much as all of them have.
+            zeros = {key: _make_zeros(tensor) for key, tensor in fakes.items()}
+            real_args, real_kwargs = map_leaves((args, kwargs), lambda tensor: zeros[id(tensor)])
+            results = result_leaves(call(*real_args, **real_kwargs))
+            tensors = [*zeros.values(), *(item for item in results if isinstance(item, torch.Tensor))]
+            owners = Counter(map(storage_key, tensors))
+            # A shared storage would be counted once for each result, so the fakes are kept there.
             return tuple(
-                Layout.of(leaf) if isinstance(leaf, torch.Tensor) and memory[storage_key(leaf)] == 1 else None
-                for leaf in leaves
+                Layout.of(item) if isinstance(item, torch.Tensor) and owners[storage_key(item)] == 1 else None
+                for item in results
             )
     except Exception:
-        # A factorisation may find its matrix singular; what is wrong with the arguments, its first run will tell.
+        # Zeros are not valid for every operator. If the real arguments are invalid too, the step itself will raise.
         return None
     finally:
         torch.default_generator.set_state(state)
 
 
-def _zeros(fake: torch.Tensor) -> torch.Tensor:
-    memory = torch.zeros(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
-    tensor = memory.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+def _make_zeros(fake: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of zeros with the layout of a fake tensor."""
+    storage = torch.zeros(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
+    tensor = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
     tensor = tensor.conj() if fake.is_conj() else tensor
     return torch.ops.aten._neg_view(tensor) if fake.is_neg() else tensor

@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         user: Substitute,
         layouts: KernelLayouts | None = None,
     ) -> None:
-        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are believed."""
+        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are trusted."""
         super().__init__()
         self._tables = tables
         self._provenance = provenance
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
                     raise
                 return self._as_constants(self._known.results(func, args, kwargs), error)
         if self._layouts is not None:
-            result = self._layouts.corrected(func, family, called, args, kwargs, result)
+            result = self._layouts.correct(func, family, called, args, kwargs, result)
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
@@ -401,8 +401,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _goes_by_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a node of autograd took a formula that it may not take for tensors with contents."""
-    # PyTorch's formulas for real numbers agree to the bit from 2.13 on.
+    """Return whether an autograd node chooses its formula by values, and may choose another one outside of capture."""
+    # For real numbers, the formulas of cumprod's backward agree to the bit since PyTorch 2.13.
     is_complex = node == "CumprodBackward0" and any(tensor.is_complex() for tensor in leaves_in(args))
     return is_complex or _BY_VALUES.get(node) == func._schema.name
 

@@ -70,8 +70,8 @@ def capture_step(
         orders: by the id of a ``DistributedDataParallel``, the order in which its gradients came when it was captured
             first (``ReplicaEnd.order``). Where none is known, the step runs twice.
         shards: what is spread over processes, which the step then gathers and reduces.
-        layouts: knows the layouts of what kernels return. None: what PyTorch says of tensors without contents is
-            believed; no kernel runs and no memory is needed, and what is captured may round otherwise than the step.
+        layouts: corrects the layouts of results by running CPU kernels. None: no kernel runs and no memory is
+            allocated, but the captured step may differ from eager PyTorch in the last bits.
 
     Raises:
         CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outofcore.compiling import answering
+from outofcore.compiling import native_callback
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
@@ -259,7 +259,7 @@ class Copying:
             return 1 if copying is None else copying._call(index)
 
         # Kept with the threads: they may call it as long as they live.
-        callback = answering(called, ctypes.c_int64, failed=1)
+        callback = native_callback(called, ctypes.c_int64, failed=1)
         self._wait = without_lock(library, "outofcore_copying_wait")
         self._idle = without_lock(library, "outofcore_copying_idle")
         handle = library.outofcore_copying_new(queues, ctypes.cast(callback, ctypes.c_void_p), secrets())

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from outofcore._torch_internals import has_python_kernel, storage_address
-from outofcore.compiling import BuildError, answering, compile_library, load_kept
+from outofcore.compiling import BuildError, compile_library, load_kept, native_callback
 from outofcore.errors import StateError
 from outofcore.execution.mapped_files import OWNERS
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
@@ -87,7 +87,7 @@ def _has_python_kernel(name: bytes, overload: bytes) -> int:
     return has_python_kernel(name.decode(), overload.decode())
 
 
-_is_python = answering(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_p, failed=0)
+_is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_p, failed=0)
 
 
 class _Key:

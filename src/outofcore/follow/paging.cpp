@@ -246,14 +246,14 @@ c10::Allocator* beneath = nullptr;  // what was installed before ours: the stock
 // Decides whether the kernel of an operator is written in Python.
 void (*is_python)(const char* name, const char* overload, int64_t* answer) = nullptr;
 
-// Where Python raised instead of an answer: Ctrl-C, for else it answers.
+// The answer of a Python callback that Ctrl-C interrupted.
 constexpr int64_t kNoAnswer = -1;
-// What a function of Python answers, which writes it to where its last argument points.
+// Calls a Python callback, which writes its answer through its last argument (see native_callback in compiling.py).
 template <class Function, class... Given>
 int64_t answer_of(Function* function, Given... given) {
   int64_t answer = kNoAnswer;
   function(given..., &answer);
-  if (answer == kNoAnswer) raise(SIGINT);  // Python raises it when it goes on
+  if (answer == kNoAnswer) raise(SIGINT);  // Python handles it after this library returns
   return answer;
 }
 
@@ -1704,7 +1704,8 @@ bool offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    return answer_of(offer_saved, static_cast<void*>(new at::Tensor(tensor))) != kNoAnswer;  // the others have the same node
+    // The other results have the same node.
+    return answer_of(offer_saved, static_cast<void*>(new at::Tensor(tensor))) != kNoAnswer;
   }
   return true;
 }

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 
 from outofcore._torch_internals import DisableTorchFunction, saved_tensors_of, tensor_at, tensor_impl
-from outofcore.compiling import answering
+from outofcore.compiling import native_callback
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.remaking import Made
 
@@ -108,7 +108,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _offered(address: int) -> int:
-    """Take the result of an op, and give autograd recipes where its node has saved what can be made again: 0."""
+    """Replace the saved tensors of an op's autograd node by recipes where they can be recomputed. Always returns 0."""
     with DisableTorchFunction():
         _replace_saved(tensor_at(address))
     return 0
@@ -134,7 +134,7 @@ def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
     return packed
 
 
-_OFFERED = answering(_offered, ctypes.c_void_p, failed=0)
+_OFFERED = native_callback(_offered, ctypes.c_void_p, failed=0)
 
 
 @functools.cache

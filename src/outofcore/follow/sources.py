@@ -15,7 +15,7 @@ from torch import nn
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
 from outofcore.capture.provenance import is_users_file
-from outofcore.compiling import answering
+from outofcore.compiling import native_callback
 
 # A frame, and which line it is at; the innermost first.
 Place = tuple[FrameType, int]
@@ -59,7 +59,7 @@ class Sources:
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._kept: dict[str, ctypes.Array[ctypes.c_char]] = {}
         nowhere = self._kept[""] = ctypes.create_string_buffer(b"")
-        self.ask = answering(self._answer, failed=ctypes.addressof(nowhere))
+        self.ask = native_callback(self._answer, failed=ctypes.addressof(nowhere))
 
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Where an op comes from: the path of its module, and the nearest ``file:line`` of the user; or empty.

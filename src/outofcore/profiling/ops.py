@@ -389,7 +389,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
         "update_elements": PIECE_ELEMENTS,
         "results": "by leaf",  # how the requests of results are numbered
         "places": "spread",  # what ops are given that look things up
-        "layouts": "of kernels",  # how results lie whose arguments are not contiguous
+        "layouts": "of kernels",  # strides of results when arguments are not contiguous
     }
     return cache.shelf(kind, {**machine_facts(), **settings, **(device or {})})
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.compiling import answering, load_functions
+from outofcore.compiling import load_functions, native_callback
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
 _log = logging.getLogger("outofcore.planning")
@@ -47,11 +47,11 @@ class _Layout(ctypes.Structure):
 
 
 class Watch:
-    """Whether to stop at a deadline. Ctrl-C stops as well: native code lets it come again where it can be raised."""
+    """Stops a search at a deadline or on Ctrl-C, which the native code raises again as SIGINT."""
 
     def __init__(self, seconds: float | None) -> None:
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.callback = answering(lambda: int(self.over), failed=1)
+        self.callback = native_callback(lambda: int(self.over), failed=1)
 
     @property
     def over(self) -> bool:

@@ -200,7 +200,8 @@ void first_fit(const Layout& l, const std::int64_t* order, Bytes* offsets) {
 
 // ------------------------------------------------------------------------------------------------------ ejection
 
-// Asked now and then, whether to stop; answers nothing where Ctrl-C comes, which is to come again where it can be raised.
+// Called every kGlance rectangles to decide whether to stop. Leaves the answer unchanged after Ctrl-C, which is then raised
+// again for Python to handle after this library returns.
 using Stop = void (*)(std::int64_t* answer);
 bool answers_yes(Stop stop) {
     std::int64_t answer = -1;

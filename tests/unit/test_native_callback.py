@@ -1,4 +1,4 @@
-"""Callbacks for native code, whose answer is never undefined."""
+"""Native callbacks have a defined answer when Python raises."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import ctypes
 
 import pytest
 
-from outofcore.compiling import answering
+from outofcore.compiling import native_callback
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("raised", "told"), [(None, 14), (ValueError("wrong"), 5), (MemoryError(), 5), (KeyboardInterrupt(), -1)]
+    ("raised", "expected"), [(None, 14), (ValueError("wrong"), 5), (MemoryError(), 5), (KeyboardInterrupt(), -1)]
 )
-def test_answer_is_written_to_where_it_is_told(raised: BaseException | None, told: int) -> None:
+def test_native_callback_writes_its_answer(raised: BaseException | None, expected: int) -> None:
     def double(number: int) -> int:
         if raised is not None:
             raise raised
         return 2 * number
 
-    callback = answering(double, ctypes.c_int64, failed=5)
+    callback = native_callback(double, ctypes.c_int64, failed=5)
     # As native code calls it: through an address.
     address = ctypes.cast(callback, ctypes.c_void_p).value
     assert address is not None
     call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(address)
     answer = ctypes.c_int64(-1)
     assert call(7, ctypes.addressof(answer)) is None
-    assert answer.value == told
+    assert answer.value == expected
