@@ -131,7 +131,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_capture_runs_no_kernels_written_in_python() -> None:
+def test_capture_runs_no_kernels_of_custom_operators() -> None:
     model = torch.nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:

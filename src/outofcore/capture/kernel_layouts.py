@@ -20,7 +20,6 @@ import torch
 from outofcore._torch_internals import (
     DisableTorchFunction,
     OpOverload,
-    has_python_kernel,
     real_tensors,
     result_leaves,
     storage_key,
@@ -120,10 +119,8 @@ def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] 
     storages = {storage_key(tensor) for tensor in given}
     if any(item is not None and storage_key(item) in storages for item in results):
         return False  # the result is an argument or a view of one
-    if name not in _ALWAYS_RUN and all(map(_has_default_strides, given)):
-        return False
-    # Python code would be captured itself: PyTorch's functions are patched at this point.
-    return not has_python_kernel(name, func._schema.overload_name)
+    # Other kernels may be written in Python and would be captured themselves: PyTorch's functions are patched here.
+    return func.namespace == "aten" and (name in _ALWAYS_RUN or not all(map(_has_default_strides, given)))
 
 
 def _has_default_strides(tensor: torch.Tensor) -> bool:
