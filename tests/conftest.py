@@ -1,22 +1,55 @@
-"""Tests that run side by side share the cores, and what is built for them."""
+"""The tier that runs, and what tests that run side by side share: cores, and what is built for them."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from effort import register_profiles, search_like
 
+from outofcore.planning.parameters import QUICK, SearchParams
+
+FULL = SearchParams()
 UNIT = Path(__file__).with_name("unit")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two workers one begins with tests that need no native code, while the other one builds it."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="run everything, with all examples and the planner's full search"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    register_profiles(exhaustive=config.getoption("--exhaustive"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out exhaustive tests, and let one of two workers begin with tests that need no native code."""
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     unit = [item for item in items if UNIT in item.path.parents]
     others = [item for item in items if UNIT not in item.path.parents]
     half = min((len(items) + 1) // 2, len(others))
     items[:] = [*others[:half], *unit, *others[half:]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Search briefly: any valid plan proves the same of a step that runs."""
+    with search_like(FULL if request.config.getoption("--exhaustive") else QUICK):
+        yield
+
+
+@pytest.fixture
+def full_search() -> Iterator[None]:
+    with search_like(FULL):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

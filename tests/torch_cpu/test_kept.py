@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import captured_small_step, small_step
@@ -130,7 +131,7 @@ PROFILES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(PROFILES)
 def test_profiles_survive_the_file(profile: OpProfile) -> None:
     kept = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effort import examples
 from examples import K64, LOSS, A, G, W, X, step
 from hypothesis import given, settings
 from strategies import graphs
@@ -94,7 +95,7 @@ def conflicts(a: Op, b: Op) -> bool:
     return bool(writes_a & set(b.touched) or writes_b & set(a.touched))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(graphs())
 def test_no_conflicting_ops_change_places(graph: StepGraph) -> None:
     order = hoisted_order(graph, [op.id for op in graph.ops if not op.random])

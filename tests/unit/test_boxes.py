@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def views(draw: st.DrawFn) -> tuple[Any, Any]:
     return base, view.transpose(draw(st.permutations(range(view.ndim))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(views(), st.data())
 def test_a_part_is_where_numpy_finds_it(pair: tuple[Any, Any], data: st.DataObject) -> None:
     base, view = pair

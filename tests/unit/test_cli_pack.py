@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
@@ -188,7 +189,7 @@ def test_bytes_that_are_not_text_name_the_line(tmp_path: Path) -> None:
     assert "line 3 is not text in UTF-8 (byte 0xff)" in result.stderr
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_a_damaged_file_is_refused_in_words_or_placed(data: st.DataObject) -> None:
     rows = [f"r{i},{i},{i + 3},{10 + i},{data.draw(st.sampled_from(['', f'{i + 1}-{i + 2}']))}" for i in range(6)]

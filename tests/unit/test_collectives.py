@@ -9,6 +9,7 @@ from random import Random
 
 import oracle
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, with_instruction
@@ -190,7 +191,7 @@ def test_files_keep_what_is_a_collective(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan.json", file.keys).program == program
 
 
-@settings(LIMITS, max_examples=60)
+@settings(LIMITS, max_examples=examples(60))
 @given(st.data())
 def test_any_plan_is_valid_and_keeps_the_order(data: st.DataObject) -> None:
     graph = data.draw(talking_graphs())
@@ -208,7 +209,7 @@ def test_any_plan_is_valid_and_keeps_the_order(data: st.DataObject) -> None:
         ends[lane] = end
 
 
-@settings(LIMITS, max_examples=40)
+@settings(LIMITS, max_examples=examples(40))
 @given(st.data(), st.randoms(use_true_random=False))
 def test_a_removed_wait_is_found(data: st.DataObject, random: Random) -> None:
     graph = data.draw(talking_graphs())

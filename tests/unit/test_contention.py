@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import naive_programs
@@ -66,7 +67,7 @@ def test_who_waits_starts_when_the_slowed_one_ends() -> None:
     assert times(home, Run(0, ()), CopyOut(0, 0), waiting, Run(1, ())) == expected
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(naive_programs(), st.floats(0, 1), st.floats(0, 2))
 def test_nothing_ends_earlier_and_nothing_takes_too_long(
     case: tuple[StepGraph, Costs, Program], contention: float, slowdown: float

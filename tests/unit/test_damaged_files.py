@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -73,7 +74,7 @@ def read_and_check(graph: Path, plan: Path) -> None:
     validate(file.graph, saved.program, saved.budget, file.costs)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_with_odd_values_is_refused_or_read(
     texts: tuple[bytes, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -102,7 +103,7 @@ def test_a_file_with_odd_values_is_refused_or_read(
         assert str(paths[changed]) in str(error)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_with_damaged_bytes_is_refused_or_read(
     texts: tuple[bytes, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -127,7 +128,7 @@ def test_a_file_with_damaged_bytes_is_refused_or_read(
         assert str(paths[changed]) in str(error)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_graph_that_is_read_can_be_planned_for_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

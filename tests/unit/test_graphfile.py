@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs
@@ -17,7 +18,7 @@ from outofcore.graph import StepGraph, StorageKind
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(50))
 @given(st.data())
 def test_a_written_step_is_read_as_it_was(data: st.DataObject) -> None:
     graph = data.draw(graphs())

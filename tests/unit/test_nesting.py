@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from effort import examples
 from examples import MIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +66,7 @@ def test_a_bound_that_cannot_be_had_ends_the_search() -> None:
     assert found.bytes == 6 * MIB
 
 
-@settings(LIMITS, max_examples=60)
+@settings(LIMITS, max_examples=examples(60))
 @given(st.data())
 def test_chains_hold_what_the_search_says(data: st.DataObject) -> None:
     """Random gaps are computed again, in chains within random bounds: the plans are valid, within what was counted."""

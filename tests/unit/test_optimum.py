@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from examples import MIB, network, network_costs
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from optimum import optimum
 from optimum.prices import prices
-from strategies import costs_for, graphs
+from strategies import LIMITS, costs_for, graphs
 
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
@@ -76,7 +77,7 @@ def test_only_better_plans_than_a_known_one_are_looked_for() -> None:
     assert optimum(graph, given, smallest_budget(graph, given) - 1) is None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=60)
+@settings(LIMITS, max_examples=examples(60))
 @given(st.data())
 def test_no_policy_beats_it(data: st.DataObject) -> None:
     # The search knows of no copy at home that is still good when a step begins, nor of a use that needs no bytes.

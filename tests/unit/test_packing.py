@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def tiling(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
 
 
 # How fast a busy machine is says nothing about a packing.
-SLOWLY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+SLOWLY = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 
 # The example of MiniMalloc's description.
 MINIMALLOC = of((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4))

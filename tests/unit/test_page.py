@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from examples import GRAPH, INSIGHT, MIB, PLAN, PROGRAM, TIMELINE
 from hypothesis import HealthCheck, given, settings
 from strategies import naive_programs
@@ -69,7 +70,7 @@ def test_what_no_wait_explains_is_between_ops() -> None:
     assert (spent.for_room, spent.end, spent.between) == (4.0, 0.0, 0.75)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(naive_programs())
 def test_the_parts_of_a_step_add_up_to_it(case: tuple[StepGraph, Costs, Program]) -> None:
     graph, costs, program = case

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
+from effort import pairs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LIMITS
@@ -193,9 +194,10 @@ def bursts(steps: Iterable[int], times: float = 1.6) -> Callable[[int], float]:
     return lambda step: times if step in disturbed else 1.0
 
 
-@pytest.mark.parametrize("slowdown", [0.0, 0.2])
-@pytest.mark.parametrize("link", [0.3, 0.85, 1.0, 2.5])
-@pytest.mark.parametrize("noisy", [(), range(1, 10, 2), range(10), range(3, 7)])
+@pytest.mark.parametrize(
+    ("noisy", "link", "slowdown"),
+    pairs_of([(), range(1, 10, 2), range(10), range(3, 7)], [0.3, 0.85, 1.0, 2.5], [0.0, 0.2]),
+)
 def test_the_best_of_all_plans_stays(link: float, slowdown: float, noisy: Iterable[int]) -> None:
     """Wherever links are mispredicted, and whenever something else runs."""
     run = train(Machine(with_link(BELIEVED, link, slowdown), bursts(noisy)), BELIEVED, BUDGET)
@@ -211,6 +213,7 @@ def test_a_plan_made_while_the_machine_was_busy_does_not_stay() -> None:
     assert run.trial.costs.compute_seconds == pytest.approx(BELIEVED.compute_seconds, rel=0.05)
 
 
+@pytest.mark.exhaustive
 @settings(LIMITS, max_examples=15)
 @given(
     st.floats(0.3, 3.0),

@@ -7,6 +7,7 @@ from random import Random
 
 import oracle
 import pytest
+from effort import examples
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
@@ -54,19 +55,19 @@ def check(task: Task, policy: str) -> None:
         assert planned.timeline == simulate(graph, costs, planned.program)
 
 
-@settings(LIMITS, max_examples=1000)
+@settings(LIMITS, max_examples=examples(1000))
 @given(tasks())
 def test_every_plan_is_valid_and_within_budget(task: Task) -> None:
     check(task, "auto")
 
 
-@settings(LIMITS, max_examples=300)
+@settings(LIMITS, max_examples=examples(300))
 @given(tasks(st.one_of(graphs(), deep_graphs())), OTHERS)
 def test_so_are_those_of_other_policies(task: Task, policy: str) -> None:
     check(task, policy)
 
 
-@settings(LIMITS, max_examples=120)
+@settings(LIMITS, max_examples=examples(120))
 @given(tasks(), ANY, st.randoms(use_true_random=False))
 def test_plans_are_right_on_every_schedule(task: Task, policy: str, random: Random) -> None:
     planned = plan_of(task, policy)
@@ -74,13 +75,13 @@ def test_plans_are_right_on_every_schedule(task: Task, policy: str, random: Rand
         assert oracle.faults_on_schedule(task[0], planned.program, random) == []
 
 
-@settings(LIMITS, max_examples=120)
+@settings(LIMITS, max_examples=examples(120))
 @given(tasks(), ANY)
 def test_the_same_task_gives_the_same_plan(task: Task, policy: str) -> None:
     assert plan_of(task, policy) == plan_of(task, policy)
 
 
-@settings(LIMITS, max_examples=60)
+@settings(LIMITS, max_examples=examples(60))
 @given(tasks())
 def test_below_the_smallest_budget_there_is_no_plan(task: Task) -> None:
     graph, costs, _ = task
@@ -92,7 +93,7 @@ def test_below_the_smallest_budget_there_is_no_plan(task: Task) -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-@settings(LIMITS, max_examples=50)
+@settings(LIMITS, max_examples=examples(50))
 @given(task=tasks(), policy=ANY, random=st.randoms(use_true_random=False))
 def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: Random) -> None:
     graph, costs, _ = task

@@ -82,6 +82,7 @@ def costs(graph: StepGraph, homes: int = 1) -> Costs:
         ),
     ],
 )
+@pytest.mark.usefixtures("full_search")
 def test_texts_are_read(text: str, policy: object) -> None:
     assert policy_of(text) == policy
 

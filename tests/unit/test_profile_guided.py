@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LIMITS, costs_for, deep_graphs, graphs
@@ -52,7 +53,7 @@ def test_there_is_no_plan_below_what_the_rule_needs() -> None:
         plan_step(graph, costs(graph), 7 * K64 - 1, "profile-guided")
 
 
-@settings(LIMITS, max_examples=100)
+@settings(LIMITS, max_examples=examples(100))
 @given(st.data())
 def test_addresses_are_valid_for_all_steps(data: st.DataObject) -> None:
     graph = data.draw(st.one_of(graphs(), deep_graphs()))

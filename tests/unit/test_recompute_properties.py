@@ -7,6 +7,7 @@ from random import Random
 
 import oracle
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
@@ -35,7 +36,7 @@ def planned(draw: st.DrawFn, max_layers: int = 4) -> Made:
     return graph, costs, plan, wire(graph, place(lower(graph, costs, plan)))
 
 
-@settings(LIMITS, max_examples=500)
+@settings(LIMITS, max_examples=examples(500))
 @given(planned())
 def test_every_plan_is_valid(made: Made) -> None:
     graph, costs, plan, program = made
@@ -48,7 +49,7 @@ def test_every_plan_is_valid(made: Made) -> None:
     assert simulate(graph, costs, program).step_seconds >= ops * (1 - 1e-9)
 
 
-@settings(LIMITS, max_examples=100)
+@settings(LIMITS, max_examples=examples(100))
 @given(planned(), st.randoms(use_true_random=False))
 def test_plans_are_right_on_every_schedule(made: Made, random: Random) -> None:
     graph, _, _, program = made
@@ -56,7 +57,7 @@ def test_plans_are_right_on_every_schedule(made: Made, random: Random) -> None:
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 
-@settings(LIMITS, max_examples=150)
+@settings(LIMITS, max_examples=examples(150))
 @given(planned(), st.randoms(use_true_random=False))
 def test_chains_in_which_ops_run_several_times_are_valid(made: Made, random: Random) -> None:
     graph, costs, plan, once = made
@@ -69,7 +70,7 @@ def test_chains_in_which_ops_run_several_times_are_valid(made: Made, random: Ran
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 
-@settings(LIMITS, max_examples=60)
+@settings(LIMITS, max_examples=examples(60))
 @given(planned())
 def test_a_chain_runs_once_for_all_that_is_wanted_at_the_same_time(made: Made) -> None:
     graph, _, _, program = made

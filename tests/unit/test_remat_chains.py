@@ -69,14 +69,12 @@ def test_compiled_chains_are_those_of_python(step: tuple[StepGraph, Costs], draw
 
 
 def test_plans_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = network(24)
+    graph = network(12)
     found: list[bytes] = []
     load: list[Callable[[], object]] = [load_compiled, lambda: None]
     for loaded in load:
         monkeypatch.setattr(chains, "load_compiled", loaded)
-        plans = [
-            plan_step(graph, network_costs(graph, copy=copy), 20 << 20, params=QUICK).plan for copy in (None, 4e-3)
-        ]
+        plans = [plan_step(graph, network_costs(graph, copy=copy), 9 << 20, params=QUICK).plan for copy in (None, 4e-3)]
         found.append(repr(plans).encode())
     assert found[0] == found[1]
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 
 from outofcore.costs import Costs
@@ -102,7 +103,7 @@ def test_what_wraps_is_held_from_the_start_to_the_end() -> None:
     assert set(memory.held["parameter"]) == {128}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(naive_programs())
 def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> None:
     graph, costs, program = case

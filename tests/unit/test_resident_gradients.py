@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from strategies import LIMITS, tasks
 
@@ -91,7 +92,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
         assert best <= worth(costs, planned), policy
 
 
-@settings(LIMITS, max_examples=100)
+@settings(LIMITS, max_examples=examples(100))
 @given(tasks())
 def test_letting_gradients_stay_keeps_a_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
     graph, costs, budget = task

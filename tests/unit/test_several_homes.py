@@ -9,6 +9,7 @@ from random import Random
 
 import oracle
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, with_instruction
@@ -198,7 +199,7 @@ def test_files_without_homes_mean_the_first(tmp_path: Path) -> None:
 
 
 Task = tuple[StepGraph, Costs, Plan]
-LIMITS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIMITS = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

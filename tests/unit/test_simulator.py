@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from strategies import naive_programs
 
@@ -175,7 +176,7 @@ def test_a_workspace_is_resident_while_its_op_runs() -> None:
     assert resident_bytes(program, simulate(GRAPH, COSTS, program)) == [(0.0, 0), (7.0, 32), (14.0, 0)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(naive_programs())
 def test_what_holds_of_every_program(made: tuple[StepGraph, Costs, Program]) -> None:
     graph, costs, program = made

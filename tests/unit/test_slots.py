@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
+from effort import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs, plans_for
@@ -91,7 +92,7 @@ def tasks(draw: st.DrawFn) -> Task:
     return graph, costs, lowered
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tasks())
 def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
     graph, costs, lowered = task
@@ -130,7 +131,7 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
 PAGE = 4096
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.integers(0, 30)), min_size=1, max_size=40),
     st.integers(0, 20),

@@ -8,6 +8,7 @@ from random import Random
 
 import oracle
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, with_instruction
@@ -20,7 +21,7 @@ from outofcore.program import Block, Program
 from outofcore.validator import validate
 
 Made = tuple[StepGraph, Costs, Program]
-LIMITS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIMITS = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @LIMITS

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 from math import nan
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import budgets_for, costs_for, graphs
@@ -91,7 +92,7 @@ def test_a_graph_that_contradicts_itself_is_refused(broken: StepGraph, message: 
         broken.check()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(graphs())
 def test_random_graphs_are_sound(graph: StepGraph) -> None:
     graph.check()

@@ -1,0 +1,64 @@
+"""How much a test proves in `make test`, and how much with ``--exhaustive``, as in `make test-all`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from outofcore.planning.parameters import SearchParams
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a machine with a GPU runs tests/cuda, which do without it
+    settings = None
+
+
+def register_profiles(*, exhaustive: bool) -> None:
+    """Choose how many examples Hypothesis tries: `max_examples` is a percentage of a test's own count."""
+    if settings is not None:
+        settings.register_profile("outofcore", max_examples=100 if exhaustive else 20)
+        settings.load_profile("outofcore")
+
+
+def examples(count: int) -> int:
+    """Return the number of examples that Hypothesis tries: ``count`` with ``--exhaustive``, else a fifth."""
+    return max(count * settings().max_examples // 100, 5)
+
+
+@contextmanager
+def search_like(params: SearchParams) -> Iterator[None]:
+    """Let ``auto`` search as ``params`` say unless told how."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SearchParams.__init__, "__defaults__", tuple(getattr(params, f.name) for f in fields(params)))
+        yield
+
+
+def some_of(values: Iterable[Any], keep: Iterable[Any] | Callable[[Any], bool]) -> list[Any]:
+    """Return all parameters, those that are not in ``keep`` marked as exhaustive."""
+    kept = keep if callable(keep) else list(keep).__contains__
+    return [value if kept(value) else _exhaustive(value) for value in values]
+
+
+def pairs_of(*factors: Iterable[Any]) -> list[Any]:
+    """Return the product of the factors, marked as exhaustive but for combinations that cover every pair of values.
+
+    Combinations are chosen greedily: each is the first that covers the most pairs not covered before (D. M. Cohen et
+    al., *The AETG System*, IEEE TSE 23(7), 1997).
+    """
+    product = list(itertools.product(*factors))
+    pairs = [set(itertools.combinations(enumerate(map(repr, values)), 2)) for values in product]
+    open_pairs, kept = set[Any]().union(*pairs), set[int]()
+    while open_pairs:
+        best = max(range(len(product)), key=lambda index: len(pairs[index] & open_pairs))
+        kept.add(best)
+        open_pairs -= pairs[best]
+    return [values if index in kept else _exhaustive(values) for index, values in enumerate(product)]
+
+
+def _exhaustive(value: Any) -> Any:
+    return pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.exhaustive)
