@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
+.PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
 	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
 
 help:  ## list the commands
@@ -30,27 +30,33 @@ $(STAMP): requirements-dev.txt pyproject.toml
 
 setup: $(STAMP)  ## make .venv with everything pinned
 
-test: setup  ## run all tests; those for CUDA skip themselves without a GPU
-	$(BIN)/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+PYTEST := -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+
+test: setup  ## run the tests that each change waits for: 8 minutes on two cores
+	$(BIN)/python $(PYTEST)
+
+test-all: setup  ## run everything: all tests at full effort, databases, growth, the CUDA stub, the newest packages; a day
+	$(BIN)/python $(PYTEST) --exhaustive
+	$(MAKE) databases growth gpu-stub test-newest
 
 # What pip installs today: nothing is pinned, but the oldest supported PyTorch in one of them. Each takes some 6 GB.
 test-in-newest: TORCH := torch
 test-in-oldest: TORCH := torch==2.11.*
-test-newest: test-in-newest  ## run all tests with what pip installs today, nothing pinned
+test-newest: test-in-newest  ## run all tests at full effort with what pip installs today, nothing pinned
 test-oldest: test-in-oldest  ## the same with the oldest supported PyTorch
 test-in-%:
 	$(PYTHON) -m venv build/$*
 	build/$*/bin/python -m pip install --quiet --upgrade pip
 	build/$*/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable . --group dev "$(TORCH)"
 	build/$*/bin/python -m pip list --format=freeze | grep -E '^(torch|highspy|numpy|msgspec|transformers|accelerate)=='
-	build/$*/bin/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+	build/$*/bin/python $(PYTEST) --exhaustive
 
 check: setup  ## lint, format, types, layers, tests, README: what must pass before a change goes in
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+	$(BIN)/python $(PYTEST)
 	$(BIN)/python tools/readme_blocks.py README.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

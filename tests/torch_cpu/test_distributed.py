@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import some_of
 from launching import run_together
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
@@ -15,7 +16,11 @@ SCRIPT = Path(__file__).with_name("together.py")
 
 
 @pytest.mark.parametrize(
-    ("scenario", "processes"), [("replicas", 2), ("replicas", 4), ("collectives", 2), ("refusals", 2)]
+    ("scenario", "processes"),
+    some_of(
+        [("replicas", 2), ("replicas", 4), ("collectives", 2), ("refusals", 2)],
+        lambda scenario: scenario != ("replicas", 4),
+    ),
 )
 def test_processes_that_train_together(scenario: str, processes: int, tmp_path: Path) -> None:
     for code, text in run_together(SCRIPT, scenario, processes, tmp_path):
@@ -59,6 +64,7 @@ def test_the_command_line_trains_data_parallel_and_one_process_speaks(tmp_path: 
     assert '"collectives"' in (tmp_path / "step.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--small", "--workload", "gpt", "--rounds", "2", "--date", "then"]
     command += ["--option", "layers=1", "--share", "0.9", "--results", str(tmp_path)]

@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import some_of
 from sides import Side, alike, batch, both, compiled, everything, plain, values
 from torch import nn
 
 import outofcore
 from outofcore.errors import CaptureError, StateError
 
-
-@pytest.fixture(params=["smallest", "all"])
-def budget(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+WAYS = ["smallest, one home", "smallest, own homes", "all, one home", "all, own homes"]
 
 
-@pytest.fixture(params=[True, False], ids=["one home", "own homes"])
-def pair(request: pytest.FixtureRequest, budget: str) -> Iterator[tuple[Side, Side]]:
-    ours = compiled(0, budget=budget, home="disk", shared=request.param)
+@pytest.fixture(params=some_of(WAYS, ["smallest, one home", "all, own homes"]))
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    budget, home = request.param.split(", ")
+    ours = compiled(0, budget=budget, home="disk", shared=home == "one home")
     yield ours, plain(0)
     for step in ours.steps:
         step.close()

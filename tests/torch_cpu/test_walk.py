@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import some_of
 from sides import WIDTH, Side, alike, batch, compiled, everything, plain, values
 from torch import nn
 
@@ -237,12 +238,12 @@ def wander(seed: int, length: int = 16) -> None:
             step.close()
 
 
-@pytest.mark.parametrize("seed", [*range(8), 9, 12, 116, 132, 155, 162])
+@pytest.mark.parametrize("seed", some_of([*range(8), 9, 12, 116, 132, 155, 162], [0, 3, 116, 132, 155, 162]))
 def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
     wander(seed)
 
 
-@pytest.mark.parametrize("seed", [1, 7, 10, 132])
+@pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1, 132]))
 def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
