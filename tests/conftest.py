@@ -26,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     register_profiles(exhaustive=config.getoption("--exhaustive"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the seed, which a quiet run does not."""
+    seed = getattr(config.option, "randomly_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"random order and numbers: repeat them with --randomly-seed={seed}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out exhaustive tests, and let one of two workers begin with tests that need no native code."""

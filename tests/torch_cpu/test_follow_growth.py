@@ -21,6 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KEPT_OPS = 1 << 16
 
 
+LOADED = ("loaded_by_workers", "6MiB", 4)
+
+
 class Sizes(NamedTuple):
     """In the order of ``follow_sizes``."""
 
@@ -48,7 +51,7 @@ def sizes(run: outofcore.Loop) -> Sizes:
 
 @pytest.mark.parametrize(
     ("name", "budget", "rounds"),
-    some_of([("lengths_vary", "7MiB", 6), ("loaded_by_workers", "6MiB", 4)], [("loaded_by_workers", "6MiB", 4)]),
+    some_of([("lengths_vary", "7MiB", 6), LOADED], [LOADED]),
 )
 def test_nothing_that_is_kept_grows(name: str, budget: str, rounds: int) -> None:
     loop, model_of = LOOPS[name]
