@@ -1,0 +1,120 @@
+"""Steps compute the bits of plain PyTorch with each technique of the planner and the runtime switched off."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ablate import TECHNIQUES
+from capture_cases import Case
+from effort import some_of
+from following import trained
+from loops import LOOPS
+from steps import CASES, assert_same, everything, smallest_of
+from torch.utils import _pytree as pytree
+
+import outofcore
+from outofcore.execution.native import Native
+from outofcore.policies import Auto, SearchParams
+from outofcore.validator import validate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 3
+NAMES = ("gpt", "gan", "resnet")
+
+# How each technique is switched off: options of ``compile``, and names of the library that are replaced.
+PLANNER: dict[str, dict[str, Any]] = {
+    **{name: fields for name, fields in TECHNIQUES.items() if fields},
+    "nested": {"nested": ()},
+    "trials": {"trials": 0},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "replay": {"replay": False},
+    "split": {"split": "off"},
+    "checks": {"check": "off"},
+    "sampling of checks": {"check": "full"},
+    "kept measurements": {"cache": False},
+    "search": {"policy": "offload-all"},
+}
+WITHOUT: dict[str, tuple[str, Any]] = {
+    "native copies": ("outofcore.execution.cpu.load_native", lambda *_: Native(None, "switched off")),
+    "native arena": ("outofcore.execution.arena.load_native", lambda *_: Native(None, "switched off")),
+    "compiled chains": ("outofcore.planning.remat.chains.load_compiled", lambda: None),
+    "compiled placement": ("outofcore.planning.placement.packing.load_compiled", lambda: None),
+}
+TECHNIQUES_OFF = [*PLANNER, *OPTIONS, *WITHOUT]
+IN_EACH_CHANGE = {("gan", "replay"), ("gan", "native copies"), ("gan", "native arena"), ("gan", "checks")}
+
+
+def results_of(case: Case, step: Callable[..., Any], names: Callable[[], None] = lambda: None) -> list[Any]:
+    """Return the results of some steps and, at the end, all state that a user sees."""
+    found: list[Any] = []
+    for _ in range(STEPS):
+        result = step(*case.batch(), **case.kwargs)
+        found.append(pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result))
+        names()
+    return found
+
+
+@functools.cache
+def plain(name: str) -> tuple[list[Any], dict[str, torch.Tensor], torch.Tensor]:
+    torch.manual_seed(1234)
+    case = CASES[name]()
+    return results_of(case, case.step), dict(everything(case)), torch.get_rng_state()
+
+
+@functools.cache
+def smallest(name: str, split: str) -> int:
+    return smallest_of(CASES[name], "off" if split == "off" else "exact")
+
+
+@pytest.mark.parametrize(
+    ("name", "technique"),
+    some_of([(name, technique) for name in NAMES for technique in TECHNIQUES_OFF], IN_EACH_CHANGE),
+)
+def test_step_has_the_same_bits_without(name: str, technique: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"policy": Auto(SearchParams(**PLANNER.get(technique, {})))}
+    options |= OPTIONS.get(technique, {})
+    if technique in WITHOUT:
+        monkeypatch.setattr(*WITHOUT[technique])
+    results, state, generator = plain(name)
+    for share in (1.0, 1.5):
+        budget = int(share * smallest(name, options.get("split", "exact")))
+        torch.manual_seed(1234)
+        case = CASES[name]()
+        with outofcore.compile(case.step, case.models, case.optimizers, budget=budget, **options) as step:
+
+            def check(step: Any = step, budget: int = budget) -> None:
+                validate(step.captured.graph, step.planned.program, budget, step.costs)
+                assert step.planned.program.arena_bytes <= budget
+
+            assert_same(results_of(case, step, check), results)
+            assert step.stats.bytes_in > 0
+        assert torch.equal(torch.get_rng_state(), generator)
+        ours = dict(everything(case))
+        assert [key for key, tensor in state.items() if not torch.equal(ours[key], tensor)] == []
+
+
+LOOP_OPTIONS: dict[str, dict[str, Any]] = {
+    "plans": {"policy": None},
+    "recomputation": {"policy": Auto(SearchParams(recompute_changes=0))},
+    "search": {"policy": "offload-all"},
+    "disk": {"home": "host"},
+}
+
+
+@pytest.mark.parametrize("technique", some_of(LOOP_OPTIONS, ["plans"]))
+def test_loop_has_the_same_bits_without(technique: str) -> None:
+    loop = LOOPS["checkpointed"]
+    theirs, _ = trained(*loop)
+    roomy, stats = trained(*loop, budget=1 << 30)
+    assert roomy.differs_from(theirs) == ""
+    assert stats is not None
+    ours, stats = trained(*loop, budget=int(0.4 * stats.peak_bytes), **LOOP_OPTIONS[technique])
+    assert ours.differs_from(theirs) == ""
+    assert stats is not None
+    assert stats.evictions > 0
