@@ -185,6 +185,7 @@ def test_adapters_with_peft(tmp_path: Path) -> None:
     assert_exact(train, tmp_path, (0.5, 0.4))
 
 
+@pytest.mark.exhaustive
 def test_sequences_with_generation_and_the_best_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -251,6 +252,7 @@ def test_the_plain_loop_of_accelerate(tmp_path: Path) -> None:
     assert_exact(train, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_smaller_batches_where_one_does_not_fit(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import some_of
 from torch import nn
 
 from outofcore.capture.passes import leanest
@@ -26,7 +27,7 @@ SCRIPT = Path(__file__).with_name("interrupted.py")
 native = pytest.mark.skipif(load_native().library is None, reason="there is no native allocator")
 
 
-@pytest.mark.parametrize("stage", ["profile", "measure the home"])
+@pytest.mark.parametrize("stage", some_of(["profile", "measure the home"], ["profile"]))
 def test_a_process_that_is_interrupted_at_any_moment_trains_on(stage: str) -> None:
     command = [sys.executable, str(SCRIPT), "--stage", stage, "--rounds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -52,6 +52,17 @@ def state_bytes(model: OnnxModel) -> int:
     return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
 
 
+def test_cast_without_saturation_overflows_to_nan(tmp_path: Path) -> None:
+    """The type has no infinity; 464 lies halfway between its largest number and the next one, and is rounded down."""
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT8E4M3FN, None)
+    node = onnx.helper.make_node("Cast", ["x"], ["y"], to=onnx.TensorProto.FLOAT8E4M3FN, saturate=0)
+    graph = onnx.helper.make_graph([node], "net", [x], [y])
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]), tmp_path / "net.onnx")
+    found = outofcore.onnx.load(tmp_path / "net.onnx")(torch.tensor([448.0, 464.0, 465.0, -465.0, torch.inf]))
+    assert found.float().nan_to_num(nan=-1.0).tolist() == [448.0, 448.0, -1.0, -1.0, -1.0]
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_has_the_same_bits_within_a_third_of_its_weights(name: str, tmp_path: Path) -> None:
     path, arrays = saved(tmp_path, name, outside=len(name) % 2 == 0)

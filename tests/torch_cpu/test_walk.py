@@ -238,12 +238,12 @@ def wander(seed: int, length: int = 16) -> None:
             step.close()
 
 
-@pytest.mark.parametrize("seed", some_of([*range(8), 9, 12, 116, 132, 155, 162], [0, 3, 116, 132, 155, 162]))
+@pytest.mark.parametrize("seed", some_of([*range(8), 9, 12, 116, 132, 155, 162], [3, 116, 132, 155]))
 def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
     wander(seed)
 
 
-@pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1, 132]))
+@pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1]))
 def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
