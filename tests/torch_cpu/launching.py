@@ -1,26 +1,70 @@
-"""Starts the processes of a scenario: see ``together.py``."""
+"""Start the processes of a scenario (see ``together.py``), forked from one that has loaded PyTorch.
+
+    python launching.py SCRIPT SCENARIO PROCESSES FOLDER
+
+Each process runs SCRIPT with the arguments SCENARIO, RANK, PROCESSES and FOLDER/store, and prints to
+FOLDER/output-RANK.
+"""
 
 from __future__ import annotations
 
+import os
+import runpy
+import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 
 def run_together(script: Path, scenario: str, processes: int, folder: Path) -> list[tuple[int, str]]:
-    """The return code and the output of each process of a scenario."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), scenario, str(rank), str(processes), str(folder / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
+    """Return the exit status and the output of each process of a scenario."""
+    command = [sys.executable, __file__, str(script), scenario, str(processes), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        try:
+            statuses = parent.communicate(timeout=180)[0].split()
+        finally:
+            if parent.poll() is None:
+                os.killpg(parent.pid, signal.SIGKILL)
+    outputs = [(folder / f"output-{rank}").read_text(encoding="utf-8") for rank in range(processes)]
+    return [(int(status), output) for status, output in zip(statuses, outputs, strict=True)]
+
+
+def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
+    """Fork a process that runs the scenario as a rank, and return its number."""
+    if child := os.fork():
+        return child
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.argv = [script, scenario, str(rank), str(processes), str(folder / "store")]
+    sys.path.insert(0, str(Path(script).parent))
     try:
-        told = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, told, strict=True)]
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
+    # What all of them import.
+    import torch.distributed._functional_collectives  # noqa: PLC0415
+    import torch.nn.parallel  # noqa: F401, PLC0415
+
+    import outofcore  # noqa: F401, PLC0415
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+    from effort import search_like  # noqa: PLC0415
+
+    from outofcore.planning import QUICK  # noqa: PLC0415
+
+    with search_like(QUICK):
+        ranks = [_forked(script, scenario, rank, processes, folder) for rank in range(processes)]
+    for rank in ranks:
+        print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+
+
+if __name__ == "__main__":
+    _fork_all(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))

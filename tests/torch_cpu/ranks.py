@@ -1,7 +1,7 @@
 """One of two processes that train together over gloo: eager, then within budgets; fails where anything differs.
 
-python ranks.py RANK STORE VIEW, where STORE is a file that does not exist yet, and VIEW is 1 for gradients that are
-views of DDP's buckets.
+python ranks.py VIEW RANK 2 STORE, where VIEW is 1 for gradients that are views of DDP's buckets, and STORE is a file
+that does not exist yet.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple
 
 
 def main() -> None:
-    rank, store, view = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
+    view, rank, store = sys.argv[1] == "1", int(sys.argv[2]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)

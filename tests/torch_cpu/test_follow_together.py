@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
+from launching import run_together
 from loops import Language, loss_of, sentences, tensors_in
 from torch import Tensor, nn
 
@@ -24,22 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("view", some_of([False, True], [True]), ids=["gradients", "views of buckets"])
 def test_two_processes_that_train_together(view: bool, tmp_path: Path) -> None:
     script = Path(__file__).with_name("ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), str(int(view))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
-    assert all(text.endswith("same\n") for text in told)
+    for status, output in run_together(script, str(int(view)), 2, tmp_path):
+        assert status == 0, output
+        assert output.endswith("same\n")
 
 
 class Parts(nn.Module):

@@ -73,6 +73,7 @@ def test_the_command_line_plans_for_processes_that_are_not_here() -> None:
     assert CliRunner().invoke(app, options).exit_code == 2
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--small", "--rounds", "2", "--date", "then", "--share", "0.9"]
     command += ["--option", "layers=1", "--without-fsdp2", "--results", str(tmp_path)]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("databases_in_parts.py")
 
 
@@ -17,6 +19,7 @@ def told(*arguments: str) -> dict[str, object]:
     return json.loads(found.stdout)
 
 
+@pytest.mark.exhaustive
 def test_samples_have_the_same_bits_in_parts() -> None:
     found = told("modules", "operators", "--first", "1", "--every", "37", "--start", "5")
     assert found["failed"] == [] and found["otherwise as a whole"] == []

@@ -256,7 +256,7 @@ def test_a_block_that_comes_back_is_written_when_its_readers_are_done_even_witho
             pytest.fail(f"{description}: accepted")
 
 
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=examples(15))
 @given(st.data())
 def test_policies_plan_steps_with_collectives(data: st.DataObject) -> None:
     graph = data.draw(talking_graphs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def chain(length: int, kept: int) -> StepRecord:
     return read_record(told(storages, ops), NAMES)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(st.integers(2, 8), st.integers(0, 3), st.integers(0, 100), st.sampled_from(("auto", "offload-all", "tflms")))
 def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share: int, policy: str) -> None:
     record = chain(length, kept)

@@ -41,7 +41,7 @@ def written(path: Path, home: Home) -> dict[str, object]:
     return json.loads(path.read_text(encoding="utf-8"))["homes"][0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3), part=st.floats(0.05, 0.95))
 def test_shares_survive(
     tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float, part: float

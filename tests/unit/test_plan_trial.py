@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
-from effort import pairs_of
+from effort import examples, pairs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LIMITS
@@ -214,7 +214,7 @@ def test_a_plan_made_while_the_machine_was_busy_does_not_stay() -> None:
 
 
 @pytest.mark.exhaustive
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=examples(15))
 @given(
     st.floats(0.3, 3.0),
     st.floats(0.0, 0.3),

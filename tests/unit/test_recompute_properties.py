@@ -85,7 +85,7 @@ def test_a_chain_runs_once_for_all_that_is_wanted_at_the_same_time(made: Made) -
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-@settings(LIMITS, max_examples=20)
+@settings(LIMITS, max_examples=examples(20))
 @given(made=planned(max_layers=3), random=st.randoms(use_true_random=False))
 def test_broken_programs_are_caught(name: str, made: Made, random: Random) -> None:
     graph, costs, _, program = made

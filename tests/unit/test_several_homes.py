@@ -244,7 +244,7 @@ def test_programs_are_right_wherever_the_homes_hold_them(task: Task, random: Ran
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-@settings(LIMITS, max_examples=20)
+@settings(LIMITS, max_examples=examples(20))
 @given(task=tasks(), random=st.randoms(use_true_random=False))
 def test_broken_programs_are_caught(name: str, task: Task, random: Random) -> None:
     graph, given, _ = task

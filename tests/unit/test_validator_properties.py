@@ -41,7 +41,7 @@ def test_what_it_accepts_is_right_on_every_schedule(made: Made, random: Random) 
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=examples(15))
 @given(made=naive_programs(), random=st.randoms(use_true_random=False))
 def test_refuses_broken_programs(name: str, made: Made, random: Random) -> None:
     graph, costs, program = made

@@ -139,7 +139,7 @@ def test_costs_that_do_not_fit(costs: Costs, message: str) -> None:
         costs.check(TWO_OPS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_random_costs_and_budgets_fit(data: st.DataObject) -> None:
     graph = data.draw(graphs())

@@ -65,7 +65,7 @@ def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(st
         assert evicted is None or auto <= evicted.timeline.step_seconds * _ROUNDING
 
 
-@settings(LIMITS, max_examples=25)
+@settings(LIMITS, max_examples=examples(25))
 @given(steps(), st.floats(0.2, 1))
 def test_the_same_step_and_budget_give_the_same_plan(step: tuple[StepGraph, Costs], part: float) -> None:
     graph, costs = step
@@ -156,7 +156,7 @@ def test_checkpoints_halved_often_take_less_room_and_more_runs() -> None:
     assert found[0].seconds == min(one.seconds for one in found) <= 64
 
 
-@settings(LIMITS, max_examples=25)
+@settings(LIMITS, max_examples=examples(25))
 @given(steps(), st.randoms(use_true_random=False))
 def test_beginning_with_a_snapshot_is_setting_its_gaps(step: tuple[StepGraph, Costs], draw: object) -> None:
     graph, costs = step

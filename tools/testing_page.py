@@ -1,0 +1,108 @@
+"""Write the counts of the page *How outofcore is tested* (docs/testing.md), between its two markers.
+
+    python tools/testing_page.py            # print them
+    python tools/testing_page.py --write
+
+Counts come from the sources, from what pytest collects, and from the results that are committed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- counts: tools/testing_page.py --write -->\n", "<!-- end of counts -->\n"
+FOLDERS = ("tests/unit", "tests/torch_cpu", "tests/cuda")
+
+
+def lines_in(folder: str, *endings: str) -> int:
+    """Count the lines of all files below a folder with one of these endings."""
+    paths = [path for ending in endings for path in (ROOT / folder).rglob(f"*{ending}")]
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def collected(*options: str) -> dict[str, int]:
+    """Count the tests that pytest collects, by folder."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    return {folder: sum(name.startswith(folder) for name in names) for folder in FOLDERS}
+
+
+def parsed_tests() -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))]
+
+
+def assertions_in(modules: Iterable[ast.Module]) -> int:
+    """Count `assert` statements and expected errors (`pytest.raises`)."""
+    nodes = [node for module in modules for node in ast.walk(module)]
+    raises = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "raises"]
+    return sum(isinstance(node, ast.Assert) for node in nodes) + len(raises)
+
+
+def properties_in(modules: Iterable[ast.Module]) -> int:
+    """Count test functions for which Hypothesis draws the arguments."""
+    functions = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    return sum(any(ast.unparse(one).startswith("given(") for one in f.decorator_list) for f in functions)
+
+
+def recorded_pairs() -> int:
+    files = (ROOT / "tests" / "record").glob("*.json")
+    return sum(len(json.loads(path.read_text(encoding="utf-8"))["pairs"]) for path in files)
+
+
+def result(name: str) -> dict[str, int]:
+    """Return the counts of a committed result, or none."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["counts"] if path.exists() else {}
+
+
+def counts() -> list[tuple[str, str]]:
+    brief, everything = collected(), collected("--exhaustive")
+    modules = parsed_tests()
+    python, native = lines_in("src", ".py"), lines_in("src", ".cpp", ".h")
+    tests = lines_in("tests", ".py", ".cpp", ".h")
+    mutants, faults = result("mutants"), result("faults")
+    found = [
+        ("Lines of the library", f"{python:,} of Python, {native:,} of C++"),
+        ("Lines of tests", f"{tests:,}: {tests / (python + native):.2f} for each line of the library"),
+        ("Tests that each change waits for (`make test`)", f"{sum(brief.values()):,}"),
+        ("Tests in all (`make test-all`)", f"{sum(everything.values()):,}"),
+        *((f"… in `{folder}`", f"{brief[folder]:,} of {everything[folder]:,}") for folder in FOLDERS),
+        ("Assertions and expected errors in their sources", f"{assertions_in(modules):,}"),
+        ("Properties that Hypothesis tries to refute", f"{properties_in(modules):,}"),
+        ("Pairs of model and budget on record (`make record`)", f"{recorded_pairs():,}"),
+    ]
+    if mutants:
+        found.append(("Mutants that the tests kill (`make mutants`)", f"{mutants['killed']} of {mutants['mutants']}"))
+    if faults:
+        found.append(("Runs with an injected fault", f"{faults['runs']:,}, of which {faults['failures']} went wrong"))
+    return found
+
+
+def table() -> str:
+    rows = "".join(f"| {what} | {count} |\n" for what, count in counts())
+    return f"\n| | |\n|---|---:|\n{rows}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="renew the page")
+    written = table()
+    if not parser.parse_args().write:
+        print(written)
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    PAGE.write_text(before + written + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
