@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import some_of
 from typer.testing import CliRunner, Result
 
 import outofcore
@@ -163,7 +164,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_of(MODELS, ["llama", "mixtral", "t5", "vit"]))
 def test_a_configuration_needs_what_the_real_model_needs(name: str, tmp_path: Path) -> None:
     content, batch = MODELS[name]
     found = configs.read_config(written(tmp_path, content))
@@ -246,7 +247,11 @@ def test_a_forward_pass_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "tokens"), [({**LLAMA, "num_hidden_layers": 4}, True), (WHISPER, True), (VIT, False)]
+    ("content", "tokens"),
+    some_of(
+        [({**LLAMA, "num_hidden_layers": 4}, True), (WHISPER, True), (VIT, False)],
+        lambda case: case[0] is not WHISPER,
+    ),
 )
 def test_the_largest_that_fits_fits_and_the_next_does_not(
     content: dict[str, Any], tokens: bool, tmp_path: Path
