@@ -346,7 +346,7 @@ def main() -> None:
             init_method=f"file://{asked.store}",
             rank=asked.rank,
             world_size=group.processes,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(hours=1),
         )
         found = record_shared(group, asked.rank)
     if not asked.rank:
