@@ -15,8 +15,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
-	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+.PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
+	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
+	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
+	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels \
+	growth record record-write clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -118,6 +121,12 @@ bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (
 databases: setup  ## PyTorch's databases of modules and operators, trained within tiny budgets and in parts; an hour
 	$(BIN)/python tests/torch_cpu/databases.py modules operators
 	$(BIN)/python tests/torch_cpu/databases_in_parts.py modules operators
+
+record: setup  ## compare variants, plans, times, smallest budgets and bits of some 40 pairs with tests/record; four minutes
+	$(BIN)/python tools/record.py --jobs 2
+
+record-write: setup  ## renew tests/record
+	$(BIN)/python tools/record.py --jobs 2 --write
 
 growth: setup  ## followed loops for 10,000 steps each: resident memory against the budget; hours
 	$(BIN)/python tools/growth.py

@@ -61,7 +61,7 @@ void check_recorder() {
         if (before)
           leftovers.emplace_back(left[gone], static_cast<int32_t>(i) + 1);
         else
-          freed[gone] = static_cast<int32_t>(i) + 1;
+          freed.emplace(gone, static_cast<int32_t>(i) + 1);  // the first time counts
         if (before) left.erase(gone);
       }
       recorder.add(nullptr, {}, 1000, {});  // behind all that touches something: of no op

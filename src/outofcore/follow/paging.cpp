@@ -1090,6 +1090,7 @@ void release_block(void* context) {
   }
   if (block->pins > 0 || block->copying != Copying::kNothing) {
     block->dead = true;
+    if (block->pins == 0) block->space->recorder.free(block->id);  // how long its copy takes is no part of the step
     block->storage.reset();
     block->space->known.erase(block);
     return;
@@ -1388,7 +1389,11 @@ class Pinned {
         ++block->version;
         if (block->origin) ++block->origin->version;
       }
-      if (--block->pins == 0 && block->dead && block->copying == Copying::kNothing) destroy(block);
+      if (--block->pins > 0 || !block->dead) continue;
+      if (block->copying == Copying::kNothing)
+        destroy(block);
+      else
+        space_.recorder.free(block->id);
     }
   }
   void add(Block* block, bool written) {

@@ -53,13 +53,16 @@ class Recorder {
     now_.requests.push_back(std::move(requests));
     waiting_ = 0;
   }
+  // Of a storage that is freed while it is copied this is called again when the copy has ended: the first call counts.
   void free(int64_t id) {
     if (overflown_) return;
     const auto ops = static_cast<int32_t>(now_.ops.size());
-    if (const auto found = number_.find(id); found != number_.end())
-      now_.storages[found->second].freed = ops;
-    else if (const auto left = before_.find(id); left != before_.end())
+    if (const auto found = number_.find(id); found != number_.end()) {
+      if (int32_t& freed = now_.storages[found->second].freed; freed < 0) freed = ops;
+    } else if (const auto left = before_.find(id); left != before_.end()) {
       now_.leftovers.push_back({left->second, ops});
+      before_.erase(left);
+    }
   }
   // The step has ended, and the next one begins. None: it was too long.
   std::optional<Record> take() {

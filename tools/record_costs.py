@@ -1,0 +1,210 @@
+"""Fixed costs in place of measured ones, so that plans and predicted times are the same on every machine.
+
+``fixed_costs`` replaces, while it is open, each place where the library measures time or free room:
+
+- the seconds of an op: from its operations and bytes on the device ``DEVICE`` (a roofline, as in ``presets``);
+- the link to a home: ``LINKS``; a disk has ``DISK_BYTES`` free;
+- the collectives of a process group: ``GROUP``;
+- the measured timeline of a step: the predicted one takes its place where the library judges a plan, so no step looks
+  slower than predicted and none is planned again for its times;
+- the seconds of ops and copies in the record of an eager loop, and of ops that could run again there: from bytes;
+- the process that plans an eager loop: it plans at once, in the process of the loop.
+
+Everything else is the library's own: memory of ops is measured, split ops are checked for exactness, steps run. Those
+results depend on the kernels of the machine, never on its speed. Comparisons of plans by running them are by time
+alone; policies must switch them off (``trials=0``).
+
+``observed`` also collects the variants of a compiled step and the plans of an eager loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+from outofcore import session
+from outofcore.capture import Captured
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.distributed import agreement
+from outofcore.estimation.costing import estimated_costs
+from outofcore.execution.homes import DiskHome, HomeStore
+from outofcore.follow import loop, recompute_trial
+from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
+from outofcore.follow.records import FREED, StepRecord, read_record
+from outofcore.follow.remaking import Made, worth_making_again
+from outofcore.graph import Op, StepGraph
+from outofcore.planned_step import PlannedStep
+from outofcore.presets import Device, Number
+from outofcore.profiling import links, ops
+from outofcore.profiling.groups import GroupCost
+from outofcore.profiling.links import LinkReport, Rates
+
+DEVICE = Device("record", "the device of the record", 1 << 40, {Number.FP32: 1e11}, 1e10, 2e9, 2e9)
+DISK_BYTES = 1 << 40
+GROUP = GroupCost(latency_s=1e-4, bytes_per_s=1e9)
+# Bytes per second to a home and from it.
+LINKS = {"host": Rates(2e9, 2e9), "disk": Rates(6e8, 1.2e9)}
+LATENCY_SECONDS = 2e-5
+# What a copy loses beside one the other way, and an op beside a copy.
+CONTENTION, SLOWDOWN = 0.2, 0.05
+# An op of an eager loop, of which only the bytes are known.
+LOOP_OP_SECONDS, LOOP_BYTES_PER_S = 5e-6, 8e9
+LOOP_HOME = Home("home", None, 6e8, 1.2e9, LATENCY_SECONDS, 2 * CONTENTION, SLOWDOWN)
+
+
+@dataclass
+class Observed:
+    """What ran while costs were fixed.
+
+    Attributes:
+        variants: of compiled steps, by the digest of their graph: the first pass that made it.
+        loops: the recorded steps of eager loops with their plans, in order.
+    """
+
+    variants: dict[str, str] = field(default_factory=dict[str, str])
+    loops: list[tuple[StepRecord, Answer]] = field(default_factory=list[tuple[StepRecord, Answer]])
+
+    def variant_of(self, step: PlannedStep) -> str:
+        """Return the name of the variant that a compiled step runs."""
+        if step.most is not None:
+            return f"split to {step.most} bytes"
+        return self.variants.get(graph_digest(step.graph), "unknown")
+
+
+def digest(lines: Sequence[object]) -> str:
+    """Return a short digest of things that are written the same in every process."""
+    text = "\n".join(map(str, lines))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def graph_digest(graph: StepGraph) -> str:
+    """Return a digest of the ops and storages of a step: not of names and source lines, which are for people."""
+    storages = [(s.bytes, s.kind.value, s.watched) for s in graph.storages]
+    steps = [
+        (op.name, op.reads, op.mutates, op.creates, op.rerunnable, op.random, op.discards, op.communicates)
+        for op in graph.ops
+    ]
+    return digest([*storages, *steps, graph.outputs])
+
+
+def costs_digest(costs: Costs) -> str:
+    """Return a digest of the costs that a plan was made with, without the room at homes."""
+    seconds = [(f"{op.seconds:.12g}", op.workspace_bytes) for op in costs.ops]
+    homes = [replace(home, bytes=None) for home in costs.homes]
+    return digest([*seconds, *homes])
+
+
+@contextlib.contextmanager
+def fixed_costs() -> Iterator[Observed]:
+    """Replace measured costs by fixed ones, and collect what runs meanwhile."""
+    observed = Observed()
+    replacements: list[tuple[Any, str, object]] = [
+        (ops._Bench, "_time", _op_seconds()),
+        (links, "measure_link", _fixed_link),
+        (DiskHome, "capacity", property(lambda _: DISK_BYTES)),
+        (agreement, "group_cost", lambda *_: GROUP),
+        (session.Session, "_judge", _judged_as_predicted(session.Session._judge)),
+        (loop, "read_record", _fixed_record),
+        (loop, "BackgroundPlanner", _planner_at_once(observed)),
+        (recompute_trial, "worth_making_again", _fixed_recipes),
+    ]
+    passes = {"fastest": "fused", "lean": "low memory", "leanest": "lowest memory"}
+    replacements += [
+        (session, name, _noting(observed, variant, getattr(session, name))) for name, variant in passes.items()
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield observed
+
+
+def _op_seconds() -> Callable[..., float]:
+    """Return a method that takes the place of the measurement of an op."""
+    known: list[tuple[Captured, Costs]] = []  # of the step that is measured now
+
+    def seconds(bench: Any, op: Op, *_: object) -> float:
+        if not known or known[0][0] is not bench._captured:
+            known[:] = [(bench._captured, estimated_costs(bench._captured, DEVICE))]
+        return known[0][1].ops[op.id].seconds
+
+    return seconds
+
+
+def _fixed_link(home: HomeStore, **_: object) -> LinkReport:
+    rates = LINKS[home.name]
+    together = Rates(rates.out * (1 - CONTENTION / 2), rates.into * (1 - CONTENTION / 2))
+    return LinkReport(
+        name=home.name,
+        capacity=home.capacity,
+        latency_s=LATENCY_SECONDS,
+        alone=rates,
+        computing=rates,
+        together=together,
+        compute_alone_s=1.0,
+        compute_single_s=1.0 + SLOWDOWN,
+        compute_both_s=1.0 + 2 * SLOWDOWN,
+    )
+
+
+def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
+    def judged(self: Any, known: Any) -> None:
+        measured, self.timeline = self.timeline, known.step.planned.timeline
+        try:
+            judge(self, known)
+        finally:
+            self.timeline = measured
+
+    return judged
+
+
+def _noting(observed: Observed, variant: str, make: Callable[..., Captured]) -> Callable[..., Captured]:
+    def made(*args: Any, **kwargs: Any) -> Captured:
+        captured = make(*args, **kwargs)
+        observed.variants.setdefault(graph_digest(captured.aligned(captured.alignment).graph), variant)
+        return captured
+
+    return made
+
+
+def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
+    record = read_record(numbers, names)
+    storages = record.graph.storages
+    costs = [
+        OpCost(
+            0.0
+            if op.name == FREED
+            else LOOP_OP_SECONDS + sum(storages[s].bytes for s in op.touched) / LOOP_BYTES_PER_S,
+            cost.workspace_bytes,
+        )
+        for op, cost in zip(record.graph.ops, record.costs.ops, strict=True)
+    ]
+    return replace(record, costs=Costs(tuple(costs), (LOOP_HOME,)))
+
+
+def _fixed_recipes(made: Sequence[Made], *args: Any, **kwargs: Any) -> Any:
+    fixed = [
+        one if one.seconds is None else replace(one, seconds=LOOP_OP_SECONDS + 2 * one.bytes / LOOP_BYTES_PER_S)
+        for one in made
+    ]
+    return worth_making_again(fixed, *args, **kwargs)
+
+
+def _planner_at_once(observed: Observed) -> type[BackgroundPlanner]:
+    class PlannerAtOnce(BackgroundPlanner):
+        """Plans when it is asked to, in this process."""
+
+        _done: tuple[StepRecord, Answer] | None = None
+
+        def start(self, record: StepRecord) -> None:
+            self._done = record, plan_record(record, self._budget, self._policy)
+            observed.loops.append(self._done)
+
+        def poll(self) -> tuple[StepRecord, Answer] | None:
+            done, self._done = self._done, None
+            return done
+
+    return PlannerAtOnce

@@ -1,0 +1,155 @@
+"""The pairs of model and budget that the record holds, by model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from record_models import Training, shared_model, transformers_model, zoo_model
+
+# Compiled by ``outofcore.compile``, run as a loop under ``outofcore.budget``, or planned without a home and not run.
+Door = Literal["compile", "budget", "plan without a home"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A budget for a model, and how its step runs within it.
+
+    Attributes:
+        door: how the step comes under the budget.
+        budget: as text.
+        home: "host", "disk", or "host 4MiB, disk" for so many bytes of host memory before a disk.
+        search: how hard ``auto`` looks for a plan: ``planning.QUICK``, or its defaults.
+        split: as for ``compile``.
+        kernels: as for ``compile``.
+        recompute: whether a loop may compute again what autograd saves.
+    """
+
+    door: Door
+    budget: str
+    home: str = "disk"
+    search: Literal["quick", "full"] = "quick"
+    split: Literal["exact", "close", "off"] = "exact"
+    kernels: Literal["eager", "inductor"] = "eager"
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """The pair in words; no other pair of its model has the same."""
+        parts = [self.door, self.budget]
+        if self.door == "compile":
+            parts.append(f"home {self.home}")
+        if self.search == "full":
+            parts.append("full search")
+        if self.split != "exact":
+            parts.append(f"split {self.split}")
+        if self.kernels != "eager":
+            parts.append(f"kernels {self.kernels}")
+        if self.recompute:
+            parts.append("with recomputation")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A model with its pairs: a file of the record.
+
+    Attributes:
+        make: makes the training anew; of several processes, given the rank and what wraps the model.
+        pairs: each run on a training of its own.
+        processes: how many share the model.
+    """
+
+    make: Callable[..., Training]
+    pairs: tuple[Pair, ...]
+    processes: int = 1
+
+
+_GPT: dict[str, Any] = {"layers": 2, "width": 128, "heads": 4, "context": 128, "batch": 4}
+_PICTURES: dict[str, Any] = {"classes": 10, "images": "generated"}
+
+# Those that take longest come first, so that none is left when all others are done.
+GROUPS: Mapping[str, Group] = {
+    "densenet121": Group(
+        partial(zoo_model, "densenet121", size=64, batch=4, optimizer="momentum", **_PICTURES),
+        (Pair("compile", "54MiB"), Pair("plan without a home", "80MiB")),
+    ),
+    "gpt": Group(
+        partial(zoo_model, "gpt", **_GPT),
+        (
+            Pair("compile", "32MiB"),
+            Pair("compile", "12MiB"),
+            Pair("compile", "12MiB", search="full"),
+            Pair("compile", "5MiB", home="host"),
+            Pair("compile", "8MiB", home="host 4MiB, disk"),
+            Pair("budget", "12MiB"),
+            Pair("budget", "8MiB", recompute=True),
+            Pair("plan without a home", "12MiB"),
+        ),
+    ),
+    "vgg16": Group(
+        partial(zoo_model, "vgg16", size=32, batch=2, optimizer="sgd", **_PICTURES),
+        (Pair("compile", "64MiB", home="host"),),
+    ),
+    "resnet18": Group(
+        partial(zoo_model, "resnet", depth=18, size=64, batch=4, optimizer="momentum", **_PICTURES),
+        (
+            Pair("compile", "160MiB", home="host"),
+            Pair("compile", "64MiB"),
+            Pair("compile", "32MiB", split="off"),
+            Pair("compile", "8MiB", home="host"),
+            Pair("budget", "72MiB"),
+            Pair("plan without a home", "108MiB"),
+            Pair("plan without a home", "106MiB", search="full"),
+        ),
+    ),
+    "gpt-large-vocabulary": Group(
+        partial(zoo_model, "gpt", layers=1, width=128, heads=4, context=128, batch=16, vocab=2048),
+        (Pair("compile", "24MiB"), Pair("compile", "24MiB", split="close"), Pair("compile", "100MiB", split="close")),
+    ),
+    "unet3d": Group(
+        partial(zoo_model, "unet3d", size=16, base=8, batch=2),
+        (
+            Pair("compile", "14MiB", search="full"),
+            Pair("compile", "7MiB"),
+            Pair("budget", "12MiB"),
+        ),
+    ),
+    "gpt2": Group(
+        partial(transformers_model, "gpt2"),
+        (
+            Pair("compile", "8MiB", search="full"),
+            Pair("compile", "24MiB", kernels="inductor"),
+            Pair("compile", "8MiB", kernels="inductor"),
+            Pair("budget", "10MiB"),
+        ),
+    ),
+    "bert": Group(
+        partial(transformers_model, "bert"),
+        (Pair("compile", "6MiB", search="full"), Pair("plan without a home", "11MiB")),
+    ),
+    "llama": Group(
+        partial(transformers_model, "llama"),
+        (
+            Pair("compile", "7MiB", home="host"),
+            Pair("compile", "9MiB", kernels="inductor"),
+            Pair("budget", "9MiB"),
+        ),
+    ),
+    "t5": Group(partial(transformers_model, "t5"), (Pair("compile", "11MiB"), Pair("budget", "14MiB"))),
+    "shared": Group(
+        shared_model,
+        (Pair("compile", "32MiB", home="host"), Pair("compile", "12MiB"), Pair("compile", "7MiB", search="full")),
+        processes=2,
+    ),
+    "gpt-keeps-gradients": Group(
+        partial(zoo_model, "gpt", keeps_gradients=True, **_GPT), (Pair("compile", "10MiB"), Pair("budget", "14MiB"))
+    ),
+    "whisper": Group(partial(transformers_model, "whisper"), (Pair("compile", "10MiB"), Pair("budget", "8MiB"))),
+    "vit": Group(
+        partial(transformers_model, "vit"),
+        (Pair("compile", "6MiB", home="host", search="full"), Pair("budget", "4MiB")),
+    ),
+}

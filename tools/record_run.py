@@ -1,0 +1,360 @@
+"""Runs the pairs of a model and writes down what a comparison needs: step, plan, smallest budget, bits.
+
+A process of ``record.py``: it writes a JSON object, by pair. Of several processes that share a model, each is started
+with its rank, and rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from record_costs import costs_digest, digest, fixed_costs, graph_digest
+from record_models import SEED, Training
+from record_pairs import GROUPS, Group, Pair
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import outofcore
+from outofcore.analysis import is_large
+from outofcore.analysis.gaps import gaps_of
+from outofcore.capture import capture_step
+from outofcore.capture.passes import leanest
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.plan import Residency
+from outofcore.planning import QUICK, Planned, SearchParams, plan_step, smallest_budget
+from outofcore.policies import Auto
+from outofcore.profiling.ops import profile_ops
+from outofcore.program import CopyIn, CopyOut, Program, Run
+from outofcore.report.machine import this_machine
+from outofcore.units import parse_bytes
+
+# Of a compiled step; a loop is recorded, planned and then follows its plan.
+STEPS, LOOP_STEPS = 3, 6
+PLAIN = "plain PyTorch"
+_PACKAGES = ("torch", "numpy", "highspy", "transformers")
+
+Entry = dict[str, Any]
+
+
+def facts() -> dict[str, Any]:
+    """Return what bits depend on, and what plans might."""
+    return {
+        "cpu": this_machine().cpu,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Losses of some steps and all that they leave, as digests."""
+
+    losses: tuple[float, ...]
+    losses_digest: str
+    state_digest: str
+
+
+@dataclass
+class Recorder:
+    """Records the pairs of one model.
+
+    Attributes:
+        make: makes the training anew.
+        plain: makes that of plain PyTorch.
+        share: of ``compile``.
+    """
+
+    make: Callable[[], Training]
+    plain: Callable[[], Training]
+    shard: bool = False
+    _plain_bits: dict[int, Bits] = field(default_factory=dict[int, Bits])
+    _own_bits: dict[tuple[str, str], tuple[str, Bits]] = field(default_factory=dict[tuple[str, str], tuple[str, Bits]])
+    _smallest: dict[str, int] = field(default_factory=dict[str, int])
+
+    def record(self, pair: Pair) -> Entry:
+        """Run a pair and return its entry."""
+        match pair.door:
+            case "compile":
+                return self._compiled(pair)
+            case "budget":
+                return self._followed(pair)
+            case "plan without a home":
+                return self._planned(pair)
+
+    def _compiled(self, pair: Pair) -> Entry:
+        with fixed_costs() as observed:
+            training = self.make()
+            home = pair.home.rpartition(" ")[2]
+            # Host memory without a limit is as much as the machine has.
+            host_budget = pair.home.removeprefix("host ").removesuffix(", disk") if "," in pair.home else "1GiB"
+            step = outofcore.compile(
+                training.step,
+                training.model,
+                training.optimizer,
+                budget=pair.budget,
+                home=home,
+                host_budget=host_budget if home == "host" or "," in pair.home else None,
+                policy=Auto(search_of(pair)),
+                cache=False,
+                shard=self.shard or None,
+                kernels=pair.kernels,
+                split=pair.split,
+            )
+            torch.manual_seed(SEED)
+            losses = [step(*next(training.batches)).detach().clone() for _ in range(STEPS)]
+            shown = step._session.shown
+            assert shown is not None
+            entry = {
+                "variant": observed.variant_of(shown),
+                **step_of(shown.graph, shown.costs),
+                "plan": plan_of(shown.graph, shown.planned),
+                "input_signatures": step._session.kinds,
+            }
+            step.close()
+            bits = bits_of(training, losses)
+            if self.shard:
+                entry["smallest_budget"] = smallest_budget(shown.graph, shown.costs)
+            else:
+                entry["smallest_budget"] = self._smallest_of(pair)
+        entry["bits"] = self._compared(pair, bits, STEPS)
+        return entry
+
+    def _smallest_of(self, pair: Pair) -> int:
+        key = f"{pair.kernels}, {pair.split}"
+        if key not in self._smallest:
+            training = self.make()
+            self._smallest[key] = outofcore.smallest_budget(
+                training.step,
+                training.model,
+                training.optimizer,
+                inputs=next(training.batches),
+                cache=False,
+                kernels=pair.kernels,
+                split=pair.split,
+            )
+        return self._smallest[key]
+
+    def _followed(self, pair: Pair) -> Entry:
+        with fixed_costs() as observed:
+            training = self.make()
+            policy = Auto(search_of(pair))
+            torch.manual_seed(SEED)
+            with outofcore.budget(pair.budget, training.model, policy=policy, cache=False) as run:
+                losses = [training.step(*next(training.batches)).detach().clone() for _ in range(LOOP_STEPS)]
+            bits, stats = bits_of(training, losses), run.stats
+        record, answer = observed.loops[-1]
+        entry = {
+            "variant": "eager loop",
+            **step_of(record.graph, record.costs),
+            "plan": answer.reason if answer.planned is None else plan_of(record.graph, answer.planned),
+            "plans": len(observed.loops),
+            "reruns": stats.reruns > 0,
+            "smallest_budget": smallest_budget(record.graph, record.costs),
+        }
+        entry["bits"] = self._compared(pair, bits, LOOP_STEPS)
+        return entry
+
+    def _planned(self, pair: Pair) -> Entry:
+        with fixed_costs():
+            training = self.make()
+            captured = leanest(
+                capture_step(training.step, [training.model], [training.optimizer], next(training.batches), {})
+            )
+            profiles = profile_ops(captured)
+        costs = Costs(tuple(profile.cost for profile in profiles))
+        planned = plan_step(captured.graph, costs, parse_bytes(pair.budget), Auto(search_of(pair)))
+        if pair.door not in self._smallest:
+            self._smallest[pair.door] = smallest_budget(captured.graph, costs)
+        return {
+            "variant": "lowest memory",
+            **step_of(captured.graph, costs),
+            "plan": plan_of(captured.graph, planned),
+            "smallest_budget": self._smallest[pair.door],
+        }
+
+    def _compared(self, pair: Pair, bits: Bits, steps: int) -> Entry:
+        """Return the bits with what has the same ones: plain PyTorch, unless the pair asks for bits of its own."""
+        if steps not in self._plain_bits:
+            training = self.plain()
+            torch.manual_seed(SEED)
+            losses = [training.step(*next(training.batches)).detach().clone() for _ in range(steps)]
+            self._plain_bits[steps] = bits_of(training, losses)
+        same = PLAIN if bits == self._plain_bits[steps] else "nothing"
+        if same != PLAIN and (pair.kernels != "eager" or pair.split == "close"):
+            first, own = self._own_bits.setdefault((pair.kernels, pair.split), (pair.name, bits))
+            same = "no other pair" if first == pair.name else first if bits == own else "nothing"
+        return {
+            "equal_to": same,
+            "losses": [round(loss, 6) for loss in bits.losses],
+            "losses_digest": bits.losses_digest,
+            "state_digest": bits.state_digest,
+        }
+
+
+def search_of(pair: Pair) -> SearchParams:
+    """Return the search of a pair; plans are not compared by running them, which is by time."""
+    params = replace(QUICK if pair.search == "quick" else SearchParams(), trials=0)
+    return params if pair.door != "budget" or pair.recompute else replace(params, recompute_changes=0)
+
+
+def step_of(graph: StepGraph, costs: Costs) -> Entry:
+    """Return a step as it was planned."""
+    return {
+        "ops": len(graph.ops),
+        "storages": len(graph.storages),
+        "storage_bytes": sum(storage.bytes for storage in graph.storages),
+        "scratch_bytes": sum(cost.workspace_bytes for cost in costs.ops),
+        "ops_seconds": rounded(costs.compute_seconds),
+        "graph_digest": graph_digest(graph),
+        "costs_digest": costs_digest(costs),
+    }
+
+
+def plan_of(graph: StepGraph, planned: Planned) -> Entry:
+    """Return a plan in numbers for people and digests for machines."""
+    plan, program = planned.plan, planned.program
+    instructions = program.instructions
+    copies = [one for one in instructions if isinstance(one, CopyOut | CopyIn)]
+    gaps = sum(len(gaps_of(graph, s.id)) for s in graph.storages if is_large(s.bytes))
+    made = [decision.residency for decision in plan.decisions]
+    offloaded, recomputed = made.count(Residency.OFFLOAD), made.count(Residency.RECOMPUTE)
+    return {
+        "policy": plan.policy,
+        "step_seconds": rounded(planned.timeline.step_seconds),
+        "gaps_resident": gaps - offloaded - recomputed,
+        "gaps_offloaded": offloaded,
+        "gaps_recomputed": recomputed,
+        "recomputation_sequences": len(plan.chains),
+        "gradients_staying": len(plan.staying),
+        "instructions": len(instructions),
+        "ops_run_again": sum(isinstance(one, Run) and one.again for one in instructions),
+        "copies_out": sum(isinstance(one, CopyOut) for one in copies),
+        "copies_in": sum(isinstance(one, CopyIn) for one in copies),
+        "copied_bytes": sum(program.blocks[one.block].bytes for one in copies),
+        "arena_bytes": program.arena_bytes,
+        "decisions_digest": digest(sorted(_decisions(planned))),
+        "instructions_digest": digest(_instructions(program)),
+        "addresses_digest": digest([(b.storage, b.bytes, b.born, b.dies, b.wraps, b.offset) for b in program.blocks]),
+    }
+
+
+def _decisions(planned: Planned) -> Iterator[str]:
+    plan = planned.plan
+    for d in plan.decisions:
+        gap = f"{d.gap.storage} {d.gap.start} {d.gap.end}"
+        yield f"gap {gap} {d.residency.value} {d.release_by} {d.fetch_at} {d.home}"
+    yield from (f"stays {storage}" for storage in plan.staying)
+    yield from (f"sequence {chain.fetch_at}: {chain.ops}" for chain in plan.chains)
+
+
+def _instructions(program: Program) -> Iterator[str]:
+    for one in program.instructions:
+        waits = [(wait.queue.value, wait.count, wait.home) for wait in one.waits]
+        if isinstance(one, Run):
+            yield f"run {one.op} {one.blocks} {one.workspace} {one.again} {one.communicates} {waits}"
+        else:
+            yield f"{type(one).__name__} {one.block} {one.version} {one.home} {waits}"
+    for name in ("results", "staying", "clean"):
+        yield f"{name} {getattr(program, name)}"
+    yield f"lodgings {[(lodging.storage, lodging.home) for lodging in program.lodgings]}"
+
+
+def rounded(seconds: float) -> float:
+    """Return seconds to nine digits."""
+    return float(f"{seconds:.9g}")
+
+
+def bits_of(training: Training, losses: Sequence[torch.Tensor]) -> Bits:
+    """Return digests of losses, and of parameters, buffers, gradients, optimizer state and the random generator."""
+    plain = training.model.module if isinstance(training.model, DistributedDataParallel) else training.model
+    state: dict[str, torch.Tensor] = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    state |= {f"gradient of {name}": p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for number, items in training.optimizer.state_dict()["state"].items():
+        state |= {f"{name} of parameter {number}": torch.as_tensor(item) for name, item in items.items()}
+    state["random generator"] = torch.get_rng_state()
+    if dist.is_initialized():  # buffers are those of each process
+        state = {name: tensor for name, tensor in state.items() if name not in dict(plain.named_buffers())}
+    return Bits(
+        tuple(loss.item() for loss in losses),
+        tensors_digest({str(number): loss for number, loss in enumerate(losses)}),
+        tensors_digest(state),
+    )
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of all bytes of some tensors, with their names, types and shapes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def record_group(group: Group, names: Sequence[str] = ()) -> dict[str, Entry]:
+    """Record the pairs of a group that runs in one process, or those with these names."""
+    recorder = Recorder(group.make, group.make)
+    return {pair.name: recorder.record(pair) for pair in group.pairs if not names or pair.name in names}
+
+
+def record_shared(group: Group, rank: int) -> dict[str, Entry]:
+    """Record the pairs of a group as one of its processes; entries have the bits of all of them."""
+
+    def replica(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, bucket_cap_mb=0.25)
+
+    recorder = Recorder(partial(group.make, rank), partial(group.make, rank, replica), shard=True)
+    found = {pair.name: recorder.record(pair) for pair in group.pairs}
+    for entry in found.values():
+        everyone: list[Any] = [None] * group.processes
+        dist.all_gather_object(everyone, entry["bits"])
+        entry["bits"] = {f"rank {number}": bits for number, bits in enumerate(everyone)}
+    return found
+
+
+def main() -> None:
+    """Record a group, as the command line says, and write it to a file."""
+    parser = argparse.ArgumentParser(description="Record the pairs of one model.")
+    parser.add_argument("group", choices=list(GROUPS))
+    parser.add_argument("out", type=Path, help="File for the result.")
+    parser.add_argument("--rank", type=int, help="Rank of this process, where several share the model.")
+    parser.add_argument("--store", help="File in which processes meet.")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    group = GROUPS[asked.group]
+    if asked.rank is None:
+        found = record_group(group)
+    else:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{asked.store}",
+            rank=asked.rank,
+            world_size=group.processes,
+            timeout=timedelta(hours=1),
+        )
+        found = record_shared(group, asked.rank)
+    if not asked.rank:
+        asked.out.write_text(json.dumps({"recorded_with": facts(), "pairs": found}, indent=2) + "\n")
+    if asked.rank is not None:
+        # Threads of the group may be at work until the interpreter has ended, and then abort it.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
