@@ -1,6 +1,7 @@
 """The exact instruction lists that small plans become."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from examples import LOSS, A, G, W, X, step
@@ -86,6 +87,16 @@ def test_a_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
         Run(2, (4, 1, 5), None, (Wait(Queue.COPY_IN, 2),)),
         Run(3, (0, 5)),
     )
+
+
+def test_copy_in_waits_for_its_copy_out_wherever_its_block_lies() -> None:
+    given = costs()
+    lowered = lower(step(), given, Plan("test", 0, (offload(A, 1, 2, 2, 2),)))
+    offsets = accumulate((block.bytes for block in lowered.blocks), initial=0)
+    blocks = tuple(replace(block, offset=offset) for block, offset in zip(lowered.blocks, offsets, strict=False))
+    program = wire(step(), replace(lowered, blocks=blocks, arena_bytes=sum(block.bytes for block in blocks)), given)
+    assert program.instructions[5] == CopyIn(4, 1, (Wait(Queue.COPY_OUT, 2),))
+    validate(step(), program, program.arena_bytes, given)
 
 
 def test_a_parameter_at_home_between_steps_is_written_back() -> None:
