@@ -241,7 +241,10 @@ MUTANTS = (
         "spare[home].append(Piece(piece.offset + used, piece.bytes - used))",
         "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one takes over a part of another's room.",
-        ("tests/unit/test_slots.py", "tests/torch_cpu/test_tiers.py"),
+        (
+            "tests/unit/test_slots.py::test_slots_that_divide_the_room_of_another_share_no_page",
+            "tests/torch_cpu/test_tiers.py",
+        ),
     ),
     Mutant(
         "user-write-leaves-copy-clean",
