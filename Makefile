@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-newest test-oldest check docs format demo bench bench-fit bench-compare bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers bench-sharded bench-split \
-	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth clean
+	bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels growth mutants clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ databases: setup  ## PyTorch's databases of modules and operators, trained withi
 
 growth: setup  ## followed loops for 10,000 steps each: resident memory against the budget; hours
 	$(BIN)/python tools/growth.py
+
+mutants: setup  ## break the sources in fifty places, one at a time, and see which test notices; ONLY=NAME,NAME does a part
+	$(BIN)/python tools/mutants.py $(if $(ONLY),--only $(ONLY))
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py
