@@ -130,6 +130,7 @@ class Copy:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self._cache = cache
+        self._process: subprocess.Popen[bytes] | None = None
         for name in _files_of(ROOT):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         started = time.monotonic()
         with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as log:
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [*command, *arguments],
                 cwd=self.folder,
                 env=environment,
@@ -181,11 +182,17 @@ class Copy:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(limit)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                self.kill()
                 process.wait()
+                self._process = None
             log.seek(0)
             return Run(status, log.read(), time.monotonic() - started)
+
+    def kill(self) -> None:
+        """Kill pytest and whatever it has started, if it is running."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _files_of(root: Path) -> list[str]:
@@ -235,10 +242,11 @@ def run_mutants(
 ) -> Iterator[Result]:
     """Test mutants on as many copies as there are jobs; yield results in the order of the mutants."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copies: SimpleQueue[Copy] = SimpleQueue()
         _copy_native_builds(Path(folder, "cache"))
-        for number in range(jobs):
-            copies.put(Copy(Path(folder, f"copy-{number}"), Path(folder, "cache")))
+        everyone = [Copy(Path(folder, f"copy-{number}"), Path(folder, "cache")) for number in range(jobs)]
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for copy in everyone:
+            copies.put(copy)
         stopped = threading.Event()
 
         def test(mutant: Mutant) -> Result | None:
@@ -255,6 +263,8 @@ def run_mutants(
                 yield from (result for result in pool.map(test, mutants) if result is not None)
             finally:
                 stopped.set()
+                for copy in everyone:
+                    copy.kill()
 
 
 def check(mutants: Sequence[Mutant], selection: Sequence[str]) -> int:
