@@ -106,7 +106,7 @@ MUTANTS = (
         "base = round_up(low.height, PAGE_BYTES)",
         "base = low.height",
         "Large blocks do not start on a page, so direct I/O cannot use them in place.",
-        ("tests/unit/test_planning_properties.py", "tests/unit/test_auto.py", "tests/torch_cpu/test_copying.py"),
+        ("tests/unit/test_lowering.py",),
     ),
     Mutant(
         "returning-blocks-share-bytes",
@@ -217,7 +217,7 @@ MUTANTS = (
         "            generator.set_state(state)\n",
         "            generator.get_state()\n",
         "Undoing a failed step leaves the random generator advanced.",
-        ("tests/torch_cpu/test_faults.py::test_a_wrong_index_leaves_the_model_as_it_was",),
+        ("tests/torch_cpu/test_faults.py::test_a_failing_copy_undoes_the_step_or_tears_it",),
     ),
     Mutant(
         "deferred-interrupt-lost",
@@ -305,20 +305,20 @@ MUTANTS = (
         ("tests/torch_cpu/test_follow.py::test_a_child_sees_the_bytes_of_its_moment_and_changes_none",),
     ),
     Mutant(
-        "plan-releases-one-op-early",
-        "follow/paging.cpp",
-        "for (const int32_t storage : plan.leave[at])",
-        "for (const int32_t storage : plan.leave[(at + 1) % count])",
-        "A followed loop evicts storages one op before its plan says so.",
-        ("tests/torch_cpu/test_follow_plans.py",),
+        "schedule-releases-one-op-early",
+        "follow/records.py",
+        "leave.append((record.places[decision.release_by % count] % ops, gap.storage))",
+        "leave.append(((record.places[decision.release_by % count] - 1) % ops, gap.storage))",
+        "A followed loop may evict a storage one op before its plan says so.",
+        ("tests/unit/test_follow_records.py",),
     ),
     Mutant(
-        "page-map-not-consulted",
+        "page-map-of-first-page-alone",
         "follow/homes.h",
         "return file_->pages().any_written(window(), bytes_);",
         "return file_->pages().any_written(window(), 0);",
-        "What unseen code writes to a weight that is mapped from a file is lost.",
-        ("tests/torch_cpu/test_follow_files.py::test_code_that_nobody_sees_may_write_where_they_were_mapped",),
+        "What unseen code writes to a weight that is mapped from a file is lost beyond its first page.",
+        ("tests/torch_cpu/test_follow_files.py::test_unseen_write_to_the_end_of_a_mapped_weight_counts",),
     ),
     Mutant(
         "present-use-counts-as-next",
@@ -386,7 +386,7 @@ MUTANTS = (
         "if other.orders != first.orders:",
         "if len(other.orders) != len(first.orders):",
         "Processes train together although DistributedDataParallel orders their gradients differently.",
-        ("tests/torch_cpu/test_distributed.py::test_processes_that_train_together",),
+        ("tests/torch_cpu/test_distributed.py::test_different_orders_of_gradients_are_refused",),
     ),
     # Files
     Mutant(
@@ -403,7 +403,7 @@ MUTANTS = (
         "            os.fsync(self._descriptor)\n",
         "            os.fstat(self._descriptor)\n",
         "A power failure after a save loses tensors that the new index already names.",
-        ("tests/torch_cpu/test_checkpoint.py",),
+        ("tests/torch_cpu/test_checkpoint.py::test_save_syncs_each_file_before_the_index_names_it",),
     ),
     Mutant(
         "shard-filled-from-the-start",

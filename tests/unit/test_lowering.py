@@ -13,6 +13,7 @@ from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyIn, CopyOut, Instruction, Queue, Run, Wait
+from outofcore.units import PAGE_BYTES
 from outofcore.validator import validate
 
 
@@ -125,6 +126,15 @@ def test_a_parameter_that_wraps_comes_back_to_its_block() -> None:
     # The user may have written to it between steps: it leaves with a copy although the step had only read it.
     assert CopyOut(0, 0) in program.instructions
     assert program.results == (LOSS,)
+
+
+def test_large_blocks_start_on_pages_above_small_ones() -> None:
+    blocks = place(lower(step(), costs(), Plan("test", 0, ()))).blocks
+    small = [block for block in blocks if block.bytes < PAGE_BYTES]
+    large = [block for block in blocks if block.bytes >= PAGE_BYTES]
+    assert [block.storage for block in small] == [LOSS]
+    assert min(block.offset for block in large) == PAGE_BYTES
+    assert all(block.offset % PAGE_BYTES == 0 for block in large)
 
 
 def test_results_are_what_is_at_home_when_the_step_ends() -> None:
