@@ -166,6 +166,7 @@ class Copy:
         """Run pytest on the copy. Whatever it leaves running is killed."""
         environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "XDG_CACHE_HOME": str(self._cache)}
         command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        command += ["-p", "no:randomly"]  # the same first failure each time
         started = time.monotonic()
         with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as log:
             process = self._process = subprocess.Popen(

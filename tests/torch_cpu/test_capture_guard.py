@@ -79,8 +79,10 @@ def drawn(w: World) -> Any:
 
 
 def drawn_from_numpy(w: World) -> Any:
+    np.random.random()  # a second number changes the position of the generator alone
+
     def step(x: torch.Tensor) -> Any:
-        return w.learn(x * np.random.random())  # one number: the generator changes its position alone
+        return w.learn(x * np.random.random())
 
     return step
 
