@@ -310,7 +310,7 @@ MUTANTS = (
         "leave.append((record.places[decision.release_by % count] % ops, gap.storage))",
         "leave.append(((record.places[decision.release_by % count] - 1) % ops, gap.storage))",
         "A followed loop may evict a storage one op before its plan says so.",
-        ("tests/unit/test_follow_records.py",),
+        ("tests/unit/test_follow_records.py::test_exactly_what_a_plan_says",),
     ),
     Mutant(
         "page-map-of-first-page-alone",
