@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
 	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels \
-	growth record record-write clean
+	growth record record-write mutants clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -130,6 +130,9 @@ record-write: setup  ## renew tests/record
 
 growth: setup  ## followed loops for 10,000 steps each: resident memory against the budget; hours
 	$(BIN)/python tools/growth.py
+
+mutants: setup  ## break the sources in fifty places, one at a time, and see which test notices; ONLY=NAME,NAME does a part
+	$(BIN)/python tools/mutants.py $(if $(ONLY),--only $(ONLY))
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,15 @@ def drawn(w: World) -> Any:
     return step
 
 
+def drawn_from_numpy(w: World) -> Any:
+    np.random.random()  # a second number changes the position of the generator alone
+
+    def step(x: torch.Tensor) -> Any:
+        return w.learn(x * np.random.random())
+
+    return step
+
+
 def buffer_of_other_shape(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.mean = x.mean()
@@ -129,6 +139,7 @@ WITHOUT_LINE = [
     (counted, r"Noisy\.calls from 0 to 1"),
     (scheduled, r"settings of AdamW.*after the step"),
     (drawn, r"random numbers from Python"),
+    (drawn_from_numpy, r"random numbers from Python or NumPy"),
     (buffer_of_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
     (parameter_replaced, r"replaces a parameter or a submodule of linear"),
     (frozen_inside, r"requires_grad of linear.bias"),

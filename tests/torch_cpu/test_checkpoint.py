@@ -227,6 +227,32 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.iterdir())) == 3, "what crashes left behind is still there"
 
 
+def test_save_syncs_each_file_before_the_index_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(target: Any, *args: Any) -> Any:
+            path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+            events.append((name, Path(path).name))
+            return real(target, *args)
+
+        return call
+
+    model, optimizer, _ = make()
+    with monkeypatch.context() as patch:
+        for name in ("pwrite", "write", "ftruncate", "fsync", "replace"):
+            patch.setattr(os, name, recorded(name))
+        outofcore.save(tmp_path, model, optimizer)
+    renamed = events.index(("replace", "checkpoint.json.new"))
+    before, after = events[:renamed], events[renamed:]
+    last = {file: call for call, file in before}
+    assert set(last.values()) == {"fsync"}
+    assert len(last) == 4, "two data files, the index, and the folder that has their names"
+    assert ("fsync", tmp_path.name) in after
+
+
 KILLED = """
 import os, sys, torch, outofcore
 from outofcore.checkpoint import saving

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from effort import some_of
 from launching import run_together
+
+from outofcore.distributed.agreement import Agreement
+from outofcore.errors import StateError
+from outofcore.session import Facts
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
 SCRIPT = Path(__file__).with_name("together.py")
@@ -26,6 +31,15 @@ def test_processes_that_train_together(scenario: str, processes: int, tmp_path: 
     for code, text in run_together(SCRIPT, scenario, processes, tmp_path):
         assert code == 0, text
         assert text.endswith("same\n")
+
+
+def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Facts("the same", "1 GiB", "auto", orders=((0, 1, 2),))
+    agreement = Agreement([], None)
+    monkeypatch.setattr(agreement, "_gathered", lambda facts: (first, facts))
+    assert agreement.compare(first) == (first, first)
+    with pytest.raises(StateError, match="get their gradients in different orders"):
+        agreement.compare(replace(first, orders=((2, 1, 0),)))
 
 
 def test_a_process_that_ends_in_mid_step_ends_the_others(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, t
 def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = compiled
     step = ours[2]
-    before = contents(ours[0], ours[1])
+    before, generator = contents(ours[0], ours[1]), torch.get_rng_state()
     copies = [i for i in step.planned.program.instructions if isinstance(i, CopyIn if kind == "read" else CopyOut)]
     undone = 0
     for number in range(1, len(copies) + 1):
@@ -124,6 +124,7 @@ def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, mo
                 if any("as they were before" in note for note in error.__notes__):
                     undone += 1
                     assert_same(contents(ours[0], ours[1]), before)
+                    assert torch.equal(torch.get_rng_state(), generator)  # dropout had drawn by some of these copies
                     continue
                 with pytest.raises(StateError, match=r"part old and part new .* the disk is gone"):
                     step(batch(9))

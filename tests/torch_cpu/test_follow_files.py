@@ -126,6 +126,18 @@ def test_code_that_nobody_sees_may_write_where_they_were_mapped(load: Load) -> N
     assert not target.any()
 
 
+def test_unseen_write_to_the_end_of_a_mapped_weight_counts(load: Load) -> None:
+    own, mapped, _ = load()
+    target = weights(mapped)[7]
+    address = target.data_ptr() + target.nbytes - target.itemsize
+    with outofcore.budget(BUDGET, mapped), torch.no_grad():
+        mapped(batch())
+        ctypes.memset(address, 0, target.itemsize)  # it is away
+        weights(own)[7][-1, -1] = 0
+        for _ in range(2):
+            assert torch.equal(mapped(batch()), own(batch()))
+
+
 def test_only_what_is_trained_is_written(load: Load) -> None:
     own, mapped, _ = load()
 

@@ -1,6 +1,7 @@
 """The exact instruction lists that small plans become."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from examples import LOSS, A, G, W, X, step
@@ -12,6 +13,7 @@ from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyIn, CopyOut, Instruction, Queue, Run, Wait
+from outofcore.units import PAGE_BYTES
 from outofcore.validator import validate
 
 
@@ -88,6 +90,16 @@ def test_a_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
     )
 
 
+def test_copy_in_waits_for_its_copy_out_wherever_its_block_lies() -> None:
+    given = costs()
+    lowered = lower(step(), given, Plan("test", 0, (offload(A, 1, 2, 2, 2),)))
+    offsets = accumulate((block.bytes for block in lowered.blocks), initial=0)
+    blocks = tuple(replace(block, offset=offset) for block, offset in zip(lowered.blocks, offsets, strict=False))
+    program = wire(step(), replace(lowered, blocks=blocks, arena_bytes=sum(block.bytes for block in blocks)), given)
+    assert program.instructions[5] == CopyIn(4, 1, (Wait(Queue.COPY_OUT, 2),))
+    validate(step(), program, program.arena_bytes, given)
+
+
 def test_a_parameter_at_home_between_steps_is_written_back() -> None:
     # Read for op 0, it leaves free, comes back for the update, and the new version goes home.
     assert program_of(step(), offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4)) == (
@@ -114,6 +126,15 @@ def test_a_parameter_that_wraps_comes_back_to_its_block() -> None:
     # The user may have written to it between steps: it leaves with a copy although the step had only read it.
     assert CopyOut(0, 0) in program.instructions
     assert program.results == (LOSS,)
+
+
+def test_large_blocks_start_on_pages_above_small_ones() -> None:
+    blocks = place(lower(step(), costs(), Plan("test", 0, ()))).blocks
+    small = [block for block in blocks if block.bytes < PAGE_BYTES]
+    large = [block for block in blocks if block.bytes >= PAGE_BYTES]
+    assert [block.storage for block in small] == [LOSS]
+    assert min(block.offset for block in large) == PAGE_BYTES
+    assert all(block.offset % PAGE_BYTES == 0 for block in large)
 
 
 def test_results_are_what_is_at_home_when_the_step_ends() -> None:

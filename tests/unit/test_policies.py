@@ -20,6 +20,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError, GraphError, InputError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.planning import in_core_budget, plan_step, smallest_budget
+from outofcore.planning.placing import fit
 from outofcore.policies import (
     POLICIES,
     TFLMS,
@@ -41,6 +42,7 @@ from outofcore.policies import (
     movable_gaps,
     policy_of,
 )
+from outofcore.units import PAGE_BYTES
 from outofcore.validator import validate
 
 MIB = 1 << 20
@@ -270,6 +272,15 @@ def test_everything_leaves_for_the_nearest_home_that_has_room(near: int) -> None
         validate(graph, planned.program, smallest, prices)
     homes = {d.gap.storage: d.home for d in plan_step(graph, prices, smallest, "offload-all").plan.decisions}
     assert sum(home == 0 for home in homes.values()) == min(near, len(homes))
+
+
+def test_fit_takes_no_plan_that_exceeds_the_budget_by_a_page() -> None:
+    graph = network()
+    everything_leaves = plan_step(graph, costs(graph), 4 * MIB, "offload-all")
+    height = everything_leaves.program.arena_bytes
+    found = fit(graph, costs(graph), height, lambda room: everything_leaves.plan)
+    assert found is not None and found.program.arena_bytes == height
+    assert fit(graph, costs(graph), height - PAGE_BYTES, lambda room: everything_leaves.plan) is None
 
 
 def test_room_is_found_between_too_much_and_too_little() -> None:

@@ -83,6 +83,17 @@ def test_where_none_passes_an_error_says_so(
         proved(graph, costs, 1, plans_of_step(graph, costs, 1))
 
 
+def test_plan_without_a_needed_workspace_is_not_run(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    graph, costs = _small()
+    needy = replace(costs, ops=(replace(costs.ops[0], workspace_bytes=1 << 17), costs.ops[1]))
+    without, good = (next(plans_of_step(graph, given, 1 << 30)) for given in (costs, needy))
+    assert proved(graph, needy, 1 << 30, [without, good]) is good
+    assert "has a workspace of 0 bytes and needs 131072" in caplog.text
+
+
 def test_a_full_disk_does_not_hide_the_fault(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

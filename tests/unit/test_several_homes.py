@@ -148,6 +148,31 @@ def test_a_full_home_is_waited_for() -> None:
         validate(graph, loose, program.arena_bytes, given)
 
 
+def test_validator_counts_a_slot_until_a_wait_says_that_it_is_read() -> None:
+    """The first storage comes back early, and no op before the second copy out waits for that."""
+    graph = StepGraph(
+        (Storage(A, SIZE, StorageKind.ACTIVATION), Storage(B, SIZE, StorageKind.ACTIVATION)),
+        (
+            Op(0, "make a", (), (), (A,)),
+            Op(1, "idle", (), (), ()),
+            Op(2, "make b", (), (), (B,)),
+            Op(3, "idle", (), (), ()),
+            Op(4, "use a and b", (A, B), (), ()),
+        ),
+    )
+    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST,))
+    plan = Plan("test", 0, (offload(A, 0, 4, 1, 1, 0), offload(B, 2, 4, 3, 4, 0)))
+    lowered = place(lower(graph, given, plan))
+    program = wire(graph, lowered, given)
+    validate(graph, program, program.arena_bytes, given)
+    second = _copies(program, CopyOut)[1][0]
+    assert Wait(Queue.COPY_IN, 1, 0) in program.instructions[second].waits
+    roomy = wire(graph, lowered)
+    assert roomy.instructions[second].waits == (Wait(Queue.COMPUTE, 3),)
+    with pytest.raises(ValidationError, match="has to hold"):
+        validate(graph, roomy, roomy.arena_bytes, given)
+
+
 def test_more_than_a_home_holds_is_refused() -> None:
     decisions = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import costs_for, graphs, plans_for
 
-from outofcore.costs import Costs
+from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError, SpillError
-from outofcore.execution.slots import Slots, lay_out, needed_bytes
-from outofcore.graph import StepGraph
+from outofcore.execution.slots import Piece, Slots, lay_out, needed_bytes
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.lowering.slots import lasting, slot_bytes
-from outofcore.plan import Plan
+from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyOut, Program, Run
 from outofcore.validator.step import Order
@@ -126,6 +126,29 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
     event("pages change hands" if shared else "each has its own")
     layout.give_back(slots)
     assert [home.taken for home in slots] == before
+
+
+def test_slots_that_divide_the_room_of_another_share_no_page() -> None:
+    size = 1 << 20
+    graph = StepGraph(
+        tuple(Storage(i, count * size, StorageKind.ACTIVATION) for i, count in enumerate((3, 1, 2))),
+        (
+            Op(0, "make the large one", (), (), (0,)),
+            Op(1, "idle", (), (), ()),
+            Op(2, "use it and make two others", (0,), (), (1, 2)),
+            Op(3, "idle", (), (), ()),
+            Op(4, "use both", (1, 2), (), ()),
+        ),
+    )
+    costs = Costs(tuple(OpCost(1.0) for _ in graph.ops), (Home("host", 3 * size, 1.0, 1.0),))
+    gaps = (Gap(0, 0, 2), Gap(1, 2, 4), Gap(2, 2, 4))
+    decisions = tuple(Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, decisions))), costs)
+    layout = lay_out(graph, costs, program, [Slots(Fake(3 * size))])  # type: ignore[arg-type]
+    copies = [index for index, i in enumerate(program.instructions) if isinstance(i, CopyOut)]
+    large, *others = (layout.pieces[index] for index in copies)
+    assert large == (Piece(0, 3 * size),)
+    assert sorted((p.offset, p.bytes) for pieces in others for p in pieces) == [(0, size), (size, 2 * size)]
 
 
 PAGE = 4096

@@ -33,6 +33,12 @@ def test_reads_byte_counts(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
 
 
+@pytest.mark.parametrize(("letter", "power"), [("k", 1), ("M", 2), ("G", 3), ("T", 4)])
+def test_parse_bytes_reads_decimal_and_binary_units(letter: str, power: int) -> None:
+    assert parse_bytes(f"3 {letter}B") == 3 * 1000**power
+    assert parse_bytes(f"3 {letter}iB") == parse_bytes(f"3{letter}") == 3 * 1024**power
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "six", "-1", "1e9", "1 GiB extra", "1.2.3", "5 XB", "1,000", "."])
 def test_refuses_what_is_no_byte_count(text: str) -> None:
     with pytest.raises(UnitError, match="write for example '6GiB'"):

@@ -1,0 +1,344 @@
+"""Mutation testing: break the sources in one place, and see which test notices.
+
+Each mutant of ``mutant_list.py`` is applied to a copy of the working tree, never to the tree itself. Its tests then
+run until the first failure. Python sources are imported from the copy; native code is compiled on first use and cached
+by content, so only a mutant's own library is built again.
+
+    python tools/mutants.py                          # the tests that each mutant names; exit status 1 for a survivor
+    python tools/mutants.py --only NAME,NAME
+    python tools/mutants.py --tests default          # then the whole suite without the exhaustive tests
+    python tools/mutants.py --tests all              # then the whole suite
+    python tools/mutants.py --check                  # the named tests on the sources as they are
+
+A mutant is killed when a test fails, when pytest dies of a signal or of Ctrl-C, or when the time limit ends a hang.
+It survives when all tests pass, or when the selection leaves no test to run. It is broken when pytest cannot collect
+the tests: then it shows nothing about them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mutant_list import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path("src", "outofcore")
+NOT_EXHAUSTIVE = ("-m", "not exhaustive")
+# Seconds for each test or file that a mutant names, and for the whole suite.
+NAMED_LIMIT_S, SUITE_LIMIT_S = 600.0, 4 * 3600.0
+
+# pytest's exit statuses (pytest.ExitCode).
+_PASSED, _FAILED, _INTERRUPTED, _NO_TESTS = 0, 1, 2, 5
+_SUMMARY = "short test summary info"
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+# With -v a test's id is printed when it starts, and its outcome when it has ended.
+_STARTED = re.compile(r"^(\S+::\S.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)? *$", re.MULTILINE)
+_CTRL_C = re.compile(r"^!+ KeyboardInterrupt !+$", re.MULTILINE)
+
+
+class Outcome(Enum):
+    """What the tests made of a mutant."""
+
+    KILLED = "killed"
+    SURVIVED = "survived"
+    BROKEN = "broken mutant"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest.
+
+    Attributes:
+        status: the exit status, the negative number of a signal, or None after the time limit.
+        output: standard output and standard error.
+        seconds: wall time.
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What happened to one mutant.
+
+    Attributes:
+        mutant: the mutant.
+        outcome: what the tests made of it.
+        killed_by: the node id of the first failing test, or what else ended the run.
+        seconds: wall time of all runs.
+        tail: the end of the last run's output unless a test failed.
+    """
+
+    mutant: Mutant
+    outcome: Outcome
+    killed_by: str
+    seconds: float
+    tail: str = ""
+
+
+def judge(run: Run) -> tuple[Outcome, str]:
+    """Return the outcome of a run of pytest with -v, and what killed the mutant or broke the run."""
+    if run.status is None:
+        return Outcome.KILLED, f"time limit after {run.seconds:.0f} s in {_unfinished_test(run.output)}"
+    if run.status < 0:
+        return Outcome.KILLED, f"{signal.Signals(-run.status).name} in {_unfinished_test(run.output)}"
+    if run.status in (_PASSED, _NO_TESTS):
+        return Outcome.SURVIVED, ""
+    if run.status == _FAILED:
+        found = _FAILURE.search(run.output.rpartition(_SUMMARY)[2])
+        return Outcome.KILLED, found[1] if found else "a failure without a node id"
+    # A collection error has the same exit status as Ctrl-C. Tests raise the signal, so a mutant may let it escape.
+    if run.status == _INTERRUPTED and _CTRL_C.search(run.output):
+        return Outcome.KILLED, f"KeyboardInterrupt in {_unfinished_test(run.output)}"
+    return Outcome.BROKEN, f"pytest exits with {run.status}"
+
+
+def _unfinished_test(output: str) -> str:
+    started = list(_STARTED.finditer(output))
+    return started[-1][1] if started and started[-1][2] is None else "no test"
+
+
+class Copy:
+    """A copy of the working tree in which mutants are applied one at a time.
+
+    Args:
+        folder: empty; gets the files that git tracks or does not ignore, and a repository of its own.
+        cache: a cache folder for native builds, shared by all copies.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder = folder
+        self._cache = cache
+        self._process: subprocess.Popen[bytes] | None = None
+        for name in _files_of(ROOT):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target, follow_symlinks=False)
+        # Some tests ask git which files there are.
+        for command in (("init", "-q"), ("add", "-A"), ("commit", "-q", "--no-verify", "-m", "Copy the working tree")):
+            identity = ("-c", "user.name=mutants", "-c", "user.email=mutants@localhost", "-c", "commit.gpgsign=false")
+            subprocess.run(["git", *identity, *command], cwd=folder, check=True)
+
+    @contextlib.contextmanager
+    def with_mutant(self, mutant: Mutant) -> Iterator[None]:
+        """Apply a mutant, and put the source back at the end."""
+        path = self.folder / PACKAGE / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.name}: the text to replace occurs {source.count(mutant.old)} times in {path}")
+        try:
+            self._write(path, source.replace(mutant.old, mutant.new))
+            yield
+        finally:
+            self._write(path, source)
+            # Failing examples of one mutant are not to be tried on the next.
+            shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        # Python trusts a compiled file by the size and the second of its source, and both may be the same.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+
+    def pytest(self, arguments: Sequence[str], limit: float) -> Run:
+        """Run pytest on the copy. Whatever it leaves running is killed."""
+        environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "XDG_CACHE_HOME": str(self._cache)}
+        command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        command += ["-p", "no:randomly"]  # the same first failure each time
+        started = time.monotonic()
+        with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as log:
+            process = self._process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status: int | None = None
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(limit)
+            finally:
+                self.kill()
+                process.wait()
+                self._process = None
+            log.seek(0)
+            return Run(status, log.read(), time.monotonic() - started)
+
+    def kill(self) -> None:
+        """Kill pytest and whatever it has started, if it is running."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _files_of(root: Path) -> list[str]:
+    """Return the files that git tracks or does not ignore, as far as they exist."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return [name for name in dict.fromkeys(listed.split("\0")) if name and (root / name).is_file()]
+
+
+def _copy_native_builds(target: Path) -> None:
+    """Copy the user's native builds: builds of mutants stay out of the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    builds = (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
+    (target / builds.name).mkdir(parents=True, mode=0o700)
+    for build in builds.glob("*-*"):
+        if build.is_dir():
+            shutil.copytree(build, target / builds.name / build.name)
+
+
+def run_mutant(copy: Copy, mutant: Mutant, tests: str, selection: Sequence[str], limits: tuple[float, float]) -> Result:
+    """Apply a mutant and run tests until one fails.
+
+    Args:
+        copy: is used by nobody else meanwhile.
+        mutant: what to break.
+        tests: "named" for the tests that the mutant names; any other word adds the whole suite.
+        selection: pytest's options that select tests.
+        limits: seconds for each of the named tests and for the whole suite.
+    """
+    # One by one: within a run, tests/conftest.py puts tests into an order of its own.
+    phases = [(name, limits[0]) for name in mutant.tests] + ([("tests", limits[1])] if tests != "named" else [])
+    seconds = 0.0
+    outcome, killed_by, run = Outcome.SURVIVED, "", Run(_PASSED, "", 0.0)
+    with copy.with_mutant(mutant):
+        for name, limit in phases:
+            run = copy.pytest(["-x", *selection, name], limit)
+            seconds += run.seconds
+            outcome, killed_by = judge(run)
+            if outcome is not Outcome.SURVIVED:
+                break
+    tail = "" if run.status in (_PASSED, _FAILED) else run.output[-2000:]
+    return Result(mutant, outcome, killed_by, round(seconds, 1), tail)
+
+
+def run_mutants(
+    mutants: Sequence[Mutant], tests: str, selection: Sequence[str], limits: tuple[float, float], jobs: int
+) -> Iterator[Result]:
+    """Test mutants on as many copies as there are jobs; yield results in the order of the mutants."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        _copy_native_builds(Path(folder, "cache"))
+        everyone = [Copy(Path(folder, f"copy-{number}"), Path(folder, "cache")) for number in range(jobs)]
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for copy in everyone:
+            copies.put(copy)
+        stopped = threading.Event()
+
+        def test(mutant: Mutant) -> Result | None:
+            if stopped.is_set():
+                return None
+            copy = copies.get()
+            try:
+                return run_mutant(copy, mutant, tests, selection, limits)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                yield from (result for result in pool.map(test, mutants) if result is not None)
+            finally:
+                stopped.set()
+                for copy in everyone:
+                    copy.kill()
+
+
+def check(mutants: Sequence[Mutant], selection: Sequence[str]) -> int:
+    """Run the named tests of all mutants on the sources as they are; return pytest's exit status."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        _copy_native_builds(Path(folder, "cache"))
+        copy = Copy(Path(folder, "copy"), Path(folder, "cache"))
+        # pytest runs a test twice if both the test and its file are named.
+        names = dict.fromkeys(name for mutant in mutants for name in mutant.tests)
+        names = [name for name in names if "::" not in name or name.split("::")[0] not in names]
+        run = copy.pytest([*selection, *names], SUITE_LIMIT_S)
+    print(run.output[-4000:])
+    return 1 if run.status is None else abs(run.status)
+
+
+def table(results: Iterable[Result]) -> str:
+    """Return the results as text in columns, survivors and broken mutants first."""
+    rows = [("name", "file", "breaks", "killed by", "seconds")]
+    order = (Outcome.BROKEN, Outcome.SURVIVED, Outcome.KILLED)
+    for result in sorted(results, key=lambda result: order.index(result.outcome)):
+        mutant = result.mutant
+        killed_by = result.killed_by if result.outcome is Outcome.KILLED else result.outcome.value.upper()
+        rows.append((mutant.name, mutant.file, mutant.breaks, killed_by, f"{result.seconds:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def write_results(path: Path, results: Iterable[Result]) -> None:
+    """Write results as JSON."""
+    entries = [
+        {
+            **{key: value for key, value in asdict(result.mutant).items() if key not in {"old", "new"}},
+            "outcome": result.outcome.value,
+            "killed_by": result.killed_by,
+            "seconds": result.seconds,
+            "tail": result.tail,
+        }
+        for result in results
+    ]
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Break the sources in one place, and see which test notices.")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="mutants to test; all by default")
+    parser.add_argument("--tests", choices=("named", "default", "all"), default="named", help="named by default")
+    parser.add_argument("--default-tier", action="store_true", help="leave exhaustive tests out of the named ones")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at a time; 1 by default")
+    parser.add_argument("--limit", type=float, default=NAMED_LIMIT_S, help="seconds for each named test or file")
+    parser.add_argument("--suite-limit", type=float, default=SUITE_LIMIT_S, help="seconds for the whole suite")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
+    parser.add_argument("--check", action="store_true", help="run the named tests without any mutant")
+    options = parser.parse_args(arguments)
+    wanted = [name for name in options.only.split(",") if name]
+    unknown = set(wanted) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    mutants = [mutant for mutant in MUTANTS if not wanted or mutant.name in wanted]
+    selection = NOT_EXHAUSTIVE if options.default_tier or options.tests == "default" else ()
+    if options.check:
+        return check(mutants, selection)
+    results: list[Result] = []
+    limits = (options.limit, options.suite_limit)
+    for result in run_mutants(mutants, options.tests, selection, limits, options.jobs):
+        results.append(result)
+        print(f"{result.mutant.name}: {result.outcome.value} {result.killed_by} ({result.seconds:.0f} s)", flush=True)
+        if options.out:
+            write_results(options.out, results)
+    print("\n" + table(results))
+    counts = {outcome: sum(result.outcome is outcome for result in results) for outcome in Outcome}
+    print("\n" + ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items()))
+    return 0 if counts[Outcome.KILLED] == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
