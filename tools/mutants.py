@@ -6,8 +6,8 @@ by content, so only a mutant's own library is built again.
 
     python tools/mutants.py                          # the tests that each mutant names; exit status 1 for a survivor
     python tools/mutants.py --only NAME,NAME
-    python tools/mutants.py --tests default          # then the whole suite without the exhaustive tests
-    python tools/mutants.py --tests all              # then the whole suite
+    python tools/mutants.py --tests suite            # then the whole suite, for those that survive
+    python tools/mutants.py --exhaustive             # with exhaustive tests, as in `make test-all`
     python tools/mutants.py --check                  # the named tests on the sources as they are
 
 A mutant is killed when a test fails, when pytest dies of a signal or of Ctrl-C, or when the time limit ends a hang.
@@ -42,7 +42,6 @@ from mutant_list import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src", "outofcore")
-NOT_EXHAUSTIVE = ("-m", "not exhaustive")
 # Seconds for each test or file that a mutant names, and for the whole suite.
 NAMED_LIMIT_S, SUITE_LIMIT_S = 600.0, 4 * 3600.0
 
@@ -219,7 +218,7 @@ def run_mutant(copy: Copy, mutant: Mutant, tests: str, selection: Sequence[str],
     Args:
         copy: is used by nobody else meanwhile.
         mutant: what to break.
-        tests: "named" for the tests that the mutant names; any other word adds the whole suite.
+        tests: "named" for the tests that the mutant names; "suite" adds the whole suite.
         selection: pytest's options that select tests.
         limits: seconds for each of the named tests and for the whole suite.
     """
@@ -305,14 +304,15 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
         }
         for result in results
     ]
-    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    counts = {"mutants": len(entries), "killed": sum(entry["outcome"] == Outcome.KILLED.value for entry in entries)}
+    path.write_text(json.dumps({"counts": counts, "mutants": entries}, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Break the sources in one place, and see which test notices.")
     parser.add_argument("--only", default="", metavar="NAME,...", help="mutants to test; all by default")
-    parser.add_argument("--tests", choices=("named", "default", "all"), default="named", help="named by default")
-    parser.add_argument("--default-tier", action="store_true", help="leave exhaustive tests out of the named ones")
+    parser.add_argument("--tests", choices=("named", "suite"), default="named", help="named by default")
+    parser.add_argument("--exhaustive", action="store_true", help="run exhaustive tests as well")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at a time; 1 by default")
     parser.add_argument("--limit", type=float, default=NAMED_LIMIT_S, help="seconds for each named test or file")
     parser.add_argument("--suite-limit", type=float, default=SUITE_LIMIT_S, help="seconds for the whole suite")
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
     mutants = [mutant for mutant in MUTANTS if not wanted or mutant.name in wanted]
-    selection = NOT_EXHAUSTIVE if options.default_tier or options.tests == "default" else ()
+    selection = ("--exhaustive",) if options.exhaustive else ()
     if options.check:
         return check(mutants, selection)
     results: list[Result] = []

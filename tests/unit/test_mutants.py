@@ -129,6 +129,6 @@ def test_runner_kills_survives_and_leaves_the_tree_alone(
         "no-name": ("broken mutant", "pytest exits with 4"),
     }
     assert "1 killed, 1 survived, 1 broken mutant" in capsys.readouterr().out
-    assert mutants.main(["--only", "minus", "--tests", "all"]) == 0
+    assert mutants.main(["--only", "minus", "--tests", "suite"]) == 0
     assert mutants.main(["--check"]) == 0
     assert source.read_text() == "def add(a, b):\n    return a + b\n"
