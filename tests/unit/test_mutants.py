@@ -122,7 +122,9 @@ def test_runner_kills_survives_and_leaves_the_tree_alone(
     monkeypatch.setattr(mutants, "MUTANTS", listed)
     out = tmp_path / "out.json"
     assert mutants.main(["--out", str(out)]) == 1
-    outcomes = {entry["name"]: (entry["outcome"], entry["killed_by"]) for entry in json.loads(out.read_text())}
+    outcomes = {
+        entry["name"]: (entry["outcome"], entry["killed_by"]) for entry in json.loads(out.read_text())["mutants"]
+    }
     assert outcomes == {
         "minus": ("survived", ""),
         "one-more": ("killed", named),
