@@ -32,7 +32,7 @@ from outofcore._torch_internals import (
     without_python_dispatch,
 )
 from outofcore.capture.provenance import user_line
-from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
+from outofcore.errors import ArenaError, BudgetError, SpillError, StateError
 from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
 from outofcore.execution.mapped_files import FileMapping, MappedFiles
@@ -45,6 +45,7 @@ from outofcore.follow.gpu import graphs_refused, make_workspaces
 from outofcore.follow.native import (
     DISPATCH_KEY,
     call,
+    error_of,
     is_followed,
     load_paging,
     loaded_paging,
@@ -92,8 +93,6 @@ _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the plans that were made, so many are told in reports.
 _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-# How paging.cpp begins its messages.
-_OURS = "outofcore: "
 # An op that adds to a gradient, as paging.cpp names it.
 _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
 # Of storages, by their numbers.
@@ -446,7 +445,7 @@ class Loop:
                 return space
             in_memory = self._home == "host"
             if in_memory or self._host_limit is not None:
-                file = os.memfd_create("outofcore")
+                file = _memory_file()
                 call(library, "follow_add_home", space, file, file, 1, self._host_capacity())
             if not in_memory:
                 named = self._home is not None and self._home != "disk"
@@ -753,6 +752,21 @@ class Loop:
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
 
 
+def _memory_file() -> int:
+    """Return the descriptor of a new file in host memory.
+
+    Raises:
+        SpillError: the system refuses.
+    """
+    try:
+        return os.memfd_create("outofcore")
+    except OSError as error:
+        raise SpillError(
+            f"no file can be created in host memory ({error.strerror}); lift the limit on open files (ulimit -n), or "
+            "use a disk home"
+        ) from error
+
+
 class _OfLoop:
     """Calls a method of a loop, as long as there is one. Copies of it, and where it is pickled, call none."""
 
@@ -868,12 +882,11 @@ def explained(error: BaseException, names: Names | None = None) -> Exception | N
         names: of storages, by their numbers.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or _OURS not in text:
+    if not isinstance(error, RuntimeError):
         return None
     refused = _REFUSAL.search(text)
     if refused is None:
-        said = text[text.index(_OURS) + len(_OURS) :].splitlines()[0]
-        return (SpillError if "no home has room" in said else TransferError)(said)
+        return error_of(text)
     counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
     named = _named(refused["op"], error.__traceback__, names or {})
