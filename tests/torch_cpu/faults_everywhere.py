@@ -48,9 +48,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 import faulty
+from preloaded import environment
 
 import outofcore
-from outofcore.compiling import compile_library, user_cache_folder
+from outofcore.compiling import user_cache_folder
 from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.homes import DiskHome, HostHome
 from outofcore.execution.native import load_native
@@ -58,7 +59,6 @@ from outofcore.execution.replay import load_replay
 from outofcore.follow.loop import explained
 from outofcore.follow.native import load_paging
 
-SOURCE = Path(__file__).with_name("fail_nth.cpp")
 STEPS = 3
 DEADLINE_S = 60
 # A thread's stack, pages that the heap keeps: not counted as left behind.
@@ -706,30 +706,12 @@ def _must(ended: Ended) -> Any:
     return ended.answer
 
 
-def preload(arguments: list[str]) -> None:
-    """Run this program again with the library that makes calls fail, and with one thread."""
-    with tempfile.TemporaryDirectory(prefix="fail-nth-") as folder:
-        library = compile_library(SOURCE, Path(folder) / "fail_nth.so", ["-fno-builtin"], ["-ldl"])
-        kept = user_cache_folder() / "fail_nth.so"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, kept.with_suffix(f".{os.getpid()}"))
-        kept.with_suffix(f".{os.getpid()}").replace(kept)
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(kept),
-        "FAIL_NTH": str(kept),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-    }
-    os.execve(sys.executable, [sys.executable, str(Path(__file__)), *arguments], environment)
-
-
-def numbers_of(given: argparse.Namespace) -> Iterator[tuple[str, Kind, Iterator[int]]]:
+def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
     """The sweeps that the command line asks for: home, kind, and which calls are to fail."""
     for part in given.sample or ():
-        home, kind, numbers = part.split(":")
-        yield home, Kind[kind.upper()], iter([int(number) for number in numbers.split(",")])
+        whose, home, kind, numbers = part.split(":")
+        if whose == door:
+            yield home, Kind[kind.upper()], iter([int(number) for number in numbers.split(",")])
     if given.sample:
         return
     for home in given.home or HOMES:
@@ -748,11 +730,11 @@ def main() -> int:
         "--to", dest="last", type=int, default=1 << 40, metavar="N", help="by default until none is left"
     )
     parser.add_argument("--every", type=int, default=1, metavar="K", help="each K-th of these")
-    parser.add_argument("--sample", nargs="+", metavar="HOME:KIND:N,N", help="these runs instead")
+    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="these runs instead")
     parser.add_argument("--lasting", action="store_true", help="have all calls from the n-th on fail until one raises")
     given = parser.parse_args()
     if "FAIL_NTH" not in os.environ:
-        preload(sys.argv[1:])
+        os.execve(sys.executable, [sys.executable, str(Path(__file__)), *sys.argv[1:]], environment())
     os.environ.pop("LD_PRELOAD", None)  # of no use to processes that are started from here
     logging.getLogger("outofcore").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -761,7 +743,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for door in given.door or DOORS:
             sweep = Sweep(door, Path(folder) / door)
-            for home, kind, numbers in numbers_of(given):
+            for home, kind, numbers in numbers_of(given, door):
                 if door == "budget" and kind is Kind.COPY:
                     continue  # native code makes them: see the other kinds
                 counts: dict[str, int] = {}

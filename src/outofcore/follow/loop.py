@@ -521,7 +521,11 @@ class Loop:
 
     def _remember(self) -> None:
         self._last = self._read_stats()
-        self._happened = self._observe()
+        try:
+            self._happened = self._observe()
+        except MemoryError as error:
+            self._happened = None
+            _log.warning("there is no report of the loop: %s", error)
 
     def _what_happened(self) -> Observed:
         with self._lock:
@@ -683,7 +687,10 @@ class Loop:
         """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
         with self._lock:
             if self._space is not None:
-                self._end_step(self._native())
+                try:
+                    self._end_step(self._native())
+                except MemoryError as error:  # the optimizer has stepped: to plan is not worth an error
+                    _log.warning("the step that has ended is not planned: %s", error)
 
     def _end_step(self, library: ctypes.CDLL) -> None:
         planner = self._planner

@@ -2343,6 +2343,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
     if (registration) return 0;
+    failure.reserve(size_t{1} << 14);  // there may be no memory when something is to be said
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
     registration.emplace(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),

@@ -1,0 +1,27 @@
+"""Builds fail_nth.cpp, which makes calls of the system fail, and has programs started with it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from outofcore.compiling import compile_library, private_folder, user_cache_folder
+
+SOURCE = Path(__file__).with_name("fail_nth.cpp")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a program in which calls are made to fail, with one thread and one heap."""
+    key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    library = private_folder(user_cache_folder()) / f"fail-nth-{key}.so"
+    if not library.exists():
+        compile_library(SOURCE, library, ["-fno-builtin"], ["-ldl"])
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "FAIL_NTH": str(library),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
