@@ -34,7 +34,7 @@ namespace {
 enum Kind : int { kNothing, kAllocation, kObject, kWrite, kRead, kThread, kOpen, kShort, kInterrupted };
 
 constexpr size_t kPage = 4096, kLarge = 4096;
-constexpr int kFrames = 12;
+constexpr int kFrames = 16;
 
 std::atomic<int> armed{kNothing};
 std::atomic<bool> paused{false};
@@ -89,7 +89,10 @@ bool watched(int file) {
 bool strikes() {
   const long number = seen.fetch_add(1) + 1;
   if (number < first || number > last) return false;
-  if (fired.fetch_add(1) == 0) frame_count = backtrace(frames, kFrames);
+  if (fired.fetch_add(1) == 0) {
+    frame_count = backtrace(frames, kFrames);
+    backtrace_symbols_fd(frames, frame_count, STDERR_FILENO);  // the process may end by it
+  }
   return true;
 }
 bool counts(Kind kind) {

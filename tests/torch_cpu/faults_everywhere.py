@@ -60,7 +60,8 @@ from outofcore.follow.loop import explained
 from outofcore.follow.native import load_paging
 
 STEPS = 3
-DEADLINE_S = 60
+# A child hangs that for so long has computed for less than a second, or that has computed for so long.
+IDLE_S, MOST_S = 60, 300
 # A thread's stack, pages that the heap keeps: not counted as left behind.
 SLACK_BYTES = 24 << 20
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
@@ -136,7 +137,7 @@ class Injector:
         self.library = ctypes.CDLL(os.environ["FAIL_NTH"])
         for name in ("fail_fired", "fail_seen"):
             getattr(self.library, name).restype = ctypes.c_long
-        self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()))
+        self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()) + b"/")
         self._copies = contextlib.ExitStack()
         self._number = self._count = 0
         self._lasting = False
@@ -195,7 +196,7 @@ class Injector:
         """The stack of native code that made the first call that failed, innermost first."""
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
-        return [line for line in text.value.decode(errors="replace").splitlines() if "fail_nth" not in line]
+        return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
 
 
 def _nowhere(*_: object) -> None:
@@ -568,8 +569,14 @@ class Ended:
     died: str = ""
 
 
-def in_child(work: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Ended:
-    """Do something in a forked child, which is killed if it takes too long."""
+def computed_s(process: int) -> float:
+    """Return the seconds for which a process has computed, which tell a hang from a busy machine."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def in_child(work: Callable[[], Any]) -> Ended:
+    """Do something in a forked child, which is killed if it hangs."""
     here, there = os.pipe()
     with tempfile.TemporaryFile() as said:
         sys.stdout.flush()
@@ -589,16 +596,21 @@ def in_child(work: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Ended:
             finally:
                 os._exit(status)
         os.close(there)
-        until = time.monotonic() + deadline_s
+        seen_at, seen_s = time.monotonic(), 0.0
         received = b""
         late = False
         with os.fdopen(here, "rb", buffering=0) as answers:
             while True:
-                ready, _, _ = select.select([answers], [], [], max(0.0, until - time.monotonic()))
+                ready, _, _ = select.select([answers], [], [], 2.0)
                 if not ready:
-                    late = True
-                    os.kill(child, signal.SIGABRT)
-                    break
+                    now_s = computed_s(child)
+                    if now_s - seen_s >= 1.0:
+                        seen_at, seen_s = time.monotonic(), now_s
+                    late = now_s > MOST_S or time.monotonic() - seen_at > IDLE_S
+                    if late:
+                        os.kill(child, signal.SIGABRT)
+                        break
+                    continue
                 piece = answers.read(1 << 20)
                 if not piece:
                     break
@@ -608,8 +620,8 @@ def in_child(work: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Ended:
             return Ended(pickle.loads(received))
         said.seek(0)
         text = said.read().decode(errors="replace")
-        how = f"it hung for {deadline_s} s" if late else f"it ended with status {status}"
-        return Ended(None, f"{how}: {text[-3000:]}")
+        how = "it hung" if late else f"it ended with status {status}"
+        return Ended(None, f"{how}: {text[-6000:]}")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ SOURCE = Path(__file__).with_name("fail_nth.cpp")
 def environment() -> dict[str, str]:
     """Return the environment of a program in which calls are made to fail, with one thread and one heap."""
     key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    library = private_folder(user_cache_folder()) / f"fail-nth-{key}.so"
+    # Not beside the native code of the package, which it knows by its folder.
+    library = private_folder(user_cache_folder().with_name("outofcore-tests")) / f"fail-nth-{key}.so"
     if not library.exists():
         compile_library(SOURCE, library, ["-fno-builtin"], ["-ldl"])
     return {

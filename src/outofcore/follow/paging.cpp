@@ -1005,14 +1005,14 @@ void destroy(Block* block) {
 }
 
 Block* new_block(Space& space, int64_t bytes) {
-  auto* block = new Block;
+  auto block = std::make_unique<Block>();
   block->space = &space;
   block->used = bytes;
   block->bytes = whole_pages(bytes);
   block->id = space.ids++;
   cast(space, *block, block->id);
   ++space.pieces;
-  return block;
+  return block.release();
 }
 
 // ---- the allocator under PyTorch -----------------------------------------------------------------------------------
@@ -1036,9 +1036,9 @@ void* serve(Space& space, int64_t bytes) {
     if (const size_t number = space.requests.size();
         number < space.wanted.size() && space.wanted[number].first >= block->bytes)
       wanted = space.wanted[number].second;
-    space.requests.push_back({block->id, block->bytes});
   }
   try {
+    if (depth > 0) space.requests.push_back({block->id, block->bytes});
     const bool clears = wanted >= 0 && clear(space, wanted, block->bytes, true);
     if (!clears && !make_hole(space, block->bytes)) {
       destroy(block);
@@ -1414,8 +1414,8 @@ class Pinned {
         operand.written |= written;
         return;
       }
-    ++block->pins;
     operands.push_back({block, written});
+    ++block->pins;
   }
   std::vector<Operand> operands;
 
@@ -1462,10 +1462,11 @@ void issue_copy(Space& space, Block& block, Copying copying) {
 // Has a block copied beside the ops.
 void begin_copy(Space& space, Block& block, Copying copying) {
   if (Device::kStreams) return issue_copy(space, block, copying);
+  space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
+  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
   block.copying = copying;
   block.copied_version = block.version;
   ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
-  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
   asked.notify_all();
 }
 
@@ -1486,7 +1487,12 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   block.early = true;
   space.device.begin_watch(space.homes, block.slot);
   space.early += block.bytes;
-  begin_copy(space, block, Copying::kIn);
+  try {
+    begin_copy(space, block, Copying::kIn);
+  } catch (...) {
+    unplace(space, block);
+    throw;
+  }
   return true;
 }
 
