@@ -598,7 +598,8 @@ def budget(
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it. In the loop, where an
             op alone does not fit, PyTorch raises ``torch.OutOfMemoryError``; out of the context comes a ``BudgetError``
-            that says which op, where, and what it needs.
+            that says which op, where, and what it needs. Where a home fails, PyTorch raises a RuntimeError at the op,
+            which has not run; out of the context comes a ``TransferError``, or a ``SpillError`` if no home has room.
 
     Limits: of other threads only what autograd starts is followed. Compiled extensions that keep a pointer from one op
     to the next do not see the tensor move. A NumPy array over a tensor that was made before the loop does not follow

@@ -18,6 +18,7 @@
 #include <memory>
 #include <new>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 EXPORT uint64_t outofcore_fingerprint(const void* data, int64_t bytes, const uint64_t* secrets) noexcept;
@@ -217,8 +218,7 @@ struct Copying {
     }
   }
 
-  void serve(int64_t place) {
-    std::unique_ptr<char, Free> bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce)));
+  void serve(int64_t place, const std::unique_ptr<char, Free> bounce) {
     for (uint64_t round = 0;;) {
       const Queue* queue = nullptr;
       {
@@ -228,11 +228,7 @@ struct Copying {
         round = rounds;
         queue = &work.queues[place];
       }
-      if (bounce == nullptr) {
-        fail({queue->copies ? queue->first[0].index : 0, 0, 0, ENOMEM});
-      } else {
-        run(*queue, bounce.get());
-      }
+      run(*queue, bounce.get());
       const std::lock_guard<std::mutex> guard(mutex);
       if (--running == 0) idle.notify_all();
     }
@@ -291,8 +287,8 @@ EXPORT void outofcore_copying_free(Copying* copying) noexcept {
   delete copying;
 }
 
-// Begins a step, of which nothing is done yet. 0: the copies are begun; -1: the system gives no threads. What is given
-// stays as it is until outofcore_copying_idle says so.
+// Begins a step, of which nothing is done yet. 0: the copies are begun; else what the system says: it gives no thread, or
+// no memory for one. What is given stays as it is until outofcore_copying_idle says so.
 EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* starts, double* ends) noexcept {
   Copying& all = *copying;
   const auto count = static_cast<size_t>(work->count);
@@ -306,11 +302,16 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
       all.threads.reserve(count);
       while (all.threads.size() < count) {
         const auto place = static_cast<int64_t>(all.threads.size());
-        all.threads.emplace_back([&all, place] { all.serve(place); });
+        std::unique_ptr<char, Free> bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce)));
+        if (bounce == nullptr) throw std::bad_alloc();
+        all.threads.emplace_back(
+            [&all, place, bounce = std::move(bounce)]() mutable { all.serve(place, std::move(bounce)); });
         pthread_setname_np(all.threads.back().native_handle(), "outofcore-copy");
       }
+    } catch (const std::system_error& error) {
+      status = error.code().value();
     } catch (...) {
-      status = -1;
+      status = ENOMEM;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (status != 0) return status;

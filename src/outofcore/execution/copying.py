@@ -9,6 +9,7 @@ are checked byte by byte, they have Python copy.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import weakref
 from array import array
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outofcore.compiling import native_callback
-from outofcore.errors import StateError
+from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.checks import damaged
@@ -285,7 +286,7 @@ class Copying:
 
         Raises:
             StateError: a home is closed.
-            MemoryError: the system gives no threads.
+            TransferError: the system gives no thread, or no memory for one.
         """
         self._copies = None
         for home, offset, count, place in copies.places:
@@ -300,7 +301,13 @@ class Copying:
             self.handle, ctypes.addressof(copies.given), starts.buffer_info()[0], ends.buffer_info()[0]
         )
         if begun != 0:
-            raise MemoryError("the system gives no threads for copies; raise the limit on processes (ulimit -u)")
+            what = "memory" if begun == errno.ENOMEM else "thread"
+            error = TransferError(
+                f"the system gives no {what} for the {copies.given.count} threads that copy ({os.strerror(begun)}); "
+                "raise the limit on processes (ulimit -u), or end other programs"
+            )
+            error.errno = begun
+            raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
         """Return when queues are as far.

@@ -26,17 +26,15 @@ import torch
 
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.memory import (
-    Region,
     Watched,
     address_of,
     advise_pages,
     any_written,
-    map_anonymous,
     map_over,
     map_private,
     tensor_over,
 )
-from outofcore.execution.spill import SpillFile
+from outofcore.execution.spill import SpillFile, copy_buffer, kept_bytes
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 # From here on offsets name ranges of files; no home has so many bytes of its own.
@@ -140,7 +138,7 @@ def _bounce() -> memoryview:
     """This thread's page-aligned buffer."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
-        memory = _buffers.memory = Region(map_anonymous(_BOUNCE_BYTES), _BOUNCE_BYTES).memory(0, _BOUNCE_BYTES)
+        memory = _buffers.memory = copy_buffer(_BOUNCE_BYTES)
     return memory
 
 
@@ -185,16 +183,17 @@ def read_range(descriptor: int, direct: int | None, begin: int, target: memoryvi
 
 def _read(descriptor: int, target: memoryview, offset: int, name: str, least: int | None = None) -> None:
     """Read whole pages; the last ones only as far as the file goes, but ``least`` bytes."""
-    done, needed = 0, len(target) if least is None else least
+    done, needed, stuck = 0, len(target) if least is None else least, False
     while done < needed:
         try:
             moved = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
             raise _error(name, offset + done, error.strerror or "the read failed", error.errno) from error
-        if done + moved < needed and moved < PAGE_BYTES:
+        kept = kept_bytes(moved, needed - done)
+        if moved == 0 or (kept == 0 and stuck):
             raise _error(name, offset + done + moved, "the file ends there", errno.EIO)
-        # After a short read direct I/O can only go on from a page boundary.
-        done += moved if done + moved >= needed else moved // PAGE_BYTES * PAGE_BYTES
+        stuck = kept == 0
+        done += kept
 
 
 def _error(name: str, offset: int, why: str, code: int | None) -> TransferError:

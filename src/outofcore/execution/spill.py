@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
@@ -97,8 +98,22 @@ class SpillFile:
         return self._descriptor, self._direct_descriptor
 
     def duplicate(self) -> tuple[int, int]:
-        """New descriptors of the file, the second past the page cache where that works; the caller closes them."""
-        return os.dup(self._descriptor), os.dup(self.descriptor)
+        """New descriptors of the file, the second past the page cache where that works; the caller closes them.
+
+        Raises:
+            SpillError: the system gives none.
+        """
+        made: list[int] = []
+        try:
+            made += [os.dup(self._descriptor)]
+            made += [os.dup(self.descriptor)]
+        except OSError as error:
+            _close(*made)
+            raise SpillError(
+                f"the spill file in {self.directory} cannot be opened again ({error.strerror}); lift the limit on open "
+                "files (ulimit -n)"
+            ) from error
+        return made[0], made[1]
 
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped from it. May be called again."""
@@ -188,27 +203,24 @@ class SpillFile:
             self.forget(offset, len(target))
 
     def _write(self, descriptor: int, source: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(source):
-            try:
-                moved = os.pwrite(descriptor, source[done:], offset + done)
-            except OSError as error:
-                raise self.failed(offset + done, len(source) - done, error.errno, writes=True) from error
-            # After a short write direct I/O can only go on from a page boundary.
-            done += moved if done + moved == len(source) else moved // PAGE_BYTES * PAGE_BYTES
-            if moved < PAGE_BYTES and done < len(source):
-                raise self.failed(offset + done, len(source) - done, None, writes=True)
+        self._transfer(len(source), offset, lambda done: os.pwrite(descriptor, source[done:], offset + done), True)
 
     def _read(self, descriptor: int, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):
+        self._transfer(len(target), offset, lambda done: os.preadv(descriptor, [target[done:]], offset + done), False)
+
+    def _transfer(self, count: int, offset: int, move: Callable[[int], int], writes: bool) -> None:
+        """Move ``count`` bytes by calls that may move fewer than they are asked to."""
+        done, stuck = 0, False
+        while done < count:
             try:
-                moved = os.preadv(descriptor, [target[done:]], offset + done)
+                moved = move(done)
             except OSError as error:
-                raise self.failed(offset + done, len(target) - done, error.errno, writes=False) from error
-            done += moved if done + moved == len(target) else moved // PAGE_BYTES * PAGE_BYTES
-            if moved < PAGE_BYTES and done < len(target):
-                raise self.failed(offset + done, len(target) - done, None, writes=False)
+                raise self.failed(offset + done, count - done, error.errno, writes=writes) from error
+            kept = kept_bytes(moved, count - done)
+            if moved == 0 or (kept == 0 and stuck):
+                raise self.failed(offset + done, count - done, None, writes=writes)
+            stuck = kept == 0
+            done += kept
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
         """What was not written or read, as an error.
@@ -252,12 +264,16 @@ class SpillFile:
         """This thread's page-aligned buffer."""
         memory: memoryview | None = getattr(self._buffers, "memory", None)
         if memory is None:
-            memory = Region(map_anonymous(_BOUNCE_BYTES), _BOUNCE_BYTES).memory(0, _BOUNCE_BYTES)
-            self._buffers.memory = memory
+            memory = self._buffers.memory = copy_buffer(_BOUNCE_BYTES)
         return memory
 
     def _open_direct(self) -> int | None:
         """A second descriptor of the file for direct I/O, or None where the file system refuses."""
+        try:
+            buffer = self._buffer()
+        except TransferError as error:
+            os.close(self._descriptor)
+            raise SpillError(str(error)) from error
         try:
             # A file without a name can still be opened again by way of /proc.
             flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
@@ -266,8 +282,8 @@ class SpillFile:
             return None
         try:
             # Some file systems accept the flag and refuse the I/O.
-            os.pwrite(descriptor, self._buffer()[:PAGE_BYTES], 0)
-            os.preadv(descriptor, [self._buffer()[:PAGE_BYTES]], 0)
+            os.pwrite(descriptor, buffer[:PAGE_BYTES], 0)
+            os.preadv(descriptor, [buffer[:PAGE_BYTES]], 0)
         except OSError as error:
             os.close(descriptor)
             if error.errno == errno.EINVAL:
@@ -277,6 +293,31 @@ class SpillFile:
                 f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
             ) from error
         return descriptor
+
+
+def copy_buffer(count: int) -> memoryview:
+    """Return ``count`` bytes of new memory that begins at a page.
+
+    Raises:
+        TransferError: the system gives none.
+    """
+    try:
+        return Region(map_anonymous(count), count).memory(0, count)
+    except OSError as error:
+        failed = TransferError(
+            f"the system does not give {format_bytes(count)} for a buffer of copies ({error.strerror}); end other "
+            "programs, or lift the limit on address space (ulimit -v)"
+        )
+        failed.errno = error.errno
+        raise failed from error
+
+
+def kept_bytes(moved: int, wanted: int) -> int:
+    """Return how many bytes of a transfer count: after a short one, direct I/O can go on from a page boundary only.
+
+    None may: the caller then tries once more.
+    """
+    return moved if moved >= wanted else moved // PAGE_BYTES * PAGE_BYTES
 
 
 def _close(*descriptors: int | None) -> None:

@@ -47,7 +47,7 @@ EXPORT void outofcore_transfer(void* data) noexcept {
     std::this_thread::sleep_for(std::chrono::microseconds(t.offset));
     return;
   }
-  while (t.done < t.bytes) {
+  for (bool stuck = false; t.done < t.bytes;) {
     auto* memory = reinterpret_cast<char*>(t.address) + t.done;
     const int64_t left = t.bytes - t.done;
     const auto count = static_cast<size_t>(std::min(left, kMost));
@@ -58,12 +58,14 @@ EXPORT void outofcore_transfer(void* data) noexcept {
       t.failure = errno;
       return;
     }
-    // After a short one, direct I/O can go on from a page boundary only.
+    // After a short one, direct I/O can go on from a page boundary only. One that does not come to the first is tried
+    // once more.
     const int64_t kept = moved == left ? moved : moved / kPage * kPage;
-    if (kept == 0) {
+    if (moved == 0 || (kept == 0 && stuck)) {
       t.failure = -1;
       return;
     }
+    stuck = kept == 0;
     t.done += kept;
   }
   if (t.forgets) posix_fadvise(t.descriptor, t.offset, t.bytes, POSIX_FADV_DONTNEED);

@@ -14,8 +14,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -61,7 +63,8 @@ class Device {
     bytes = (bytes + kPage - 1) / kPage * kPage;
     void* mapped =
         mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(mapped != MAP_FAILED, bytes, " bytes of addresses could not be mapped for the arena");
+    TORCH_CHECK(mapped != MAP_FAILED, "outofcore: ", bytes, " bytes of addresses could not be mapped for the arena (",
+                std::strerror(errno), "); lift the limit on address space (ulimit -v), or give a smaller budget");
     const int64_t before = (kHuge - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped) % kHuge)) % kHuge;
     char* base = static_cast<char*>(mapped) + before;
     if (before > 0) munmap(mapped, before);
@@ -92,6 +95,9 @@ class Device {
   void use_slot(Order&) {}
   void record(Order&, void*) {}
 
+  static constexpr const char* kNoMemory = "outofcore: the system gave no memory: ";
+  static constexpr const char* kLessMemory = " bytes were asked for; end other programs, or use smaller batches";
+
   // Copies between a block's memory and its slot. Throws c10::Error.
   void save(Homes& homes, const Slot& slot, Order&, const char* from) {
     homes.of(slot).write(from, slot.offset, slot.bytes);
@@ -102,7 +108,7 @@ class Device {
   void save_foreign(Homes& homes, const Slot& slot, Order&, const char* from, int64_t bytes) {
     constexpr int64_t kPiece = int64_t{1} << 20;
     void* buffer = mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, "outofcore: the system gave no memory");
+    TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, kNoMemory, kPiece, kLessMemory);
     const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kPiece); });
     for (int64_t done = 0; done < bytes; done += kPiece) {
       const int64_t count = std::min(kPiece, bytes - done);
@@ -122,18 +128,22 @@ class Device {
   void cover(Homes& homes, const Slot& slot, char* at, bool privately) {
     homes.of(slot).show(at, slot.offset, slot.bytes, privately);
   }
-  static void uncover(char* at, int64_t bytes) {
-    mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  // False: the window is still there.
+  static bool uncover(char* at, int64_t bytes) {
+    return mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) !=
+           MAP_FAILED;
   }
-  // Its bytes, to be put in place of the window: others may look at its addresses meanwhile.
-  void* load_aside(Homes& homes, const Slot& slot) {
-    void* filled = mmap(nullptr, slot.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, "outofcore: the system gave no memory");
+  // Puts memory with the bytes of a slot in place of its window: others may look at its addresses meanwhile. Throws
+  // c10::Error, and then the window is still there.
+  void uncover_with(Homes& homes, const Slot& slot, char* at, int64_t bytes) {
+    void* filled = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, kNoMemory, bytes, kLessMemory);
+    std::unique_ptr<void, std::function<void(void*)>> unmapped(filled, [bytes](void* at) { munmap(at, bytes); });
     homes.read(slot, static_cast<char*>(filled));
-    return filled;
-  }
-  static void uncover_with(void* filled, char* at, int64_t bytes) {
-    mremap(filled, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at);
+    TORCH_CHECK_WITH(OutOfMemoryError,
+                     mremap(filled, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) != MAP_FAILED, kNoMemory, bytes,
+                     kLessMemory);
+    unmapped.release();
   }
 
   // Whether somebody has looked at a slot since.

@@ -214,9 +214,8 @@ class Device {
 
   // A block that keeps its address does not leave.
   void cover(Homes&, const Slot&, char*, bool) const {}
-  static void uncover(char*, int64_t) {}
-  void* load_aside(Homes&, const Slot&) const { return nullptr; }
-  static void uncover_with(void*, char*, int64_t) {}
+  static bool uncover(char*, int64_t) { return true; }
+  void uncover_with(Homes&, const Slot&, char*, int64_t) {}
   // Nobody can tell who looked at pinned memory.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }

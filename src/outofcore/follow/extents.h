@@ -6,13 +6,15 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <new>
 #include <set>
 #include <utility>
 
 namespace follow {
 
 // Offsets in [0, size). Of free stretches it also knows which bytes may be in physical memory, since nobody tells the
-// kernel of bytes that are only free.
+// kernel of bytes that are only free. Where there is no memory to write a stretch down, it is lost: nothing throws, since
+// deleters of PyTorch's give stretches back.
 class Extents {
  public:
   static constexpr int64_t kHuge = int64_t{2} << 20;  // bytes of a huge page; offset 0 begins one
@@ -47,10 +49,7 @@ class Extents {
 
   // `resident`: whether its bytes may be in memory.
   void give(int64_t offset, int64_t bytes, bool resident) {
-    if (resident) {
-      idle_ += bytes;
-      join(resident_, offset, bytes);
-    }
+    if (resident) keep_resident(offset, bytes);
     auto next = free_.lower_bound(offset);
     if (next != free_.end() && next->first == offset + bytes) {
       bytes += next->second;
@@ -78,8 +77,7 @@ class Extents {
       if (count <= 0) break;
       if (resident_in(offset, count) == count) continue;
       forget(offset, count);
-      idle_ += count;
-      join(resident_, offset, count);
+      keep_resident(offset, count);
     }
   }
 
@@ -96,9 +94,9 @@ class Extents {
     int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
     if (from >= to) from = begin, to = end;
     resident_.erase(most);
-    if (begin < from) resident_.emplace(begin, from - begin);
-    if (to < end) resident_.emplace(to, end - to);
-    idle_ -= to - from;
+    idle_ -= end - begin;
+    if (begin < from) keep_resident(begin, from - begin);
+    if (to < end) keep_resident(to, end - to);
     return {from, to - from};
   }
 
@@ -136,15 +134,29 @@ class Extents {
         continue;
       }
       it = resident_.erase(it);
-      idle_ -= std::min(end, offset + bytes) - std::max(begin, offset);
-      if (begin < offset) resident_.emplace(begin, offset - begin);
-      if (end > offset + bytes) resident_.emplace(offset + bytes, end - offset - bytes);
+      idle_ -= end - begin;
+      if (begin < offset) keep_resident(begin, offset - begin);
+      if (end > offset + bytes) keep_resident(offset + bytes, end - offset - bytes);
     }
   }
 
+  void keep_resident(int64_t offset, int64_t bytes) {
+    try {
+      join(resident_, offset, bytes);
+      idle_ += bytes;
+    } catch (const std::bad_alloc&) {
+    }
+  }
   void insert(int64_t offset, int64_t bytes) {
-    free_.emplace(offset, bytes);
-    by_size_.emplace(bytes, offset);
+    try {
+      const auto [found, fresh] = free_.emplace(offset, bytes);
+      try {
+        by_size_.emplace(bytes, offset);
+      } catch (const std::bad_alloc&) {
+        free_.erase(found);
+      }
+    } catch (const std::bad_alloc&) {
+    }
   }
   Stretches::iterator erase(Stretches::iterator found) {
     by_size_.erase({found->second, found->first});

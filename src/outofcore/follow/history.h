@@ -33,9 +33,14 @@ class History {
   }
   // A result of the op that began last.
   void note(const Touch& touch) {
-    ops_.back().touched.push_back(touch);
     std::vector<int64_t>& uses = uses_[touch.second];
-    if (uses.empty() || uses.back() != now()) uses.push_back(now());
+    try {
+      ops_.back().touched.push_back(touch);
+      if (uses.empty() || uses.back() != now()) uses.push_back(now());
+    } catch (...) {  // a storage that is listed has a use
+      if (uses.empty()) uses_.erase(touch.second);
+      throw;
+    }
   }
 
   // The storage that had this place in the op as it was before; -1: not known.

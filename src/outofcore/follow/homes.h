@@ -26,6 +26,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace follow {
@@ -67,11 +68,24 @@ class PageMap {
   int file_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
 };
 
+// The descriptors of one file, which it closes. `direct`, for direct I/O, may be the same as `file`.
+struct OpenFile {
+  OpenFile(int file, int direct) : file(file), direct(direct) {}
+  OpenFile(OpenFile&& other) noexcept : file(std::exchange(other.file, -1)), direct(std::exchange(other.direct, -1)) {}
+  ~OpenFile() {
+    if (direct >= 0 && direct != file) close(direct);
+    if (file >= 0) close(file);
+  }
+
+  int file, direct;
+};
+
 // A file of somebody else's that is only read.
 class ForeignFile {
  public:
-  explicit ForeignFile(int file) : file_(file) { TORCH_CHECK(fstat(file_, &then_) == 0, std::strerror(errno)); }
-  ~ForeignFile() { close(file_); }
+  explicit ForeignFile(OpenFile&& open) : open_(std::move(open)) {
+    TORCH_CHECK(fstat(file_, &then_) == 0, "outofcore: a file of weights cannot be looked at: ", std::strerror(errno));
+  }
   ForeignFile(const ForeignFile&) = delete;
 
   // Throws c10::Error: the file has changed, or cannot be read.
@@ -99,7 +113,8 @@ class ForeignFile {
 
   static constexpr int64_t kChunk = int64_t{8} << 20;
 
-  int file_;
+  OpenFile open_;
+  const int file_ = open_.file;
   struct stat then_;
   PageMap pages_;
 };
@@ -138,22 +153,18 @@ struct Slot {
   explicit operator bool() const { return home >= 0 || original; }
 };
 
-// One file; its descriptors are closed with it.
+// One file.
 class Home {
  public:
-  // `direct` may be the same descriptor as `file`; `memory`: the file is in host memory. Throws c10::Error.
-  Home(int file, int direct, bool memory, int64_t capacity)
-      : file_(file), direct_(direct), memory_(memory), capacity_(capacity / kPage * kPage), extents_(capacity_) {
+  // `memory`: the file is in host memory. Throws c10::Error.
+  Home(OpenFile&& open, bool memory, int64_t capacity)
+      : open_(std::move(open)), memory_(memory), capacity_(capacity / kPage * kPage), extents_(capacity_) {
     void* window = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
-    TORCH_CHECK(window != MAP_FAILED, "outofcore: ", capacity_, " bytes of addresses could not be mapped for a home: ",
-                std::strerror(errno));
+    TORCH_CHECK(window != MAP_FAILED, "outofcore: ", capacity_, " bytes of addresses could not be mapped for a home (",
+                std::strerror(errno), "); lift the limit on address space (ulimit -v), or give a smaller host_budget");
     window_ = static_cast<char*>(window);
   }
-  ~Home() {
-    munmap(window_, capacity_);
-    if (direct_ != file_) close(direct_);
-    close(file_);
-  }
+  ~Home() { munmap(window_, capacity_); }
   Home(const Home&) = delete;
 
   // The offset of a slot; -1: there is no room, and `why` says why.
@@ -179,20 +190,14 @@ class Home {
 
   // Offset and bytes are whole pages, and the address is a page's. Throws c10::Error.
   void write(const char* from, int64_t offset, int64_t bytes) {
-    while (bytes > 0) {
-      const ssize_t done = pwrite(direct_, from, std::min(bytes, kChunk), offset);
-      if (done < 0 && errno == EINTR) continue;
-      TORCH_CHECK(done > 0, "outofcore: writing to the home failed: ", std::strerror(done < 0 ? errno : EIO));
-      from += done, offset += done, bytes -= done;
-    }
+    transfer(bytes, "writing", "to", [&](int64_t done, int64_t count) {
+      return pwrite(direct_, from + done, count, offset + done);
+    });
   }
   void read(char* to, int64_t offset, int64_t bytes) {
-    while (bytes > 0) {
-      const ssize_t done = pread(direct_, to, std::min(bytes, kChunk), offset);
-      if (done < 0 && errno == EINTR) continue;
-      TORCH_CHECK(done > 0, "outofcore: reading from the home failed: ", std::strerror(done < 0 ? errno : EIO));
-      to += done, offset += done, bytes -= done;
-    }
+    transfer(bytes, "reading", "from", [&](int64_t done, int64_t count) {
+      return pread(direct_, to + done, count, offset + done);
+    });
   }
 
   char* window(int64_t offset) const { return window_ + offset; }
@@ -204,7 +209,8 @@ class Home {
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
                              file_, offset);
-    TORCH_CHECK(shown != MAP_FAILED, "outofcore: a window could not be mapped: ", std::strerror(errno));
+    TORCH_CHECK(shown != MAP_FAILED, "outofcore: ", bytes, " bytes of a home could not be mapped (",
+                std::strerror(errno), "); raise vm.max_map_count, or lift the limit on address space (ulimit -v)");
   }
   // In the child of a fork: what it writes is its own, and what it frees is still its parent's.
   void part() {
@@ -216,6 +222,23 @@ class Home {
 
  private:
   static constexpr int64_t kChunk = int64_t{8} << 20, kStep = int64_t{64} << 20;
+
+  // After a short one, direct I/O can go on from a page boundary only. One that does not come to the first is tried again.
+  template <class Move>
+  void transfer(int64_t bytes, const char* verb, const char* which, Move&& move) const {
+    bool stuck = false;
+    for (int64_t done = 0; done < bytes;) {
+      const ssize_t moved = move(done, std::min(bytes - done, kChunk));
+      if (moved < 0 && errno == EINTR) continue;
+      const int64_t kept = moved == bytes - done ? moved : moved / kPage * kPage;
+      TORCH_CHECK(moved > 0 && (kept > 0 || !stuck), "outofcore: ", verb, " ", bytes - done, " bytes ", which,
+                  " the home failed (", std::strerror(moved < 0 ? errno : EIO), "); ",
+                  moved < 0 && errno == ENOSPC ? "make room there" : memory_ ? "lower host_budget" : "check that disk",
+                  ", or name another home");
+      stuck = kept == 0;
+      done += kept;
+    }
+  }
 
   // Blocks of the disk are set aside, so that no later write lacks room.
   bool grow(int64_t bytes, std::string& why) {
@@ -238,7 +261,8 @@ class Home {
     return false;
   }
 
-  int file_, direct_;
+  OpenFile open_;
+  const int file_ = open_.file, direct_ = open_.direct;
   PageMap pages_;
   bool memory_, parted_ = false;
   int64_t capacity_;
@@ -254,8 +278,10 @@ class Homes {
     for (const Fork& fork : forks_) close(fork.alive);
   }
 
+  // The descriptors are closed here from then on, also if it throws: c10::Error.
   void add(int file, int direct, bool memory, int64_t capacity) {
-    homes_.push_back(std::make_unique<Home>(file, direct, memory, capacity));
+    OpenFile open(file, direct);
+    homes_.push_back(std::make_unique<Home>(std::move(open), memory, capacity));
   }
 
   // Throws c10::OutOfMemoryError: no home has room.

@@ -32,7 +32,7 @@ from outofcore._torch_internals import (
     without_python_dispatch,
 )
 from outofcore.capture.provenance import user_line
-from outofcore.errors import ArenaError, BudgetError, SpillError, StateError, TransferError
+from outofcore.errors import ArenaError, BudgetError, SpillError, StateError
 from outofcore.execution.checks import Check
 from outofcore.execution.folders import default_spill_directory
 from outofcore.execution.mapped_files import FileMapping, MappedFiles
@@ -45,6 +45,7 @@ from outofcore.follow.gpu import graphs_refused, make_workspaces
 from outofcore.follow.native import (
     DISPATCH_KEY,
     call,
+    error_of,
     is_followed,
     load_paging,
     loaded_paging,
@@ -92,8 +93,6 @@ _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the plans that were made, so many are told in reports.
 _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-# How paging.cpp begins its messages.
-_OURS = "outofcore: "
 # An op that adds to a gradient, as paging.cpp names it.
 _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
 # Of storages, by their numbers.
@@ -446,7 +445,7 @@ class Loop:
                 return space
             in_memory = self._home == "host"
             if in_memory or self._host_limit is not None:
-                file = os.memfd_create("outofcore")
+                file = _memory_file()
                 call(library, "follow_add_home", space, file, file, 1, self._host_capacity())
             if not in_memory:
                 named = self._home is not None and self._home != "disk"
@@ -522,7 +521,11 @@ class Loop:
 
     def _remember(self) -> None:
         self._last = self._read_stats()
-        self._happened = self._observe()
+        try:
+            self._happened = self._observe()
+        except MemoryError as error:
+            self._happened = None
+            _log.warning("there is no report of the loop: %s", error)
 
     def _what_happened(self) -> Observed:
         with self._lock:
@@ -684,7 +687,10 @@ class Loop:
         """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
         with self._lock:
             if self._space is not None:
-                self._end_step(self._native())
+                try:
+                    self._end_step(self._native())
+                except MemoryError as error:  # the optimizer has stepped: to plan is not worth an error
+                    _log.warning("the step that has ended is not planned: %s", error)
 
     def _end_step(self, library: ctypes.CDLL) -> None:
         planner = self._planner
@@ -751,6 +757,21 @@ class Loop:
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
+
+
+def _memory_file() -> int:
+    """Return the descriptor of a new file in host memory.
+
+    Raises:
+        SpillError: the system refuses.
+    """
+    try:
+        return os.memfd_create("outofcore")
+    except OSError as error:
+        raise SpillError(
+            f"no file can be created in host memory ({error.strerror}); lift the limit on open files (ulimit -n), or "
+            "use a disk home"
+        ) from error
 
 
 class _OfLoop:
@@ -868,12 +889,11 @@ def explained(error: BaseException, names: Names | None = None) -> Exception | N
         names: of storages, by their numbers.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or _OURS not in text:
+    if not isinstance(error, RuntimeError):
         return None
     refused = _REFUSAL.search(text)
     if refused is None:
-        said = text[text.index(_OURS) + len(_OURS) :].splitlines()[0]
-        return (SpillError if "no home has room" in said else TransferError)(said)
+        return error_of(text)
     counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
     named = _named(refused["op"], error.__traceback__, names or {})

@@ -19,7 +19,7 @@ import torch
 
 from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import BuildError, compile_library, load_kept, native_callback
-from outofcore.errors import StateError
+from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution.mapped_files import OWNERS
 from outofcore.execution.native import Flavor, cuda_headers, device_flags
 
@@ -28,6 +28,16 @@ _SOURCE = _FOLDER / "paging.cpp"
 _FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
 # Of the allocators that compiled steps wrap as well.
 _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
+
+# How messages of paging.cpp begin, and what is in those of a budget that cannot hold an op.
+OURS, REFUSED = "outofcore: ", "outofcore: the budget of "
+# By what is in other messages; those of copies are TransferErrors.
+_ERRORS: dict[str, type[Exception]] = {
+    "no home has room": SpillError,
+    "the system gave no memory": MemoryError,
+    "the system gives no thread": StateError,
+    "addresses": StateError,
+}
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -180,12 +190,31 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
     """Call a function that may fail.
 
     Raises:
-        StateError: it failed.
+        SpillError: no home has room.
+        TransferError: a copy to or from a home failed.
+        MemoryError: the system gave no memory.
+        StateError: it failed for another reason.
     """
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
-        raise StateError(library.follow_failure().decode(errors="replace"))
+        text = library.follow_failure().decode(errors="replace")
+        raise error_of(text) or StateError(text)
     return result
+
+
+def error_of(text: str) -> Exception | None:
+    """Return the error that a message of the native code stands for; None if it is none of those below.
+
+    A refusal by the budget, which ``explained`` in loop.py makes an error of, is none of them.
+    """
+    at = text.find(OURS)
+    if at < 0 or REFUSED in text:
+        return None
+    said = text[at + len(OURS) :].splitlines()[0]
+    for words, kind in _ERRORS.items():
+        if words in said:
+            return kind(said)
+    return TransferError(said)
 
 
 def _flags(flavor: Flavor) -> list[str]:

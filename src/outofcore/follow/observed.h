@@ -51,7 +51,11 @@ class Observer {
       ++now_.missed;
       return;
     }
-    now_.events.push_back({start, end, number, bytes, event, flags});
+    try {
+      now_.events.push_back({start, end, number, bytes, event, flags});
+    } catch (const std::bad_alloc&) {  // a deleter of PyTorch's must not throw
+      ++now_.missed;
+    }
   }
   void add(Event event, int64_t number, int64_t bytes, int32_t flags = 0) {
     if (!open_) return;

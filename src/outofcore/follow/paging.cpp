@@ -59,6 +59,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -263,6 +264,7 @@ std::deque<Block*>& to_write = *new std::deque<Block*>;
 std::condition_variable_any& asked = *new std::condition_variable_any;
 std::condition_variable_any& answered = *new std::condition_variable_any;
 pid_t copiers = -1;  // the process that has them
+bool fetches = false, writes_out = false;  // which of the two threads there are
 
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
@@ -389,7 +391,8 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
     if (block.offset < 0) {
       count_use(space, -block.bytes);
       block.charged = false;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left");
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left for ", block.bytes,
+                       " bytes; give a larger budget");
     }
     space.at[block.offset] = &block;
     space.device.take(block.order, space.address(block), block.bytes);
@@ -411,11 +414,13 @@ void unplace(Space& space, Block& block) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
   }
-  if (block.fixed && !block.here) space.device.uncover(space.address(block), block.bytes);  // a window lies there
+  // A window lies there. Where it cannot be taken away, nobody gets these addresses again: to write to them would be to
+  // write to a slot.
+  const bool usable = !block.fixed || block.here || space.device.uncover(space.address(block), block.bytes);
   if (block.offset >= 0) {
     space.device.give(block.order, space.address(block), block.bytes);
     space.at.erase(block.offset);
-    space.extents.give(block.offset, block.bytes, block.charged);
+    if (usable) space.extents.give(block.offset, block.bytes, block.charged);
     if (!space.open && space.extents.idle() > 0) {
       const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
       space.device.discard(space.base + offset, bytes);
@@ -518,13 +523,26 @@ void copy_on_demand(std::deque<Block*>& queue) {
     answered.notify_all();
   }
 }
+// Throws c10::Error: the system gives no thread. A later call starts what is missing.
 void start_copiers() {
-  if (Device::kStreams || copiers == getpid()) return;
-  copiers = getpid();
-  to_fetch.clear();
-  to_write.clear();
-  std::thread(copy_on_demand, std::ref(to_fetch)).detach();
-  std::thread(copy_on_demand, std::ref(to_write)).detach();
+  if (Device::kStreams) return;
+  if (copiers != getpid()) {
+    copiers = getpid();
+    fetches = writes_out = false;
+    to_fetch.clear();
+    to_write.clear();
+  }
+  const auto start = [](bool& runs, std::deque<Block*>& queue) {
+    if (!runs) std::thread(copy_on_demand, std::ref(queue)).detach();
+    runs = true;
+  };
+  try {
+    start(fetches, to_fetch);
+    start(writes_out, to_write);
+  } catch (const std::system_error& error) {
+    TORCH_CHECK(false, "outofcore: the system gives no thread for copies beside ops (", error.code().message(),
+                "); raise the limit on processes (ulimit -u), or end other programs");
+  }
 }
 
 void give_slot(Space& space, Block& block) {
@@ -591,6 +609,7 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
     block.dirty = false;
     block.sum = sum;
   }
+  if (block.fixed) space.device.cover(space.homes, block.slot, space.address(block), false);  // if it cannot, it stays
   ++space.counters[kEvictions];
   if (space.anchor != nullptr && !block.released) ++space.counters[kUnplanned];
   space.observer.add(follow::Event::kLeft, block.id, block.bytes, block.released);
@@ -598,7 +617,6 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
   block.released = false;
   space.counters[kAway] += block.bytes;
   if (block.fixed) {
-    space.device.cover(space.homes, block.slot, space.address(block), false);
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
     block.here = block.charged = false;
@@ -903,9 +921,8 @@ void fetch(Space& space, Block& block) {
   const Stopwatch watch{space.counters[kTransferMicros]};
   int64_t start = follow::nanos_now();
   if (block.fixed) {
-    void* filled = space.device.load_aside(space.homes, block.slot);
+    space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
     place(space, block);
-    space.device.uncover_with(filled, space.address(block), block.bytes);
   } else {
     const int64_t wanted = planned_offset(space, block);
     const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, true);
@@ -988,14 +1005,14 @@ void destroy(Block* block) {
 }
 
 Block* new_block(Space& space, int64_t bytes) {
-  auto* block = new Block;
+  auto block = std::make_unique<Block>();
   block->space = &space;
   block->used = bytes;
   block->bytes = whole_pages(bytes);
   block->id = space.ids++;
   cast(space, *block, block->id);
   ++space.pieces;
-  return block;
+  return block.release();
 }
 
 // ---- the allocator under PyTorch -----------------------------------------------------------------------------------
@@ -1019,9 +1036,9 @@ void* serve(Space& space, int64_t bytes) {
     if (const size_t number = space.requests.size();
         number < space.wanted.size() && space.wanted[number].first >= block->bytes)
       wanted = space.wanted[number].second;
-    space.requests.push_back({block->id, block->bytes});
   }
   try {
+    if (depth > 0) space.requests.push_back({block->id, block->bytes});
     const bool clears = wanted >= 0 && clear(space, wanted, block->bytes, true);
     if (!clears && !make_hole(space, block->bytes)) {
       destroy(block);
@@ -1402,8 +1419,8 @@ class Pinned {
         operand.written |= written;
         return;
       }
-    ++block->pins;
     operands.push_back({block, written});
+    ++block->pins;
   }
   std::vector<Operand> operands;
 
@@ -1450,10 +1467,11 @@ void issue_copy(Space& space, Block& block, Copying copying) {
 // Has a block copied beside the ops.
 void begin_copy(Space& space, Block& block, Copying copying) {
   if (Device::kStreams) return issue_copy(space, block, copying);
+  space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
+  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
   block.copying = copying;
   block.copied_version = block.version;
   ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
-  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
   asked.notify_all();
 }
 
@@ -1474,7 +1492,12 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   block.early = true;
   space.device.begin_watch(space.homes, block.slot);
   space.early += block.bytes;
-  begin_copy(space, block, Copying::kIn);
+  try {
+    begin_copy(space, block, Copying::kIn);
+  } catch (...) {
+    unplace(space, block);
+    throw;
+  }
   return true;
 }
 
@@ -1874,9 +1897,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     op.redispatchBoxed(below, stack);
   }
   const int64_t end = follow::nanos_now();
-  {
-    const Guard guard(mutex);
-    if (!space.open) return;
+  const Guard guard(mutex);
+  if (!space.open) return;
+  try {
     lineage.ran();
     int32_t place = 0;
     std::vector<std::pair<int32_t, Block*>> places;
@@ -1922,6 +1945,8 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     space.since = std::chrono::steady_clock::now();
     space.waited = space.counters[kTransferMicros];
     if (!space.stress) copy_ahead(space);
+  } catch (const std::exception&) {  // the op has run: what was not noted of it, or not copied ahead, comes on demand
+    space.recorder.drop();
   }
 }
 
@@ -2252,11 +2277,11 @@ void come_back(Space& space) {
       if (const auto storage = block->slot.original ? owner_of(*block) : nullptr) return_to_file(*block, *storage);
   } catch (...) {  // as below
   }
-  std::vector<Block*> away;
-  for (Block* block : space.known)
-    if (!block->here) away.push_back(block);
-  std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
   try {
+    std::vector<Block*> away;
+    for (Block* block : space.known)
+      if (!block->here) away.push_back(block);
+    std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
     for (Block* block : away)
       if (space.charged + block->bytes <= space.budget) fetch(space, *block);
   } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
@@ -2280,6 +2305,8 @@ void end_asked() {
 }
 
 std::string& failure = *new std::string;  // of the last call that failed, for Python
+// Python makes a MemoryError of it.
+constexpr const char* kNoMemory = "outofcore: the system gave no memory; end other programs, or use smaller batches";
 std::optional<c10::RegistrationHandleRAII>& registration = *new std::optional<c10::RegistrationHandleRAII>;
 
 // How fast copies are, so that the first plan does not guess: on the CPU those tell that are made.
@@ -2307,6 +2334,8 @@ int64_t guarded(Action&& action) noexcept {
     return action();
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
+  } catch (const std::bad_alloc&) {
+    failure = kNoMemory;
   } catch (const std::exception& error) {
     failure = error.what();
   }
@@ -2325,6 +2354,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
     if (registration) return 0;
+    failure.reserve(size_t{1} << 14);  // there may be no memory when something is to be said
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
     registration.emplace(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
@@ -2425,6 +2455,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     TORCH_CHECK(current == nullptr, "a loop is followed already");
+    start_copiers();
     c10::Allocator* installed = ::device::installed();
     if (installed != &allocator) {
       TORCH_CHECK(beside != 0 || Device::is_stock(installed),
@@ -2438,7 +2469,6 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     }
     space->device.enter();
     spaces.insert(space);
-    start_copiers();
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
     current = space;
@@ -2539,8 +2569,9 @@ EXPORT int64_t follow_memory(StorageImpl* storage) noexcept {
 // The number of a file of somebody else's. The descriptor is the space's own from then on.
 EXPORT int64_t follow_add_file(Space* space, int file) noexcept {
   return guarded([&]() -> int64_t {
+    follow::OpenFile open(file, file);
     const Guard guard(mutex);
-    space->files.push_back(std::make_shared<follow::ForeignFile>(file));
+    space->files.push_back(std::make_shared<follow::ForeignFile>(std::move(open)));
     return static_cast<int64_t>(space->files.size()) - 1;
   });
 }

@@ -31,27 +31,12 @@ class Recorder {
       waiting_ += nanos;
       return;
     }
-    if (static_cast<int64_t>(now_.ops.size()) >= kMost) {
-      overflown_ = true;
-      now_ = {};
-      return;
+    if (static_cast<int64_t>(now_.ops.size()) >= kMost) return drop();
+    try {
+      write(op, touched, nanos, std::move(requests), source);
+    } catch (const std::bad_alloc&) {
+      drop();
     }
-    StepOp made{op, {}, source};
-    sign(reinterpret_cast<uintptr_t>(op));
-    for (const Touched& each : touched) {
-      const auto [found, fresh] = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size()));
-      if (fresh) now_.storages.push_back({each.id, each.bytes, -1, each.created});
-      StepStorage& storage = now_.storages[found->second];
-      storage.bytes = std::max(storage.bytes, each.bytes);
-      made.touched.push_back({each.place, found->second, each.written, fresh && each.created});
-      sign(static_cast<uint64_t>(static_cast<uint32_t>(each.place)) << 32 | static_cast<uint32_t>(found->second));
-      sign(each.written * 2 + (fresh && each.created));
-    }
-    now_.ops.push_back(std::move(made));
-    now_.nanos.push_back(nanos + waiting_);
-    now_.workspaces.push_back(place_scratch(requests));
-    now_.requests.push_back(std::move(requests));
-    waiting_ = 0;
   }
   // Of a storage that is freed while it is copied this is called again when the copy has ended: the first call counts.
   void free(int64_t id) {
@@ -60,11 +45,20 @@ class Recorder {
     if (const auto found = number_.find(id); found != number_.end()) {
       if (int32_t& freed = now_.storages[found->second].freed; freed < 0) freed = ops;
     } else if (const auto left = before_.find(id); left != before_.end()) {
-      now_.leftovers.push_back({left->second, ops});
-      before_.erase(left);
+      try {
+        now_.leftovers.push_back({left->second, ops});
+        before_.erase(left);
+      } catch (const std::bad_alloc&) {  // a deleter of PyTorch's must not throw
+        drop();
+      }
     }
   }
-  // The step has ended, and the next one begins. None: it was too long.
+  // Writes no more of the step under way, which then has no record.
+  void drop() {
+    overflown_ = true;
+    now_ = {};
+  }
+  // The step has ended, and the next one begins. None: it was too long, or there was no memory for it.
   std::optional<Record> take() {
     std::optional<Record> done;
     if (!overflown_ && !now_.ops.empty()) done = std::move(now_);
@@ -84,6 +78,26 @@ class Recorder {
 
  private:
   static constexpr int64_t kMost = int64_t{1} << 18;
+
+  void write(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests,
+             const char* source) {
+    StepOp made{op, {}, source};
+    sign(reinterpret_cast<uintptr_t>(op));
+    for (const Touched& each : touched) {
+      const auto [found, fresh] = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size()));
+      if (fresh) now_.storages.push_back({each.id, each.bytes, -1, each.created});
+      StepStorage& storage = now_.storages[found->second];
+      storage.bytes = std::max(storage.bytes, each.bytes);
+      made.touched.push_back({each.place, found->second, each.written, fresh && each.created});
+      sign(static_cast<uint64_t>(static_cast<uint32_t>(each.place)) << 32 | static_cast<uint32_t>(found->second));
+      sign(each.written * 2 + (fresh && each.created));
+    }
+    now_.ops.push_back(std::move(made));
+    now_.nanos.push_back(nanos + waiting_);
+    now_.workspaces.push_back(place_scratch(requests));
+    now_.requests.push_back(std::move(requests));
+    waiting_ = 0;
+  }
 
   void sign(uint64_t word) {
     now_.signature = (now_.signature ^ word) * 0x9E3779B97F4A7C15ull;

@@ -1,0 +1,779 @@
+"""Makes the n-th allocation, disk write, disk read, thread start or copy fail, for n = 1, 2, ... until none is left.
+
+A process loads PyTorch once, and forks a child for each n. The child trains a small model within a budget, with one
+fault; all it asks of the system goes through ``fail_nth.cpp``. Its run passes if
+
+- each call raises a documented error or gives eager PyTorch's result bit for bit,
+- the model is afterwards as before the call or as after it, or the library says that it is torn,
+- training goes on from there and ends with eager's bits,
+- no file, descriptor, thread, process or mapping is left behind.
+
+    python tests/torch_cpu/faults_everywhere.py --door compile --home disk --kind write
+    python tests/torch_cpu/faults_everywhere.py --door budget --home host --kind allocation --from 5 --to 9
+
+Prints one line of JSON for each run and one for each sweep; exits with 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import ctypes
+import enum
+import errno
+import faulthandler
+import gc
+import hashlib
+import importlib
+import json
+import logging
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+import faulty
+from preloaded import environment
+
+import outofcore
+from outofcore.compiling import user_cache_folder
+from outofcore.errors import OutOfCoreError, StateError, TransferError
+from outofcore.execution.homes import DiskHome, HostHome
+from outofcore.execution.native import load_native
+from outofcore.execution.replay import load_replay
+from outofcore.follow.loop import explained
+from outofcore.follow.native import load_paging
+
+STEPS = 3
+# A child hangs that for so long has computed for less than a second, or that has computed for so long.
+IDLE_S, MOST_S = 60, 300
+# A thread's stack, pages that the heap keeps: not counted as left behind.
+SLACK_BYTES = 24 << 20
+UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
+
+
+class Kind(enum.IntEnum):
+    """What fails; numbered as in fail_nth.cpp, but for the copies."""
+
+    ALLOCATION = 1
+    OBJECT = 2  # operator new of any size in native code of the package
+    WRITE = 3
+    READ = 4
+    THREAD = 5
+    OPEN = 6
+    SHORT = 7  # a transfer ends early, without an error
+    INTERRUPTED = 8  # by a signal: EINTR
+    COPY = 9  # a home's read or write raises
+
+
+ERRORS = {
+    Kind.ALLOCATION: errno.ENOMEM,
+    Kind.OBJECT: errno.ENOMEM,
+    Kind.WRITE: errno.ENOSPC,
+    Kind.READ: errno.EIO,
+    Kind.THREAD: errno.EAGAIN,
+    Kind.OPEN: errno.EMFILE,
+}
+HARMLESS = frozenset({Kind.SHORT, Kind.INTERRUPTED})  # after these every call must succeed
+DOORS, HOMES = ("compile", "budget"), ("disk", "host", "both")
+
+
+@dataclass
+class Run:
+    """One run with a fault.
+
+    Attributes:
+        outcome: "right": no call raised; "error": one did, and the model was whole; "torn": the library said so.
+        raised: the errors of calls.
+        where: who asked for what failed.
+        faults: what must not be.
+    """
+
+    door: str
+    home: str
+    kind: str
+    n: int
+    lasting: bool
+    fired: int = 0
+    seen: int = 0
+    outcome: str = "right"
+    raised: list[str] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a process holds."""
+
+    threads: int
+    descriptors: list[str]
+    files: list[str]
+    children: list[str]
+    mapped_bytes: int
+    mappings: list[str]  # of files in the home's folder or in memory
+
+
+class Injector:
+    """The preloaded library, or homes that raise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = ctypes.CDLL(os.environ["FAIL_NTH"])
+        for name in ("fail_fired", "fail_seen"):
+            getattr(self.library, name).restype = ctypes.c_long
+        self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()) + b"/")
+        self._copies = contextlib.ExitStack()
+        self._number = self._count = 0
+        self._lasting = False
+        self._kind = Kind.ALLOCATION
+
+    def arm(self, kind: Kind, number: int, lasting: bool) -> None:
+        """Have the ``number``-th call fail, and if ``lasting`` all that come after it; 0: none."""
+        self._kind, self._number, self._lasting = kind, number, lasting
+        if kind is Kind.COPY:
+            self._arm_copies()
+            return
+        code = errno.EIO if kind is Kind.WRITE and number % 2 == 0 else ERRORS.get(kind, 0)
+        last = (1 << 62) if lasting and number else number
+        self.library.fail_arm(int(kind), ctypes.c_long(number), ctypes.c_long(last), code)
+
+    def _arm_copies(self) -> None:
+        for home, (verb, _) in [(home, verb) for home in (HostHome, DiskHome) for verb in (("read", 0), ("write", 1))]:
+            original = getattr(home, verb)
+
+            def fails(*args: Any, original: Callable[..., Any] = original) -> Any:
+                self._count += 1
+                if self._number and (self._count == self._number or (self._lasting and self._count > self._number)):
+                    raise TransferError("the device of this home is gone; this is a test")
+                return original(*args)
+
+            setattr(home, verb, fails)
+            home.locate = _nowhere
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither count nor fail what the test itself does."""
+        self.library.fail_pause(1)
+        try:
+            yield
+        finally:
+            self.library.fail_pause(0)
+
+    def disarm(self) -> None:
+        """Have nothing fail any more."""
+        self._number = 0
+        self.library.fail_disarm()
+
+    @property
+    def fired(self) -> int:
+        """How many calls failed."""
+        if self._kind is Kind.COPY:
+            return max(0, self._count - self._number + 1) if self._number else int(self._count > 0)
+        return int(self.library.fail_fired())
+
+    @property
+    def seen(self) -> int:
+        """How many calls there were."""
+        return self._count if self._kind is Kind.COPY else int(self.library.fail_seen())
+
+    def where(self) -> list[str]:
+        """The stack of native code that made the first call that failed, innermost first."""
+        text = ctypes.create_string_buffer(8192)
+        self.library.fail_where(text, ctypes.c_size_t(len(text)))
+        return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
+
+
+def _nowhere(*_: object) -> None:
+    """In place of ``locate``: native code finds no slot, and has Python make each copy."""
+
+
+def is_documented(error: BaseException, kind: Kind) -> bool:
+    """Whether the library may raise an error, or PyTorch would at that place."""
+    # Within a followed loop PyTorch raises what leaving the loop makes one of the library's errors of.
+    if isinstance(error, OutOfCoreError) or isinstance(explained(error), OutOfCoreError):
+        return True
+    if kind not in (Kind.ALLOCATION, Kind.OBJECT):
+        return False
+    text = str(error)
+    # PyTorch's allocator on the CPU and its native code have no other words for it.
+    return (
+        isinstance(error, MemoryError)
+        or isinstance(explained(error), MemoryError)
+        or (isinstance(error, RuntimeError) and ("can't allocate memory" in text or "std::bad_alloc" in text))
+    )
+
+
+def told(error: BaseException) -> str:
+    """An error with its last lines in the library, or in PyTorch."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if "outofcore" in f.filename] or every
+    at = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    return f"{type(error).__name__}: {str(error)[:300]} [{at}]"
+
+
+def left_behind(folder: Path) -> Left:
+    """What this process holds now."""
+    gc.collect()
+    descriptors = []
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            descriptors.append(str(one.readlink()))
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    mapped = 0
+    for line in maps:
+        begin, end = line.split()[0].split("-")
+        mapped += int(end, 16) - int(begin, 16)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+    return Left(
+        len(list(Path("/proc/self/task").iterdir())),
+        sorted(name for name in descriptors if not name.startswith("/proc/")),
+        sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
+        children,
+        mapped,
+        [line for line in maps if str(folder) in line or "/memfd:" in line],
+    )
+
+
+def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
+    """Note what a run left behind and a run without a fault did not."""
+    if after.threads > usual.threads:
+        run.faults.append(f"{after.threads} threads are left; without a fault {usual.threads}")
+    more = len(after.descriptors) - len(before.descriptors)
+    if more > 0:
+        new = [name for name in after.descriptors if name not in before.descriptors] or after.descriptors
+        run.faults.append(f"{more} descriptors are left: {new}")
+    files = sorted(set(after.files) - set(before.files))
+    if files:
+        run.faults.append(f"files are left: {files}")
+    if after.children:
+        run.faults.append(f"processes are left: {after.children}")
+    if after.mappings:
+        run.faults.append(f"mappings are left: {after.mappings}")
+    if after.mapped_bytes > usual.mapped_bytes + SLACK_BYTES:
+        run.faults.append(f"{after.mapped_bytes - usual.mapped_bytes} bytes more are mapped than without a fault")
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether two models hold the same bits."""
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+
+
+# ---- the compiled step ----------------------------------------------------------------------------------------------
+
+
+def eager_compiled() -> Any:
+    """The loss of each step, and what the model holds before the first and after each."""
+    model, optimizer, step = faulty.sides()
+    held, losses = [faulty.contents(model, optimizer)], []
+    for k in range(STEPS):
+        torch.manual_seed(k)
+        losses.append(step(faulty.batch(k)))
+        held.append(faulty.contents(model, optimizer))
+    return losses, held
+
+
+def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
+    """The arguments of ``outofcore.compile``."""
+    tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
+    return {
+        "budget": budget,
+        "home": "host" if home == "host" else folder,
+        "policy": "offload-all",
+        "cache": cache,
+        "dynamic": False,
+        **tiers,
+    }
+
+
+def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+    """Make the steps of a compiled step; each again if it failed."""
+    losses, held = expected
+    model, optimizer, step = faulty.sides()
+    injector.arm(kind, run.n, run.lasting)
+
+    def failed(error: BaseException) -> None:
+        injector.disarm()
+        run.raised.append(told(error))
+        run.outcome = "error"
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+            run.faults.append(f"raised {run.raised[-1]}")
+
+    ours: Any = None
+    while ours is None:
+        try:
+            ours = outofcore.compile(step, model, optimizer, **options)
+        except Exception as error:
+            if run.raised:
+                raise
+            failed(error)
+            if not same(faulty.contents(model, optimizer), held[0]):
+                run.faults.append("compile() has changed the model")
+    made = 0
+    while made < STEPS:
+        with injector.paused():
+            torch.manual_seed(made)
+            batch = faulty.batch(made)
+        try:
+            loss = ours(batch)
+        except Exception as error:
+            if run.raised:
+                raise
+            failed(error)
+            made = judge(run, error, faulty.contents(model, optimizer), held, made)
+            if run.outcome == "torn":
+                refuses(run, ours, made)
+                break
+            continue
+        with injector.paused():
+            if not torch.equal(loss, losses[made]):
+                run.faults.append(f"the loss of step {made} is another one")
+        made += 1
+    try:
+        ours.close()
+    except Exception as error:
+        failed(error)
+        ours.close()
+    injector.disarm()
+    now = faulty.contents(model, optimizer)
+    if run.outcome == "torn":
+        if not all(torch.isfinite(tensor).all() for tensor in now.values()):
+            run.faults.append("a torn model cannot be read")
+    elif not same(now, held[STEPS]):
+        run.faults.append("the model is not as eager training leaves it")
+
+
+def refuses(run: Run, ours: Any, made: int) -> None:
+    """A torn step must refuse to go on."""
+    try:
+        ours(faulty.batch(made))
+    except StateError as error:
+        if TORN in str(error):
+            return
+        run.faults.append(f"a torn step raised {told(error)}")
+    else:
+        run.faults.append("a torn step went on")
+
+
+def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
+    """How many steps have been made, after one that failed."""
+    notes = " ".join(getattr(error, "__notes__", ()))
+    if TORN in notes:
+        run.outcome = "torn"
+        return made
+    if DONE in notes or UNCHANGED in notes:
+        made += DONE in notes
+        if not same(now, held[made]):
+            run.faults.append("the model is not as the note says")
+        return made
+    run.faults.append("there is no note")
+    return made
+
+
+# ---- the followed loop ----------------------------------------------------------------------------------------------
+
+Followed = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def followed_sides() -> Followed:
+    """Weights and activations of 64 KiB and more, which move; an embedding, dropout; no state that forward changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def followed_step(sides: Followed, number: int) -> float:
+    """One step of the loop, which may be made again from the same model."""
+    model, optimizer = sides
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    # Somebody has its address, and it is freed when the update has made it leave.
+    scale = torch.rand(128, 256)
+    scale.numpy()
+    loss = ((model(faulty.batch(number)) - 1) * scale).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def tensors_of(sides: Followed) -> dict[str, torch.Tensor]:
+    """All that lasts from step to step, but for gradients."""
+    model, optimizer = sides
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for number, parameter in enumerate(model.parameters()):
+        for name, tensor in optimizer.state.get(parameter, {}).items():
+            found[f"{number}.{name}"] = tensor
+    return found
+
+
+class Fingerprints:
+    """Hashes of a model's tensors; one that has not changed is not hashed again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, str]] = {}
+
+    def of(self, sides: Followed) -> str:
+        """One hash of the names and bits of all tensors."""
+        whole = hashlib.sha256()
+        for name, tensor in sorted(tensors_of(sides).items()):
+            key, version = id(tensor), tensor._version
+            known = self._known.get(key)
+            if known is None or known[0] != version:
+                digest = hashlib.sha256(tensor.detach().clone().numpy().tobytes()).hexdigest()
+                known = self._known[key] = version, digest
+            whole.update(f"{name} {known[1]}\n".encode())
+        return whole.hexdigest()
+
+
+class _AfterEachOp(TorchDispatchMode):
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._quiet = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._quiet:
+            self._quiet = True
+            self._tell()
+            self._quiet = False
+        return result
+
+
+def eager_followed() -> Any:
+    """The loss of each step, the model before the first and after each, and as it is after each op of each step."""
+    sides, prints = followed_sides(), Fingerprints()
+    losses, held = [], [copied(sides)]
+    between: list[set[str]] = []
+    for k in range(STEPS + 1):
+        found = {prints.of(sides)}
+        with _AfterEachOp(lambda found=found: found.add(prints.of(sides))):
+            losses.append(followed_step(sides, k))
+        held.append(copied(sides))
+        between.append(found)
+    return losses, held, between
+
+
+def copied(sides: Followed) -> dict[str, torch.Tensor]:
+    """The bits of all that lasts."""
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(sides).items()}
+
+
+def restore(sides: Followed, held: dict[str, torch.Tensor]) -> None:
+    """Have the model and the optimizer as they were, as a user does from a checkpoint."""
+    model, optimizer = sides
+    model.load_state_dict({name: held[name] for name in model.state_dict()})
+    names = {name.partition(".")[0] for name in held if name[0].isdigit() and name.partition(".")[2] in _STATE}
+    state = {int(n): {key: held[f"{n}.{key}"].clone() for key in _STATE} for n in names if f"{n}.step" in held}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def budget_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
+    """The arguments of ``outofcore.budget``."""
+    tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
+    return {"limit": budget, "home": "host" if home == "host" else folder, "cache": cache, "check": "full", **tiers}
+
+
+FOLLOWED_BYTES = 1 << 20
+
+
+def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+    """Make the steps of a loop within a budget; each again if it failed. Then one more within another loop."""
+    # What an op of the loop reads is moved by it as well.
+    losses, held, between = copy.deepcopy(expected)
+    sides = followed_sides()
+    injector.arm(kind, run.n, run.lasting)
+
+    def failed(error: BaseException) -> None:
+        injector.disarm()
+        run.raised.append(told(error))
+        run.outcome = "error"
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+            run.faults.append(f"raised {run.raised[-1]}")
+
+    made = 0
+    for steps in (STEPS, STEPS + 1):
+        loop: outofcore.Loop | None = None
+        while loop is None:
+            try:
+                loop = outofcore.budget(model=sides[0], **options).start()
+            except Exception as error:
+                if run.raised:
+                    raise
+                failed(error)
+                if not same(copied(sides), held[made]):
+                    run.faults.append("start() has changed the model")
+        peek = None
+        while made < steps:
+            try:
+                loss = followed_step(sides, made)
+                if peek is None:  # a tensor whose address somebody has taken
+                    peek = sides[0][1].weight.detach().numpy()
+            except Exception as error:
+                if run.raised:
+                    raise
+                failed(error)
+                if Fingerprints().of(sides) not in between[made]:
+                    run.faults.append(f"in step {made} the model is as after no op of it")
+                if not same(copied(sides), held[made]):
+                    restore(sides, held[made])
+                continue
+            if loss != losses[made]:
+                run.faults.append(f"the loss of step {made} is {loss} and not {losses[made]}")
+            made += 1
+        try:
+            loop.stop()
+        except Exception as error:
+            failed(error)
+            loop.stop()
+        with injector.paused():
+            if peek is not None and not (peek == held[made]["1.weight"].numpy()).all():
+                run.faults.append("an array over a weight shows other bytes")
+            peek = None
+            if not same(copied(sides), held[made]):
+                run.faults.append(f"the model is not as eager training leaves it after step {made - 1}")
+        if steps == STEPS:
+            injector.disarm()
+
+
+# ---- children -------------------------------------------------------------------------------------------------------
+
+EAGER: dict[str, Callable[[], Any]] = {"compile": eager_compiled, "budget": eager_followed}
+TRAIN = {"compile": train_compiled, "budget": train_followed}
+OPTIONS = {"compile": compile_options, "budget": budget_options}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a child: what it returned, or how it died and what it said."""
+
+    answer: Any
+    died: str = ""
+
+
+def computed_s(process: int) -> float:
+    """Return the seconds for which a process has computed, which tell a hang from a busy machine."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def in_child(work: Callable[[], Any]) -> Ended:
+    """Do something in a forked child, which is killed if it hangs."""
+    here, there = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(here)
+            status = 1
+            try:
+                os.dup2(said.fileno(), 2)
+                faulthandler.enable(file=2)
+                answer = work()
+                with os.fdopen(there, "wb") as out:
+                    pickle.dump(answer, out)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(there)
+        seen_at, seen_s = time.monotonic(), 0.0
+        received = b""
+        late = False
+        with os.fdopen(here, "rb", buffering=0) as answers:
+            while True:
+                ready, _, _ = select.select([answers], [], [], 2.0)
+                if not ready:
+                    now_s = computed_s(child)
+                    if now_s - seen_s >= 1.0:
+                        seen_at, seen_s = time.monotonic(), now_s
+                    late = now_s > MOST_S or time.monotonic() - seen_at > IDLE_S
+                    if late:
+                        os.kill(child, signal.SIGABRT)
+                        break
+                    continue
+                piece = answers.read(1 << 20)
+                if not piece:
+                    break
+                received += piece
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0 and received:
+            return Ended(pickle.loads(received))
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        how = "it hung" if late else f"it ended with status {status}"
+        return Ended(None, f"{how}: {text[-6000:]}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A folder for runs of one door: the cache that each begins with, and eager PyTorch's results."""
+
+    folder: Path
+    expected: Any
+
+    @property
+    def cache(self) -> Path:
+        """Measurements and plans, as they are before each run."""
+        return self.folder / "cache"
+
+
+def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) -> tuple[Run, Left]:
+    """One run, in this process."""
+    folder = Path(tempfile.mkdtemp(dir=stage.folder))
+    home, cache = folder / "home", folder / "cache"
+    home.mkdir()
+    shutil.copytree(stage.cache, cache)
+    injector = Injector(folder)
+    before = left_behind(home)
+    begin = time.perf_counter()
+    try:
+        TRAIN[run.door](run, kind, stage.expected, OPTIONS[run.door](run.home, home, cache, budget), injector)
+    except Exception as error:
+        run.faults.append(f"raised again: {told(error)}")
+    injector.disarm()
+    run.seconds = round(time.perf_counter() - begin, 2)
+    run.fired, run.seen = injector.fired, injector.seen
+    if run.fired:
+        run.where = injector.where()
+    gc.collect()
+    after = left_behind(home)
+    if usual is not None:
+        compare_left(run, before, after, usual)
+    else:
+        shutil.rmtree(stage.cache)
+        shutil.copytree(cache, stage.cache)
+    shutil.rmtree(folder)
+    return run, after
+
+
+class Sweep:
+    """Runs of one door, with eager PyTorch's results computed once."""
+
+    def __init__(self, door: str, folder: Path) -> None:
+        self.door = door
+        self._rehearsals: dict[tuple[str, bool], Left] = {}
+        (folder / "cache").mkdir(parents=True)
+        self.stage = Stage(folder, _must(in_child(EAGER[door])))
+        self.budget = FOLLOWED_BYTES if door == "budget" else _must(in_child(faulty.smallest_budget))
+
+    def rehearse(self, home: str, kind: Kind) -> Left:
+        """Run without a fault until what is measured and planned is in the cache; returns what such a run leaves."""
+        found = self._rehearsals.get((home, kind is Kind.COPY))
+        if found is not None:
+            return found
+        for _ in range(2):
+            run, left, modules = _must(in_child(lambda: self._rehearsed(home, kind)))
+            if run.faults or run.raised or left.mappings or left.children or left.files:
+                raise SystemExit(f"a run without a fault failed or left something behind: {run}, {left}")
+        for name in modules:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            raise SystemExit("this process has threads, which the children of a fork would not have")
+        self._rehearsals[home, kind is Kind.COPY] = left
+        return left
+
+    def _rehearsed(self, home: str, kind: Kind) -> tuple[Run, Left, list[str]]:
+        run, left = play(self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None)
+        return run, left, [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")]
+
+    def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
+        """One run with the ``number``-th call failing."""
+        usual = self.rehearse(home, kind)
+        run = Run(self.door, home, kind.name.lower(), number, lasting)
+        begin = time.perf_counter()
+        ended = in_child(lambda: play(self.stage, run, kind, self.budget, usual)[0])
+        if ended.died:
+            run.faults.append(ended.died)
+            run.fired, run.outcome, run.seconds = 1, "died", round(time.perf_counter() - begin, 2)
+            return run
+        done: Run = ended.answer
+        return done
+
+
+def _must(ended: Ended) -> Any:
+    if ended.died:
+        raise SystemExit(ended.died)
+    return ended.answer
+
+
+def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
+    """The sweeps that the command line asks for: home, kind, and which calls are to fail."""
+    for part in given.sample or ():
+        whose, home, kind, numbers = part.split(":")
+        if whose == door:
+            yield home, Kind[kind.upper()], iter([int(number) for number in numbers.split(",")])
+    if given.sample:
+        return
+    for home in given.home or HOMES:
+        for kind in given.kind or [kind.name.lower() for kind in Kind if kind is not Kind.OBJECT]:
+            yield home, Kind[kind.upper()], iter(range(given.first, given.last + 1, given.every))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--door", choices=DOORS, action="append", help="by default both")
+    parser.add_argument("--home", choices=HOMES, action="append", help="by default all")
+    kinds = [kind.name.lower() for kind in Kind]
+    parser.add_argument("--kind", choices=kinds, action="append", help="by default all but 'object'")
+    parser.add_argument("--from", dest="first", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--to", dest="last", type=int, default=1 << 40, metavar="N", help="by default until none is left"
+    )
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="each K-th of these")
+    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="these runs instead")
+    parser.add_argument("--lasting", action="store_true", help="have all calls from the n-th on fail until one raises")
+    given = parser.parse_args()
+    if "FAIL_NTH" not in os.environ:
+        os.execve(sys.executable, [sys.executable, str(Path(__file__)), *sys.argv[1:]], environment())
+    os.environ.pop("LD_PRELOAD", None)  # of no use to processes that are started from here
+    logging.getLogger("outofcore").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    load_native(), load_paging(), load_replay()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        for door in given.door or DOORS:
+            sweep = Sweep(door, Path(folder) / door)
+            for home, kind, numbers in numbers_of(given, door):
+                if door == "budget" and kind is Kind.COPY:
+                    continue  # native code makes them: see the other kinds
+                counts: dict[str, int] = {}
+                begin = time.perf_counter()
+                for number in numbers:
+                    run = sweep.run(home, kind, number, given.lasting)
+                    if not run.fired:
+                        if given.sample:
+                            continue
+                        break
+                    print(json.dumps(asdict(run)), flush=True)
+                    outcome = "failed" if run.faults else run.outcome
+                    counts[outcome] = counts.get(outcome, 0) + 1
+                    failed += bool(run.faults)
+                line = {"door": door, "home": home, "kind": kind.name.lower(), "runs": sum(counts.values())}
+                print(json.dumps({**line, **counts, "seconds": round(time.perf_counter() - begin, 1)}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
