@@ -8,6 +8,7 @@ FOLDER/output-RANK.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -60,6 +61,8 @@ def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
 
     from outofcore.planning import QUICK  # noqa: PLC0415
 
+    gc.collect()
+    gc.freeze()
     with search_like(QUICK):
         ranks = [_forked(script, scenario, rank, processes, folder) for rank in range(processes)]
     for rank in ranks:

@@ -49,7 +49,7 @@ def planned(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -
     return found
 
 
-@settings(LIMITS, max_examples=examples(40))
+@settings(LIMITS, max_examples=examples(25))
 @given(steps())
 def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(step: tuple[StepGraph, Costs]) -> None:
     graph, costs = step
