@@ -37,6 +37,7 @@ def test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends(tmp_
     run_all("states", 2, tmp_path, (0, 3))
 
 
+@pytest.mark.exhaustive
 def test_what_two_processes_save_three_load_and_so_does_plain_pytorch(tmp_path: Path) -> None:
     run_all("saving", 2, tmp_path)
     run_all("order", 3, tmp_path)
@@ -54,6 +55,7 @@ def test_a_group_is_needed() -> None:
 GPT = ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "2", "--budget", "16MiB"]
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_trains_a_shared_model(tmp_path: Path) -> None:
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launched, "-m", "outofcore", "train", "gpt", *GPT, "--steps", "2", "--home", "host", "--shard"]
