@@ -9,6 +9,8 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 
 
@@ -23,6 +25,7 @@ def run(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_numbers_table_and_picture_come_out(tmp_path: Path) -> None:
     (tmp_path / "peers.json").write_text('{"workloads": {}}')
     tools = ("eager", "checkpoint", "sequential", "compile", "outofcore")
