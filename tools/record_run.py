@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -337,6 +338,9 @@ def main() -> None:
     parser.add_argument("--store", help="File in which processes meet.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    # Inductor takes kernels from its cache that were compiled for other instructions.
+    kind = f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"outofcore-record-{os.getuid()}-{kind}"))
     group = GROUPS[asked.group]
     if asked.rank is None:
         found = record_group(group)
