@@ -37,7 +37,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -426,22 +427,29 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, str]] = {}
+        self.each: dict[str, str] = {}  # of the tensors, by name
 
-    def of(self, sides: Followed) -> str:
-        """One hash of the names and bits of all tensors."""
+    def of(self, sides: Followed, touched: Collection[int] = ()) -> str:
+        """One hash of the names and bits of all tensors.
+
+        Args:
+            sides: whose.
+            touched: addresses of tensors that an op may have changed whose versions do not tell so yet.
+        """
         whole = hashlib.sha256()
         for name, tensor in sorted(tensors_of(sides).items()):
             key, version = id(tensor), tensor._version
             known = self._known.get(key)
-            if known is None or known[0] != version:
+            if known is None or known[0] != version or (touched and tensor.data_ptr() in touched):
                 digest = hashlib.sha256(tensor.detach().clone().numpy().tobytes()).hexdigest()
                 known = self._known[key] = version, digest
+            self.each[name] = known[1]
             whole.update(f"{name} {known[1]}\n".encode())
         return whole.hexdigest()
 
 
 class _AfterEachOp(TorchDispatchMode):
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, tell: Callable[[Collection[int]], None]) -> None:
         super().__init__()
         self._tell = tell
         self._quiet = False
@@ -450,7 +458,7 @@ class _AfterEachOp(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._quiet:
             self._quiet = True
-            self._tell()
+            self._tell({each.data_ptr() for each in args if isinstance(each, torch.Tensor)})
             self._quiet = False
         return result
 
@@ -459,13 +467,20 @@ def eager_followed() -> Any:
     """The loss of each step, the model before the first and after each, and as it is after each op of each step."""
     sides, prints = followed_sides(), Fingerprints()
     losses, held = [], [copied(sides)]
-    between: list[set[str]] = []
+    between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # of all tensors together, and of each
     for k in range(STEPS + 1):
-        found = {prints.of(sides)}
-        with _AfterEachOp(lambda found=found: found.add(prints.of(sides))):
+        whole, each = set[str](), defaultdict[str, set[str]](set)
+
+        def tell(touched: Collection[int], whole: set[str] = whole, each: defaultdict[str, set[str]] = each) -> None:
+            whole.add(prints.of(sides, touched))
+            for name, digest in prints.each.items():
+                each[name].add(digest)
+
+        tell(())
+        with _AfterEachOp(tell):
             losses.append(followed_step(sides, k))
         held.append(copied(sides))
-        between.append(found)
+        between.append((whole, each))
     return losses, held, between
 
 
@@ -531,8 +546,10 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
                 if run.raised:
                     raise
                 failed(error)
-                if Fingerprints().of(sides) not in between[made]:
-                    run.faults.append(f"in step {made} the model is as after no op of it")
+                prints = Fingerprints()
+                if prints.of(sides) not in between[made][0]:
+                    wrong = [name for name, digest in prints.each.items() if digest not in between[made][1][name]]
+                    run.faults.append(f"in step {made} the model is as after no op of it; of no op are {wrong}")
                 if not same(copied(sides), held[made]):
                     restore(sides, held[made])
                 continue

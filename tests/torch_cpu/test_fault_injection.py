@@ -35,10 +35,10 @@ def swept(*arguments: str, timeout_s: float = 600) -> tuple[list[dict[str, Any]]
 # Around each allocation, and at transfers and threads, with which the library once dealt badly.
 SAMPLE = (
     "compile:disk:thread:1,2",
-    "compile:disk:allocation:25,26",
+    "compile:disk:allocation:20,21",
     "compile:disk:short:9",
     "budget:disk:thread:1,2",
-    "budget:disk:allocation:2,12,13,14,17",
+    "budget:disk:allocation:2,9,10,13,14",
     "budget:disk:short:2,8",
     "budget:disk:write:20",
 )

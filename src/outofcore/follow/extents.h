@@ -13,13 +13,15 @@
 namespace follow {
 
 // Offsets in [0, size). Of free stretches it also knows which bytes may be in physical memory, since nobody tells the
-// kernel of bytes that are only free. Where there is no memory to write a stretch down, it is lost: nothing throws, since
-// deleters of PyTorch's give stretches back.
+// kernel of bytes that are only free. Nothing throws, since deleters of PyTorch's give stretches back: one that has no
+// free neighbour is lost where there is no memory to write it down.
 class Extents {
  public:
   static constexpr int64_t kHuge = int64_t{2} << 20;  // bytes of a huge page; offset 0 begins one
 
-  explicit Extents(int64_t size) { insert(0, size); }
+  explicit Extents(int64_t size) {
+    if (!insert(0, size)) throw std::bad_alloc();
+  }
 
   // The lowest bytes of a free stretch that is large enough: of the one with the most of them in memory, and of those
   // the smallest. -1: there is none.
@@ -33,16 +35,21 @@ class Extents {
     return offset;
   }
 
-  // Takes this very stretch; false: it is not all free.
+  // Takes this very stretch; false: it is not all free, or there is no memory to write down what is left around it.
   bool take_at(int64_t offset, int64_t bytes) {
     auto found = free_.upper_bound(offset);
     if (found == free_.begin()) return false;
     --found;
     const int64_t begin = found->first, end = begin + found->second;
     if (end < offset + bytes) return false;
-    erase(found);
-    if (begin < offset) insert(begin, offset - begin);
-    if (offset + bytes < end) insert(offset + bytes, end - offset - bytes);
+    const int64_t before = offset - begin, behind = end - offset - bytes;
+    if (before > 0 && behind > 0 && !insert(offset + bytes, behind)) return false;
+    if (before > 0)
+      resize(found, begin, before);
+    else if (behind > 0)
+      resize(found, offset + bytes, behind);
+    else
+      erase(found);
     forget(offset, bytes);
     return true;
   }
@@ -51,17 +58,18 @@ class Extents {
   void give(int64_t offset, int64_t bytes, bool resident) {
     if (resident) keep_resident(offset, bytes);
     auto next = free_.lower_bound(offset);
-    if (next != free_.end() && next->first == offset + bytes) {
-      bytes += next->second;
-      next = erase(next);
+    const bool behind = next != free_.end() && next->first == offset + bytes;
+    const bool before = next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset;
+    if (before) {
+      const auto first = std::prev(next);
+      const int64_t joined = first->second + bytes + (behind ? next->second : 0);
+      if (behind) erase(next);
+      resize(first, first->first, joined);
+    } else if (behind) {
+      resize(next, offset, bytes + next->second);
+    } else {
+      insert(offset, bytes);
     }
-    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
-      --next;
-      offset = next->first;
-      bytes += next->second;
-      erase(next);
-    }
-    insert(offset, bytes);
   }
 
   // The most that ``take`` could give.
@@ -147,16 +155,28 @@ class Extents {
     } catch (const std::bad_alloc&) {
     }
   }
-  void insert(int64_t offset, int64_t bytes) {
+  // False: there is no memory for it.
+  bool insert(int64_t offset, int64_t bytes) {
     try {
       const auto [found, fresh] = free_.emplace(offset, bytes);
       try {
         by_size_.emplace(bytes, offset);
+        return true;
       } catch (const std::bad_alloc&) {
         free_.erase(found);
       }
     } catch (const std::bad_alloc&) {
     }
+    return false;
+  }
+  // Gives a free stretch other ends, between the same neighbours; takes no memory.
+  void resize(Stretches::iterator found, int64_t offset, int64_t bytes) {
+    auto size = by_size_.extract({found->second, found->first});
+    auto stretch = free_.extract(found);
+    stretch.key() = offset, stretch.mapped() = bytes;
+    size.value() = {bytes, offset};
+    free_.insert(std::move(stretch));
+    by_size_.insert(std::move(size));
   }
   Stretches::iterator erase(Stretches::iterator found) {
     by_size_.erase({found->second, found->first});

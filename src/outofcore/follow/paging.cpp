@@ -2096,7 +2096,13 @@ bool end_of_step(Space& space) {
   record->variant = space.recipes->variant();
   const size_t count = record->ops.size();
   std::vector<int32_t> ops;
-  follow::Known* known = space.follower.end_of_step(*record, ops);
+  follow::Known* known = nullptr;
+  try {
+    known = space.follower.end_of_step(*record, ops);
+  } catch (const std::bad_alloc&) {
+    if (!space.follower.active()) space.anchor = nullptr;  // as below
+    throw;
+  }
   if (!space.follower.active()) space.anchor = nullptr;  // what it belonged to may be gone
   if (known == nullptr) return false;
   if (known->anchors.empty())

@@ -62,17 +62,17 @@ class Recorder {
   std::optional<Record> take() {
     std::optional<Record> done;
     if (!overflown_ && !now_.ops.empty()) done = std::move(now_);
-    before_.clear();
-    if (done) done->before = signature_before_;
-    signature_before_ = done ? done->signature : 0;
-    if (done)
-      for (size_t i = 0; i < done->storages.size(); ++i)
-        if (done->storages[i].created && done->storages[i].freed < 0)
-          before_.emplace(done->storages[i].id, static_cast<int32_t>(i));
     now_ = {};
     number_.clear();
+    before_.clear();
     overflown_ = false;
     waiting_ = 0;
+    if (done) done->before = signature_before_;
+    signature_before_ = done ? done->signature : 0;
+    if (!done) return done;
+    for (size_t i = 0; i < done->storages.size(); ++i)
+      if (done->storages[i].created && done->storages[i].freed < 0)
+        before_.emplace(done->storages[i].id, static_cast<int32_t>(i));
     return done;
   }
 
