@@ -49,6 +49,7 @@ def test_a_process_that_ends_in_mid_step_ends_the_others(tmp_path: Path) -> None
     assert text.endswith("same\n")
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_trains_data_parallel_and_one_process_speaks(tmp_path: Path) -> None:
     options = [
         "--layers",
