@@ -227,6 +227,7 @@ def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     assert result.stdout.count("losses as in plain PyTorch") == 1
 
 
+@pytest.mark.exhaustive
 def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert outofcore("plan", *TINY, "--no-cache", "--cache", str(cache)).exit_code == 2

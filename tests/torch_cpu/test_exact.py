@@ -124,7 +124,7 @@ def _ran(case: Case, step: Any, budget: int | None, steps: int) -> Ran:
 
 
 # Deep networks and parameters of half a gigabyte take half a minute each.
-LONG = {"vgg16", "densenet121", "resnet", "resnet_bf16"}
+LONG = {"vgg16", "densenet121", "resnet", "resnet_bf16", "unet3d"}
 
 
 @pytest.mark.parametrize("name", some_of(CASES, lambda name: name not in LONG))

@@ -164,6 +164,7 @@ def logged(trainer: Any) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
 
 
+@pytest.mark.exhaustive
 def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
         trainer = sft(folder, small_gpt(pytest.importorskip("transformers")))

@@ -153,6 +153,7 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
         assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.exhaustive
 def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.read_record
 

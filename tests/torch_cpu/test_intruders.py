@@ -318,6 +318,7 @@ with outofcore.compile(
 """
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_with_the_same_spill_folder(smallest: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SECOND, str(Path(__file__).parent), str(tmp_path), str(smallest)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]

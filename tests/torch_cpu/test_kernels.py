@@ -123,6 +123,7 @@ def test_equal_ops_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.exhaustive
 def test_another_process_has_the_same_bits(tmp_path: Path) -> None:
     losses, _, _ = trained("convolutional", IN_CORE)
     found = tmp_path / "losses.json"

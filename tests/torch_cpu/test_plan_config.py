@@ -295,6 +295,7 @@ def test_the_search_finds_the_last_that_fits(slope: int, curve: int, base: int) 
             assert len(tried) <= 30
 
 
+@pytest.mark.exhaustive
 def test_the_answer_for_a_card(tmp_path: Path) -> None:
     _, graph, costs = captured(tmp_path, LLAMA, sequence=64)
     least, whole = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

@@ -81,6 +81,7 @@ if __name__ == "__main__":
     assert (quiet.stdout, quiet.stderr) == (theirs.stdout, "")
 
 
+@pytest.mark.exhaustive
 def test_a_module_runs_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "", "package/__init__.py")
     write(tmp_path, TRAINING, "package/parts.py")
@@ -187,6 +188,7 @@ if __name__ == "__main__":
 ).replace("def train(", "def double(x):\n    return 2 * x\n\ndef name():\n    return __name__\n\ndef train(")
 
 
+@pytest.mark.exhaustive
 def test_processes_of_a_script(tmp_path: Path) -> None:
     write(tmp_path, WORKERS.replace('assert "torch" not in sys.modules', ""))
     theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "script.py", budget="1MiB")
