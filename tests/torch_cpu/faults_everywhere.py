@@ -507,7 +507,8 @@ def budget_options(home: str, folder: Path, cache: Path, budget: int) -> dict[st
     return {"limit": budget, "home": "host" if home == "host" else folder, "cache": cache, "check": "full", **tiers}
 
 
-FOLLOWED_BYTES = 1 << 20
+# Budgets that hold a part of the model and what it computes.
+BUDGETS = {"compile": 9 << 18, "budget": 1 << 20}
 
 
 def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
@@ -691,7 +692,7 @@ class Sweep:
         self._rehearsals: dict[tuple[str, bool], Left] = {}
         (folder / "cache").mkdir(parents=True)
         self.stage = Stage(folder, _must(in_child(EAGER[door])))
-        self.budget = FOLLOWED_BYTES if door == "budget" else _must(in_child(faulty.smallest_budget))
+        self.budget = BUDGETS[door]
 
     def rehearse(self, home: str, kind: Kind) -> Left:
         """Run without a fault until what is measured and planned is in the cache; returns what such a run leaves."""

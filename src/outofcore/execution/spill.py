@@ -6,6 +6,7 @@ a length in whole pages; what is not (a small tensor, the tail of a large one) g
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -135,7 +136,8 @@ class SpillFile:
         try:
             os.posix_fallocate(self._descriptor, self.bytes, wanted - self.bytes)
         except OSError as error:
-            os.ftruncate(self._descriptor, self.bytes)
+            with contextlib.suppress(OSError):  # what it is too long does no harm
+                os.ftruncate(self._descriptor, self.bytes)
             raise SpillError(
                 f"{format_bytes(wanted - self.bytes)} could not be allocated in the spill directory {self.directory} "
                 f"({error.strerror}); make room, lift the limit, or name a directory on another disk"
