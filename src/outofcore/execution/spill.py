@@ -136,7 +136,7 @@ class SpillFile:
         try:
             os.posix_fallocate(self._descriptor, self.bytes, wanted - self.bytes)
         except OSError as error:
-            with contextlib.suppress(OSError):  # what it is too long does no harm
+            with contextlib.suppress(OSError):  # a file that stays too long does no harm
                 os.ftruncate(self._descriptor, self.bytes)
             raise SpillError(
                 f"{format_bytes(wanted - self.bytes)} could not be allocated in the spill directory {self.directory} "
