@@ -1,4 +1,4 @@
-"""The tier that runs, and what tests that run side by side share: cores, and what is built for them."""
+"""Choose the tier of tests, the effort of the search, and settings that parallel test processes need."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def full_search() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_objects_to_collect() -> None:
-    """Leave what is imported out of garbage collection: PyTorch's million objects cost 0.3 s each time."""
+    """Exclude imported modules from garbage collection: PyTorch's objects cost 0.3 s per collection."""
     gc.collect()
     gc.freeze()
 

@@ -39,7 +39,7 @@ def search_like(params: SearchParams) -> Iterator[None]:
 
 
 def some_of(values: Iterable[Any], keep: Iterable[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Return all parameters, those that are not in ``keep`` marked as exhaustive."""
+    """Mark parameters as exhaustive unless ``keep`` has or accepts them."""
     kept = keep if callable(keep) else list(keep).__contains__
     return [value if kept(value) else _exhaustive(value) for value in values]
 

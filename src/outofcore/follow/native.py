@@ -29,9 +29,9 @@ _FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
 # Of the allocators that compiled steps wrap as well.
 _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 
-# How messages of paging.cpp begin, and what is in those of a budget that cannot hold an op.
+# Prefix of messages from paging.cpp, and the text that marks a refusal by the budget.
 OURS, REFUSED = "outofcore: ", "outofcore: the budget of "
-# By what is in other messages; those of copies are TransferErrors.
+# Error classes by the words in a message; all others are TransferErrors.
 _ERRORS: dict[str, type[Exception]] = {
     "no home has room": SpillError,
     "the system gave no memory": MemoryError,

@@ -292,7 +292,7 @@ def converted(call: Call, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         limit = torch.finfo(dtype).max
         if call.get("saturate", 1):
             return torch.clamp(wide, -limit, limit).to(dtype)
-        if dtype is torch.float8_e4m3fn:  # it has no infinity, and recent PyTorch makes the largest of what is larger
+        if dtype is torch.float8_e4m3fn:  # it has no infinity, and recent PyTorch saturates
             wide = torch.where(wide.abs() > limit * (1 + 1 / 28), torch.nan, wide)  # 464 is still rounded to 448
         return wide.to(dtype)
     if dtype is torch.bool:
