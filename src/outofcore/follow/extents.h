@@ -35,7 +35,7 @@ class Extents {
     return offset;
   }
 
-  // Takes this very stretch; false: it is not all free, or there is no memory to write down what is left around it.
+  // Takes exactly this stretch. Returns false if part of it is taken, or no memory is left to record its remainders.
   bool take_at(int64_t offset, int64_t bytes) {
     auto found = free_.upper_bound(offset);
     if (found == free_.begin()) return false;

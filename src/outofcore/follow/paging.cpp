@@ -523,7 +523,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
     answered.notify_all();
   }
 }
-// Throws c10::Error: the system gives no thread. A later call starts what is missing.
+// Throws c10::Error if the system gives no thread. A later call starts the missing threads.
 void start_copiers() {
   if (Device::kStreams) return;
   if (copiers != getpid()) {
@@ -1945,7 +1945,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     space.since = std::chrono::steady_clock::now();
     space.waited = space.counters[kTransferMicros];
     if (!space.stress) copy_ahead(space);
-  } catch (const std::exception&) {  // the op has run: what was not noted of it, or not copied ahead, comes on demand
+  } catch (const std::exception&) {  // the op has run: drop its record, and fetch on demand
     space.recorder.drop();
   }
 }
