@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import process_state
 import pytest
 from effort import register_profiles, search_like
 
@@ -65,6 +66,19 @@ def _few_objects_to_collect() -> None:
     """Exclude imported modules from garbage collection: PyTorch's objects cost 0.3 s per collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(_one_thread_each: None, _interruptible: None) -> Iterator[None]:
+    """Restore the settings of the process that a test changes; fail it where nothing restores them."""
+    settings = process_state.settings()
+    before = process_state.read(settings)
+    yield
+    left = process_state.restore(settings, before)
+    if left:
+        gc.collect()  # ends loops that the test has lost
+        left = process_state.restore(settings, before)
+    assert not left, f"the test left changed: {'; '.join(left)}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from briefly import measured_briefly
 from building import one_at_a_time
 
 from outofcore.compiling import user_cache_folder
@@ -23,6 +24,12 @@ def _one_thread_each(_one_thread_each: None) -> None:
     """Of this process too, in which PyTorch may have been imported before."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_briefly(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.nullcontext() if request.config.getoption("--exhaustive") else measured_briefly():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,17 +10,23 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from briefly import measured_briefly
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import outofcore
 from outofcore.checkpoint import saving
+from outofcore.planning import QUICK
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from effort import search_like
 
 WORKERS, BATCH = 4, 4
 
@@ -84,7 +90,12 @@ def stage(name: str, last: int, kill: str) -> None:
             in which it does so when all of a checkpoint but its index is written; both only the first time.
     """
     torch.set_num_threads(1)
-    folder, (moment, _, victim) = Path(name), kill.partition(":")
+    with search_like(QUICK), measured_briefly():
+        _stage(Path(name), last, kill)
+
+
+def _stage(folder: Path, last: int, kill: str) -> None:
+    moment, _, victim = kill.partition(":")
     for kind in ("sgd", "adamw"):
         model, optimizer, train_step = model_of(kind)
         with outofcore.elastic(

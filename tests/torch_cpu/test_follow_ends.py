@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import outofcore
-from outofcore._torch_internals import global_optimizer_hooks
+from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, global_optimizer_hooks
+from outofcore.capture import capture_step
 from outofcore.follow.native import is_followed
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.sources import Sources
@@ -134,6 +135,19 @@ def test_second_loop_is_told_where_the_other_one_was_started() -> None:
         pass
     assert run.stats.ops == 0
     assert outofcore.stop()
+
+
+def test_loop_that_ends_while_a_step_is_captured_leaves_no_function_replaced() -> None:
+    model = make_model()
+    before = [getattr(owner, name) for owner, name in BACKWARD_ENTRY_POINTS]
+    run = outofcore.budget(BUDGET).start()
+
+    def step(x: Tensor) -> None:
+        run.stop()
+        model(x).sum().backward()
+
+    capture_step(step, [model], [], (torch.ones(2, WIDTH),), {})
+    assert [getattr(owner, name) for owner, name in BACKWARD_ENTRY_POINTS] == before
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -18,12 +18,14 @@ import resource, sys
 import torch, torch.nn.functional as F
 import outofcore
 from outofcore.execution.native import load_native
+from outofcore.planning import QUICK
+from outofcore.policies import Auto
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[m for _ in range(24) for m in (torch.nn.Linear(512, 512), torch.nn.GELU())])
+model = torch.nn.Sequential(*[m for _ in range(24) for m in (torch.nn.Linear(128, 128), torch.nn.GELU())])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-x = torch.randn(8192, 512)
+x = torch.randn(32768, 128)
 
 def step(x):
     loss = F.mse_loss(model(x), x)
@@ -33,12 +35,12 @@ def step(x):
     return loss
 
 load_native()
-run = step if sys.argv[1] == "eager" else outofcore.compile(step, model, optimizer, budget="160MiB")
+run = step if sys.argv[1] == "eager" else outofcore.compile(step, model, optimizer, budget="160MiB", policy=Auto(QUICK))
 # What the process has by now, and 400 MiB for the training.
 with open("/proc/self/status") as status:
     now = next(int(line.split()[1]) for line in status if line.startswith("VmData")) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20),) * 2)
-print([float(run(x).detach()).hex() for _ in range(3)])
+print([float(run(x).detach()).hex() for _ in range(2)])
 """
 
 
@@ -55,7 +57,7 @@ def test_eager_dies_and_outofcore_finishes() -> None:
     assert "memory" in eager.stderr
     ours = run("outofcore")
     assert ours.returncode == 0, ours.stderr
-    assert ours.stdout.count("0x") == 3
+    assert ours.stdout.count("0x") == 2
 
 
 # 1.25 GiB more than there is when all is imported, of addresses as well: what nobody writes to counts, too. Measuring

@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from outofcore._torch_internals import (
-    BACKWARD_ENTRY_POINTS,
     FOREACH_TENSOR_TYPES,
     TRANSFORM_ENTRY_POINTS,
     FakeTensor,
@@ -25,8 +24,9 @@ from outofcore._torch_internals import (
     without_compiled_code,
     without_modes,
 )
+from outofcore.capture.engine_calls import around_engine
 from outofcore.capture.known import KnownValues
-from outofcore.capture.patching import class_method, patched
+from outofcore.capture.patching import capturing_thread, class_method, patched
 from outofcore.capture.provenance import Provenance
 from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
 from outofcore.capture.tables import map_leaves
@@ -178,9 +178,11 @@ class Substitute(TorchFunctionMode):
         set aside; ``Function.apply``, ``from_numpy`` and ``tolist`` are not overridable.
         """
         self._module = lambda: provenance.here()[0]
-        engine = getattr(*BACKWARD_ENTRY_POINTS[0])
+        here = capturing_thread()
 
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not here():
+                return engine(*args, **kwargs)
             with self, provenance.in_backward():
                 return engine(*self.swap(args), **self.swap(kwargs))
 
@@ -210,8 +212,7 @@ class Substitute(TorchFunctionMode):
             return scale(scaler, outputs)
 
         with contextlib.ExitStack() as stack:
-            for owner, name in BACKWARD_ENTRY_POINTS:
-                stack.enter_context(patched(owner, name, run_backward))
+            stack.enter_context(around_engine(run_backward))
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
             stack.enter_context(patched(torch, "from_numpy", from_numpy))
             for kind in (torch.Tensor, FakeTensor):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, current_autograd_node, not_compiled
+from outofcore._torch_internals import current_autograd_node
+from outofcore.capture.engine_calls import around_engine
 
 
 class Overlapping:
@@ -45,28 +45,15 @@ def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
     a checkpoint, is a part of it.
     """
 
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        @not_compiled
-        @functools.wraps(plain)
-        def run(outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost, complete = current_autograd_node() is None, False
-            try:
-                result = plain(outputs, gradients, keep_graph, *args, **kwargs)
-                complete = not keep_graph
-                return result
-            finally:
-                if outermost:
-                    ended(complete)
+    def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
+        outermost, complete = current_autograd_node() is None, False
+        try:
+            result = engine(outputs, gradients, keep_graph, *more, **named)
+            complete = not keep_graph
+            return result
+        finally:
+            if outermost:
+                ended(complete)
 
-        return run
-
-    ours = wrapped(getattr(*BACKWARD_ENTRY_POINTS[0]))
-    plain = [(owner, name, getattr(owner, name)) for owner, name in BACKWARD_ENTRY_POINTS]
-    for owner, name, _ in plain:
-        setattr(owner, name, ours)
-    try:
+    with around_engine(seen):
         yield
-    finally:
-        for owner, name, before in plain:
-            if getattr(owner, name) is ours:  # else a step is being captured, which puts ours back
-                setattr(owner, name, before)

@@ -1,0 +1,70 @@
+"""Calls of the autograd engine from Python, and what captures and followed loops put around them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, not_compiled
+
+# Takes the call that is below it, and its arguments.
+Layer = Callable[..., Any]
+
+
+class _Layers:
+    """Layers around the engine's entry points, the outermost last; removed in any order, and then without a trace."""
+
+    def __init__(self) -> None:
+        self._plain = [(owner, name, getattr(owner, name)) for owner, name in BACKWARD_ENTRY_POINTS]
+        self._layers: tuple[Layer, ...] = ()
+        plain = self._plain[0][2]
+
+        @not_compiled
+        @functools.wraps(plain)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = plain
+            for layer in self._layers:
+                call = functools.partial(layer, call)
+            return call(*args, **kwargs)
+
+        self._run = run
+        for owner, name, _ in self._plain:
+            setattr(owner, name, run)
+
+    def add(self, layer: Layer) -> None:
+        self._layers = (*self._layers, layer)
+
+    def remove(self, layer: Layer) -> bool:
+        """Return whether it was the last one."""
+        self._layers = tuple(other for other in self._layers if other is not layer)
+        if not self._layers:
+            for owner, name, plain in self._plain:
+                if getattr(owner, name) is self._run:  # else another library has wrapped it since
+                    setattr(owner, name, plain)
+        return not self._layers
+
+
+_installed: list[_Layers] = []
+_lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
+
+
+@contextlib.contextmanager
+def around_engine(layer: Layer) -> Iterator[None]:
+    """While in this context, calls of the engine go to ``layer``, which gets what is below it as its first argument.
+
+    Contexts may end in any order and in any thread: a loop may end while a step is captured.
+    """
+    with _lock:
+        if not _installed:
+            _installed.append(_Layers())
+        layers = _installed[0]
+        layers.add(layer)
+    try:
+        yield
+    finally:
+        with _lock:
+            if layers.remove(layer):
+                _installed.remove(layers)
