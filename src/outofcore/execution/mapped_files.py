@@ -13,6 +13,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -79,13 +80,17 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
     >>> private_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a\\012b", "8000-9000 rw-p 00000000 00:00 0 "])
     [FileMapping(begin=32512, end=32768, offset=8192, inode=77, path='/data/a\nb')]
     """
-    found: list[FileMapping] = []
-    for line in lines:
-        if (told := _LINE.fullmatch(line.rstrip("\n"))) is not None:
-            path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), told["path"])
-            begin, end, offset = (int(told[name], 16) for name in ("begin", "end", "offset"))
-            found.append(FileMapping(begin, end, offset, int(told["inode"]), path))
-    return found
+    return [mapping for line in lines if (mapping := _private_mapping(line)) is not None]
+
+
+@lru_cache(8192)  # of the thousand lines that a process has, few change from one look to the next
+def _private_mapping(line: str) -> FileMapping | None:
+    told = _LINE.fullmatch(line.rstrip("\n"))
+    if told is None:
+        return None
+    path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), told["path"])
+    begin, end, offset = (int(told[name], 16) for name in ("begin", "end", "offset"))
+    return FileMapping(begin, end, offset, int(told["inode"]), path)
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -113,6 +114,12 @@ class Cache:
         return len(found)
 
 
+@lru_cache(8)
+def _read(path: Path, *_: int) -> _File:
+    """Read a file of a cache, once for each inode, time and size: to read it takes longer than to plan a small step."""
+    return decode_json(path, FORMAT, _File, whole=False)
+
+
 @dataclass(frozen=True)
 class Shelf:
     """One file of a cache."""
@@ -122,13 +129,15 @@ class Shelf:
 
     def read(self) -> dict[str, object]:
         """All entries by key; none where the file is missing or damaged."""
-        if not self.path.exists():
+        try:
+            seen = self.path.stat()
+        except OSError:
             return {}
         try:
-            file = decode_json(self.path, FORMAT, _File, whole=False)
+            file = _read(self.path, seen.st_ino, seen.st_mtime_ns, seen.st_size)
             if file.facts != self.facts:
                 refuse(self.path, "$.facts", "are not those by which the file is named")
-            return file.entries
+            return dict(file.entries)
         except (GraphError, InputError) as error:
             _log.warning("measurements are taken anew, for those kept cannot be read: %s", error)
             return {}
