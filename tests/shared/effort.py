@@ -25,6 +25,10 @@ def register_profiles(*, exhaustive: bool) -> None:
         settings.load_profile("outofcore")
 
 
+def is_exhaustive() -> bool:
+    return settings is not None and settings().max_examples == 100
+
+
 def examples(count: int) -> int:
     """Return the number of examples that Hypothesis tries: ``count`` with ``--exhaustive``, else a fifth."""
     return max(count * settings().max_examples // 100, 5)

@@ -51,6 +51,7 @@ def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path)
 
 def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
     # What all of them import.
+    import torch._dynamo  # noqa: PLC0415
     import torch.distributed._functional_collectives  # noqa: PLC0415
     import torch.nn.parallel  # noqa: F401, PLC0415
 

@@ -156,6 +156,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert one == other
 
 
+@functools.cache
 def smallest_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exact") -> int:
     """The smallest budget."""
     torch.manual_seed(1234)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import some_of
 from launching import run_together
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -29,8 +30,9 @@ def run_all(scenario: str, processes: int, folder: Path, codes: Sequence[int] = 
     (folder / "store").unlink()
 
 
-def test_two_processes_give_the_bits_of_replicas(tmp_path: Path) -> None:
-    run_all("bits", 2, tmp_path)
+@pytest.mark.parametrize("scenario", some_of(["bits", "more_bits"], ["bits"]))
+def test_two_processes_give_the_bits_of_replicas(scenario: str, tmp_path: Path) -> None:
+    run_all(scenario, 2, tmp_path)
 
 
 def test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from capture_cases import Case
 from cutting import ROOM, in_parts
-from effort import some_of
+from effort import is_exhaustive, some_of
 from exactness import CASES, check_exact
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -391,7 +391,7 @@ def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share:
     assert refused.value.smallest_budget == whole
     plain, _, eager, _ = make()
     losses = [eager(*batch(k)).item() for k in range(3)]
-    for budget in (parts, (parts + whole) // 2):
+    for budget in (parts, (parts + whole) // 2) if is_exhaustive() else (parts,):
         ours, optimizer, step, _ = make()
         with outofcore.compile(step, ours, optimizer, budget=budget) as compiled:
             assert [compiled(*batch(k)).item() for k in range(3)] == losses
