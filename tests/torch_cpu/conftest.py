@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 from briefly import measured_briefly
-from building import one_at_a_time
+from building import cache_of_its_own
 
-from outofcore.compiling import user_cache_folder
-from outofcore.errors import StateError
 from outofcore.execution.native import load_native
 from outofcore.execution.replay import load_replay
 from outofcore.follow.native import load_paging
@@ -34,18 +31,7 @@ def _measured_briefly(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # Built once for all sessions; no compiler: told by the tests that need it.
-    with one_at_a_time(tmp_path_factory), contextlib.suppress(StateError):
-        load_native()
-        load_paging()
-        load_replay()
-    cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
-    (cache / built.name).mkdir()
-    for library in built.glob("*-*"):  # for processes that tests start
-        with contextlib.suppress(OSError):  # another worker is building there
-            shutil.copytree(library, cache / built.name / library.name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
+    with cache_of_its_own(tmp_path_factory, (load_native, load_paging, load_replay)):
         yield
 
 
