@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import process_state
@@ -15,6 +16,8 @@ from effort import register_profiles, search_like
 from outofcore.planning.parameters import QUICK, SearchParams
 
 FULL = SearchParams()
+# Any valid plan proves the same of a step that runs.
+BRIEF = replace(QUICK, relaxations=0, passes=2, slacks=(1.5,), margins=(0.0,))
 UNIT = Path(__file__).with_name("unit")
 
 
@@ -50,8 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Search briefly: any valid plan proves the same of a step that runs."""
-    with search_like(FULL if request.config.getoption("--exhaustive") else QUICK):
+    with search_like(FULL if request.config.getoption("--exhaustive") else BRIEF):
         yield
 
 
