@@ -33,8 +33,7 @@ $(STAMP): requirements-dev.txt pyproject.toml
 
 setup: $(STAMP)  ## make .venv with everything pinned
 
-# In the written order: in some random orders (pytest-randomly) a test meets what another one leaves behind.
-PYTEST := -m pytest -p no:randomly -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
+PYTEST := -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
 
 test: setup  ## run the tests that each change waits for: 12 minutes on two cores
 	$(BIN)/python $(PYTEST)
