@@ -10,18 +10,13 @@ import torch
 import outofcore
 from outofcore.program import CopyOut
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
-
 _VOCABULARY = 400
 
 
 def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer, Any]:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -31,12 +26,13 @@ def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer,
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    inner = LlamaForCausalLM(config)
+    inner = transformers.LlamaForCausalLM(config)
     if checkpointed:
         inner.gradient_checkpointing_enable()
         inner.enable_input_require_grads()
-    model = get_peft_model(inner, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1), adapter_name="one")
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    one = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model = peft.get_peft_model(inner, one, adapter_name="one")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     model.train()
     optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "lora_" in n], lr=1e-3)
 
