@@ -23,7 +23,7 @@ from outofcore.policies import Auto
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[m for _ in range(24) for m in (torch.nn.Linear(128, 128), torch.nn.GELU())])
+model = torch.nn.Sequential(*[m for _ in range(24) for m in (torch.nn.Linear(128, 128), torch.nn.SiLU())])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x = torch.randn(32768, 128)
 
