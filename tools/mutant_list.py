@@ -411,7 +411,7 @@ MUTANTS = (
         "crc32 = fill_range(target, shard.start, entry, source, faces, buffer, crc32)",
         "crc32 = fill_range(target, 0, entry, source, faces, buffer, crc32)",
         "Each process loads the first range of a parameter that is spread over processes.",
-        ("tests/torch_cpu/test_sharded.py::test_what_two_processes_save_three_load_and_so_does_plain_pytorch",),
+        ("tests/torch_cpu/test_sharded.py::test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends",),
     ),
     Mutant(
         "trailing-bytes-accepted",

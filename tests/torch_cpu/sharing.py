@@ -224,7 +224,7 @@ def states(rank: int) -> None:
     refused(StateError, "use step.save() and step.load()", step.state_dict)
     step.save(Path(sys.argv[4]).parent / "saved")
     optimizer.zero_grad()
-    step(*other)
+    wanted = step(*other).detach().clone()
     with torch.no_grad():
         weight.mul_(2)
     refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
@@ -237,7 +237,7 @@ def states(rank: int) -> None:
     weight.grad = None
     shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
     refused(*shape)
-    step(*other)
+    assert torch.equal(step(*other), wanted), "what was loaded is not what was saved"
     # Likewise where both have a plan.
     step(*[t[:512] for t in other])
     refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))
