@@ -98,7 +98,7 @@ def test_step_has_the_same_bits_without(name: str, technique: str, monkeypatch: 
                 assert step.planned.program.arena_bytes <= budget
 
             assert_same(results_of(case, step, check), results)
-            assert step.stats.bytes_in > 0
+            assert step.stats.bytes_in > 0 or share > 1  # with whole ops alone, 1.5 times the smallest may hold all
         assert torch.equal(torch.get_rng_state(), generator)
         ours = dict(everything(case))
         assert [key for key, tensor in state.items() if not torch.equal(ours[key], tensor)] == []
