@@ -159,7 +159,8 @@ def test_a_disk_that_fails_undoes_the_step_or_tears_it(
                     step(batch(9))
                 break
             else:
-                undo.pop()()
+                if undo:  # else Python calls fewer ops by now: the others are replayed
+                    undo.pop()()
                 break  # nothing is copied any more
     assert failed
     step.close()
