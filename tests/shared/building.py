@@ -22,7 +22,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
 
     Args:
         tmp_path_factory: where the copy is made.
-        load: builds what is not built yet; what cannot be built is told by the tests that need it.
+        load: functions that build missing native code; tests that need it report a failed build.
     """
     with _one_at_a_time(tmp_path_factory):
         for each in (*load, chains.load_compiled, placement.load_compiled):

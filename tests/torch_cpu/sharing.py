@@ -237,7 +237,7 @@ def states(rank: int) -> None:
     weight.grad = None
     shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
     refused(*shape)
-    assert torch.equal(step(*other), wanted), "what was loaded is not what was saved"
+    assert torch.equal(step(*other), wanted), "the loaded model differs from the saved one"
     # Likewise where both have a plan.
     step(*[t[:512] for t in other])
     refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))

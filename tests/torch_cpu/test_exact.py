@@ -41,7 +41,7 @@ SMALL = {
 }
 
 
-# Deep networks, and others for which the best plan is searched for longer than is trained here.
+# Deep networks, which take half a minute each, and others whose best plan takes longer to find than they train here.
 DEEP = {"densenet121", "resnet", "resnet_bf16", "vgg16", "unet3d"}
 LIKE_GPT = {"gpt_clipped_bf16", "llama", "bert"}
 SEARCHED_LONG = {*DEEP, *LIKE_GPT, "gpt", "gan"}
@@ -124,11 +124,7 @@ def _ran(case: Case, step: Any, budget: int | None, steps: int) -> Ran:
     return ran
 
 
-# Deep networks and parameters of half a gigabyte take half a minute each.
-LONG = {"vgg16", "densenet121", "resnet", "resnet_bf16", "unet3d"}
-
-
-@pytest.mark.parametrize("name", some_of(CASES, lambda name: name not in LONG))
+@pytest.mark.parametrize("name", some_of(CASES, lambda name: name not in DEEP))
 def test_same_bits_at_every_budget(name: str) -> None:
     make, steps = CASES[name], 3 if name in DEEP else STEPS
     policy = Auto(QUICK) if is_exhaustive() and name in SEARCHED_LONG else "auto"

@@ -137,7 +137,7 @@ def test_second_loop_is_told_where_the_other_one_was_started() -> None:
     assert outofcore.stop()
 
 
-def test_loop_that_ends_while_a_step_is_captured_leaves_no_function_replaced() -> None:
+def test_loop_ended_during_capture_restores_the_engine() -> None:
     model = make_model()
     before = [getattr(owner, name) for owner, name in BACKWARD_ENTRY_POINTS]
     run = outofcore.budget(BUDGET).start()

@@ -37,7 +37,7 @@ def test_change_is_restored(name: str) -> None:
     assert process_state.read(settings) == before
 
 
-def test_mode_that_stays_open_is_named() -> None:
+def test_open_mode_is_named() -> None:
     settings = process_state.settings()
     before = process_state.read(settings)
     with torch.overrides.BaseTorchFunctionMode():

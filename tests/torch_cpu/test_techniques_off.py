@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "search": {"policy": "offload-all"},
 }
 NO_NATIVE_CODE = Native(None, "switched off")
-# What is measured without the native arena is kept for steps without it.
+# Profiles are cached by whether there is a native arena, so both modules must see that there is none.
 WITHOUT: dict[str, dict[str, Any]] = {
     "native copies": {"execution.cpu.load_native": lambda *_: NO_NATIVE_CODE},
     "native arena": dict.fromkeys(
@@ -98,7 +98,8 @@ def test_step_has_the_same_bits_without(name: str, technique: str, monkeypatch: 
                 assert step.planned.program.arena_bytes <= budget
 
             assert_same(results_of(case, step, check), results)
-            assert step.stats.bytes_in > 0 or share > 1  # with whole ops alone, 1.5 times the smallest may hold all
+            # Without parts the GAN's smallest budget is so large that 1.5 times as much holds everything.
+            assert step.stats.bytes_in > 0 or (name, technique, share) == ("gan", "split", 1.5)
         assert torch.equal(torch.get_rng_state(), generator)
         ours = dict(everything(case))
         assert [key for key, tensor in state.items() if not torch.equal(ours[key], tensor)] == []

@@ -53,7 +53,7 @@ _lock = threading.RLock()  # garbage collection, which ends lost loops, may come
 
 @contextlib.contextmanager
 def around_engine(layer: Layer) -> Iterator[None]:
-    """While in this context, calls of the engine go to ``layer``, which gets what is below it as its first argument.
+    """While this context is open, calls of the engine go through ``layer``; its first argument is the call below it.
 
     Contexts may end in any order and in any thread: a loop may end while a step is captured.
     """
