@@ -61,6 +61,7 @@ __all__ = [
     "current_autograd_node",
     "finished_work",
     "force_strides",
+    "function_modes",
     "gather_into",
     "global_optimizer_hooks",
     "group_named",
@@ -405,6 +406,15 @@ _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
 def sdp_backends_enabled() -> tuple[bool, ...]:
     """Which implementations of scaled dot-product attention may be chosen."""
     return tuple(flag() for flag in _ATTENTION_FLAGS)
+
+
+_count_function_modes: Any = _private("torch._C._len_torch_function_stack", Feature.COMPILE)
+_function_mode_at: Any = _private("torch._C._get_function_stack_at", Feature.COMPILE)
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The modes that functions of PyTorch run in, the outermost first; the default device is one of them."""
+    return tuple([_function_mode_at(place) for place in range(_count_function_modes())])
 
 
 _below_autograd: Any = _private("torch._C._AutoDispatchBelowAutograd", Feature.COMPILE)

@@ -89,22 +89,26 @@ def load_kept(
 
 
 def load_functions(
-    source: Path, flags: Sequence[str], functions: Mapping[str, tuple[tuple[object, ...], object]]
-) -> tuple[ctypes.CDLL | None, str]:
+    source: Path,
+    flags: Sequence[str],
+    functions: Mapping[str, tuple[tuple[object, ...], object]],
+    kind: type[_Library] = ctypes.CDLL,
+) -> tuple[_Library | None, str]:
     """The functions of a file of C++ that needs nothing else, built as by ``load_kept``.
 
     Args:
         source: the file; its name is the library's.
         flags: for the compiler, beside the usual ones.
         functions: what types each takes and gives, by its name without ``outofcore_``.
+        kind: ``ctypes.PyDLL`` if they are called with Python's lock held.
 
     Returns:
         The library and "", or None and the reason in words.
     """
     name = source.with_suffix(".so").name
 
-    def load(path: Path) -> ctypes.CDLL:
-        library = ctypes.CDLL(str(path))
+    def load(path: Path) -> _Library:
+        library = kind(str(path))
         for function, (arguments, result) in functions.items():
             found = getattr(library, f"outofcore_{function}", None)
             if found is None:

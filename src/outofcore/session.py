@@ -6,6 +6,7 @@ session makes the runner of a planned step when it first brings the step's progr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore import planning
-from outofcore._torch_internals import tree_flatten
+from outofcore._torch_internals import function_modes, tree_flatten
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
@@ -36,8 +37,9 @@ from outofcore.capture.partial_sums import in_partial_sums, summing
 from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
+from outofcore.capture.snapshot import Snapshot
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, GraphError, InputError, StateError, TransferError, ValidationError
+from outofcore.errors import BudgetError, CaptureError, GraphError, InputError, StateError, TransferError, ValidationError
 from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
@@ -78,6 +80,7 @@ from outofcore.settled import added_bytes, known_families, settled_step, shortfa
 from outofcore.splitting import Parts, Split, Splitting, levels, workspaces_of
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
+from outofcore.variants import Variants
 
 _log = logging.getLogger("outofcore")
 
@@ -283,7 +286,8 @@ class Session:
         self.engine = backend.engine(home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self.engine.close).atexit = False
-        self._signer = Signer(step, self._models, self._optimizers, backend.device)
+        self._signer = Signer(self._models, self._optimizers, backend.device)
+        self._variants = Variants()
         self._known: dict[Signature, _Known] = {}
         self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
         self._layouts = KernelLayouts()
@@ -308,7 +312,7 @@ class Session:
     @property
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
-        return len(self._known)
+        return len({signature._replace(variant=0) for signature in self._known})
 
     @property
     def trial(self) -> PlanTrial | None:
@@ -353,15 +357,20 @@ class Session:
         if self.why_followed:
             return self._call_followed(args, kwargs)
         self.spread()
-        signature = self._signer(args, kwargs)
-        if signature not in self._known and self._passes_over(signature):
-            self.why_followed = self._signer.describe_change(self._signature or signature, signature, args, kwargs)
-            try:
-                return self._call_followed(args, kwargs)
-            except _NotFollowedError as error:
-                _log.warning("each shape is captured and planned: %s", error.__cause__)
-                self.why_followed, self._loop = "", None
-        known = self._known_or_built(signature, args, kwargs, on_progress)
+        signature, change = self._variants.find(self._signer(args, kwargs))
+        if signature not in self._known and self._passes_over(signature, change):
+            why = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
+            with contextlib.suppress(_NotFollowedError):
+                return self._call_followed(args, kwargs, why)
+        try:
+            known = self._known_or_built(signature, args, kwargs, on_progress, change)
+        except CaptureError as error:
+            # The first call is refused; a later one can go on, since the step has been right so far.
+            if not change or not self._may_follow:
+                raise
+            with contextlib.suppress(_NotFollowedError):
+                return self._call_followed(args, kwargs, f"{change}, and the step cannot be captured so: {error}")
+            raise
         leaves = tree_flatten((args, kwargs))[0]
         if (
             known.runs
@@ -384,7 +393,8 @@ class Session:
         """Capture and plan what a call with such arguments would run, and run nothing."""
         self.outcome = Outcome.UNCHANGED
         self.spread()
-        return self._known_or_built(self._signer(args, kwargs), args, kwargs, on_progress).step
+        signature, change = self._variants.find(self._signer(args, kwargs))
+        return self._known_or_built(signature, args, kwargs, on_progress, change).step
 
     def spread(self) -> None:
         """Spread the models over the processes, or see what has become of them since they were."""
@@ -398,9 +408,17 @@ class Session:
             shards.spread()
 
     def _known_or_built(
-        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None
+        self,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_progress: Tell | None,
+        change: str,
     ) -> _Known:
-        """The planned step for a call; a new one is one on which the processes agree that run it together."""
+        """The planned step for a call; a new one is one on which the processes agree that run it together.
+
+        ``change`` says which value has changed that the step had read.
+        """
         # What is shown outlives the mode in which the step is called.
         with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
             self._catch_up(signature)
@@ -411,6 +429,7 @@ class Session:
                 known.runner.leave()
             known = None
             del self._known[signature]
+            self._variants.forget(signature)
         together = self._ranks if self._ranks is not None and self._ranks.joined else None
         agreed = known is not None
         if together is not None:
@@ -418,12 +437,34 @@ class Session:
         if known is not None and agreed:
             return known
         if together is None and self._signature is not None:
-            _log.info("capturing again: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
+            what = change or self._signer.describe_change(self._signature, signature, args, kwargs)
+            _log.info("capturing again: %s", what)
         begin = time.perf_counter()
+        others = [self._known[other].step for other in self._variants.others(signature) if other in self._known]
         with following(on_progress) as self._tell:
-            known = self._known[signature] = self._learn(known, self._ranks, args, kwargs)
-        self._count_kinds(time.perf_counter() - begin)
+            known = self._known[signature] = self._learn(known, self._ranks, args, kwargs, others)
+        if not change:
+            self._count_kinds(time.perf_counter() - begin)
+        self._note_reads(signature, known)
         return known
+
+    def _note_reads(self, signature: Signature, known: _Known) -> None:
+        """Take down the values that a capture has read; what it needs for that is not kept."""
+        reads = known.step.captured.reads
+        roots = [("step", self._step)]
+        roots += [(type(one).__name__, one) for one in (*self._models, *self._optimizers, *function_modes())]
+        parameters = [named for model in self._models for named in model.named_parameters()]
+        for forgotten in self._variants.add(signature, Snapshot(reads, roots, parameters)):
+            self._forget(forgotten)
+        reads.clear()
+
+    def _forget(self, signature: Signature) -> None:
+        known = self._known.pop(signature, None)
+        if known is not None:
+            if known is self._active:
+                self._leave_program()
+            if known.runner is not None:
+                known.runner.leave()
 
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
         if known is not self._active:
@@ -435,23 +476,44 @@ class Session:
             result = self._run(known, leaves)
             if self._shards is not None:
                 self._shards.show_gradients()
+            for effect in known.step.captured.effects:
+                effect.apply()
         self._judge(known)
         return result
 
     # Calls that are followed
 
-    def _passes_over(self, signature: Signature) -> bool:
-        """Whether a call that is not known is the first of another shape, from which on calls are to be followed."""
+    @property
+    def _may_follow(self) -> bool:
         return (
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # others find the model there
             and not (self._ranks is not None and self._ranks.joined)  # all would have to do so at once
-            and has_other_sizes(signature, self._known)
         )
 
-    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        followed = self._pass_over()
+    def _passes_over(self, signature: Signature, change: str) -> bool:
+        """Whether calls are to be followed from one on that is not known.
+
+        It is the first of another shape, or what it reads changes again and again.
+        """
+        if not self._may_follow:
+            return False
+        return self._variants.changes_too_often(signature) if change else has_other_sizes(signature, self._known)
+
+    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
+        """Run a call as it is; ``why`` that is so from now on.
+
+        Raises:
+            _NotFollowedError: it cannot be, and nothing has been done.
+        """
+        self.why_followed = why or self.why_followed
+        try:
+            followed = self._pass_over()
+        except _NotFollowedError as error:
+            _log.warning("each kind of inputs is captured and planned: %s", error.__cause__)
+            self.why_followed, self._loop = "", None
+            raise
         self.home.occupy(self, self._on_vacate)
         self.outcome = Outcome.STOPPED
         with Deferred("the step that runs"):
@@ -567,21 +629,50 @@ class Session:
     # Planning
 
     def _learn(
-        self, known: _Known | None, ranks: Ranks | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        known: _Known | None,
+        ranks: Ranks | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: Sequence[PlannedStep],
     ) -> _Known:
         """Capture, profile and plan, together with others if there are any; nothing of the user's is changed.
 
         Args:
             known: where others have no plan for the call, and this process has one.
             ranks: those that may have to do with it.
+            others: as it was planned where it had read other values.
         """
         if ranks is None:
-            traced, capture = self._traced(args, kwargs)
-            return _Known(self._with_lazy(traced, lambda: self._planned(traced, capture)))
-        return self._learn_with(ranks, known, args, kwargs)
+            return _Known(self._planned_alone(*self._traced(args, kwargs), others))
+        return self._learn_with(ranks, known, args, kwargs, others)
 
-    def _learn_with(self, ranks: Ranks, known: _Known | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
-        """As ``_learn``, where there may be others."""
+    def _planned_alone(
+        self, traced: Captured, capture: Callable[..., Captured], others: Sequence[PlannedStep]
+    ) -> PlannedStep:
+        alike = self._planned_alike(traced, others)
+        return alike or self._with_lazy(traced, lambda: self._planned(traced, capture))
+
+    def _planned_alike(self, traced: Captured, others: Sequence[PlannedStep]) -> PlannedStep | None:
+        """The step with a plan that was made where it had read other values, if only numbers in its ops differ."""
+        for other in others:
+            in_parts = partial(self._in_parts, room=other.budget, most=other.most or 0, workspaces={})
+            for form in (fastest, partial(lean, room=other.budget), leanest) if other.most is None else (in_parts,):
+                captured = form(traced).aligned(self.backend.alignment)
+                if captured.is_alike(other.captured):
+                    _log.info("its plan holds for the step as it is now")
+                    return replace(other, captured=captured)
+        return None
+
+    def _learn_with(
+        self,
+        ranks: Ranks,
+        known: _Known | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: Sequence[PlannedStep],
+    ) -> _Known:
+        """As ``_learn``, where there may be other processes."""
         own = Facts(versions(), format_bytes(self.budget), self.policy.name)
         if known is not None and known.facts is not None:
             own = replace(known.facts, is_new=False)
@@ -599,7 +690,7 @@ class Session:
         if not ranks.joined:
             if error is not None or traced is None or capture is None:
                 raise error or RuntimeError("a step was neither captured nor refused; please report it")
-            return _Known(self._with_lazy(traced, lambda: self._planned(traced, capture)), own)
+            return _Known(self._planned_alone(traced, capture, others), own)
         try:
             everyone = ranks.compare(own)
         except BaseException as refused:
@@ -1103,6 +1194,7 @@ class Session:
             if known.runner is not None:
                 known.runner.leave()
         self._known.clear()
+        self._variants.forget()
 
     def _release_arena(self) -> None:
         for known in self._known.values():

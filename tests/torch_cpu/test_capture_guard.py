@@ -54,14 +54,6 @@ def left_in_history(w: World) -> Any:
     return step
 
 
-def counted(w: World) -> Any:
-    def step(x: torch.Tensor) -> Any:
-        w.model.calls += 1
-        return w.learn(x)
-
-    return step
-
-
 def scheduled(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         for group in w.optimizer.param_groups:
@@ -136,7 +128,6 @@ WITHOUT_LINE = [
     (left_in_list, r"Noisy\.kept.*return it"),
     (left_in_closure, r"leaves something behind in total"),
     (left_in_history, r"leaves something behind in history"),
-    (counted, r"Noisy\.calls from 0 to 1"),
     (scheduled, r"settings of AdamW.*after the step"),
     (drawn, r"random numbers from Python"),
     (drawn_from_numpy, r"random numbers from Python or NumPy"),

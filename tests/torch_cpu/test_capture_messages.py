@@ -36,14 +36,6 @@ def added_to_a_list(w: World) -> Any:
     return step
 
 
-def counted(w: World) -> Any:
-    def step(x: torch.Tensor) -> None:
-        w.learn(x)
-        w.model.calls += 1  # here
-
-    return step
-
-
 def rate_changed(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x)
@@ -76,7 +68,7 @@ def read(w: World) -> Any:
 
 
 @pytest.mark.parametrize(
-    "make", [left_on_a_module, added_to_a_list, counted, rate_changed, parameter_replaced, drawn, read]
+    "make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read]
 )
 def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
     world = World()

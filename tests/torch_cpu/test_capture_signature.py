@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,30 +11,12 @@ from torch import nn
 
 from outofcore.capture.signature import Signer
 
-SCALE = 2.0
-
-
 class World:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.closed = 1
-        closed = 1
-
-        def step(x: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            return [self.model(x) * s for s in (SCALE, closed)]
-
-        def close(value: Any) -> None:
-            nonlocal closed
-            closed = value
-
-        self.step, self.close = step, close
-        self.signer = Signer(step, [self.model], [self.optimizer])
+        self.signer = Signer([self.model], [self.optimizer])
         self.args: tuple[Any, ...] = (torch.ones(2, 3),)
-
-
-def set_scale(value: float) -> None:
-    globals()["SCALE"] = value
 
 
 def add_group(w: World) -> None:
@@ -59,9 +40,6 @@ CHANGES: dict[str, tuple[Callable[[World], Any], str]] = {
     "setting": (lambda w: w.optimizer.param_groups[0].update(nesterov=True), "settings of an optimizer"),
     "weight_decay": (lambda w: w.optimizer.param_groups[0].update(weight_decay=0.1), "settings of an optimizer"),
     "momentum": (lambda w: w.optimizer.param_groups[0].update(momentum=0.9), "settings of an optimizer"),
-    "global": (lambda w: set_scale(3.0), "the variable SCALE changed from 2.0 to 3.0"),
-    "closure": (lambda w: w.close(5), "the variable closed changed from 1 to 5"),
-    "closure_type": (lambda w: w.close(1.0), "the variable closed changed from 1 to 1.0"),
     "default_dtype": (lambda w: torch.set_default_dtype(torch.float64), "the default dtype changed"),
     "deterministic": (lambda w: torch.use_deterministic_algorithms(True), "deterministic algorithms changed"),
 }
@@ -78,7 +56,6 @@ SAME: dict[str, Callable[[World], Any]] = {
 @pytest.fixture(autouse=True)
 def _put_back() -> Any:
     yield
-    set_scale(2.0)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
 
@@ -176,36 +153,3 @@ def test_a_structure_seen_before_is_known_again() -> None:
     assert world.signer(world.args, {}).structure != old.structure
     world.model[0] = first
     assert world.signer(world.args, {}).structure == old.structure
-
-
-class Trainer:
-    def __init__(self) -> None:
-        self.model = nn.Linear(3, 3)
-        self.scale = 1.0
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x) * self.scale
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.step(x)
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t.step, lambda t: t, lambda t: functools.partial(t.step)])
-def test_attributes_of_the_steps_own_object_are_part_of_it(wrap: Any) -> None:
-    trainer = Trainer()
-    signer = Signer(wrap(trainer), [trainer.model], [])
-    old = signer((), {})
-    trainer.scale = 2.0
-    assert "self.scale changed from 1.0 to 2.0" in signer.describe_change(old, signer((), {}))
-
-
-def test_a_decorated_step_is_looked_through() -> None:
-    scale = 1
-
-    @torch.no_grad()
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x * scale
-
-    old = Signer(step, [], [])((), {})
-    scale = 2
-    assert Signer(step, [], [])((), {}) != old

@@ -117,6 +117,9 @@ def test_autograd_goes_back_in_the_thread_that_captures() -> None:
         loss.backward()
         return loss
 
-    capture_step(step, [model], [], (torch.ones(2, 4),), {})
+    captured = capture_step(step, [model], [], (torch.ones(2, 4),), {})
+    assert seen == []
+    for effect in captured.effects:
+        effect.apply()
     assert seen == [False]
     assert torch._C._is_multithreading_enabled()

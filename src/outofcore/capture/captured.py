@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
+from outofcore.capture.effects import Effect
 from outofcore.capture.lazy import LazyInitialisation
+from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.units import round_up
@@ -166,6 +168,8 @@ class Captured:
         ranges: what the storages of kind STATE_RANGE are part of. These begin and end at pages, or where that ends.
         replicas: what the step does with each ``DistributedDataParallel``.
         lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
+        reads: the code that ran.
+        effects: what it changed outside of tensors, to be done again when the step has run.
     """
 
     graph: StepGraph
@@ -184,6 +188,19 @@ class Captured:
     ranges: Mapping[int, StateRange] = field(default_factory=dict[int, StateRange])
     lazy: LazyInitialisation | None = None
     replicas: tuple[ReplicaEnd, ...] = ()
+    reads: Reads = field(default_factory=Reads)
+    effects: tuple[Effect, ...] = ()
+
+    def is_alike(self, other: Captured) -> bool:
+        """Whether another capture differs at most in numbers that ops are given, and so can be run by the same plan."""
+
+        def told(captured: Captured) -> tuple[object, ...]:
+            ops = [replace(op, source="", family="") for op in captured.graph.ops]
+            states = [(binding.key, binding.value) for binding in captured.states]
+            rest = (captured.inputs, captured.gradients_left, captured.gradients_cleared, captured.alignment)
+            return captured.graph.storages, ops, captured.graph.outputs, captured.values, states, rest
+
+        return len(self.graph.ops) == len(other.graph.ops) and told(self) == told(other)
 
     def own_bytes(self, storage: int) -> int:
         """The bytes of a storage outside of the arena."""

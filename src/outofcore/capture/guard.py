@@ -5,66 +5,20 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from outofcore._torch_internals import FakeTensor
+from outofcore.capture.effects import Effect, Kept, Outside, effect_of, holds_fake
 from outofcore.capture.lazy import lazy_modules
-from outofcore.capture.provenance import codes_of, join, module_paths, prefix, where_defined, where_set
+from outofcore.capture.provenance import join, module_paths, prefix, where_defined, where_set
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError, InputError
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable outside of the step function that the function names.
-
-    Attributes:
-        read: its value now.
-        write: binds it to another value.
-        before: its value when it was looked up.
-    """
-
-    label: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    before: Any
-
-
-def variables_of(step: Callable[..., Any]) -> list[Variable]:
-    """The closure cells that are filled, and the globals named in the function or in a function inside of it.
-
-    Decorators that keep to ``functools.wraps``, partial functions and callable objects are looked through.
-    """
-    found: list[Variable] = []
-    for function in functions_of(step):
-        code, module = function.__code__, function.__globals__
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if not _is_empty(cell):
-                read, write = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
-                found.append(Variable(name, read, write, cell.cell_contents))
-        for name in dict.fromkeys(name for each in codes_of(code) for name in each.co_names):
-            if name in module:
-                found.append(Variable(name, partial(module.get, name), partial(module.__setitem__, name), module[name]))
-    return found
-
-
-def owner_of(step: Callable[..., Any]) -> Any | None:
-    """The object whose method a step is, or which is itself the step, if it has attributes and is no module."""
-    while isinstance(step, partial):
-        step = step.func
-    owner = getattr(step, "__self__", step if not isinstance(step, FunctionType) else None)
-    if isinstance(owner, nn.Module | type | ModuleType) or not isinstance(getattr(owner, "__dict__", None), dict):
-        return None
-    return owner
 
 
 def functions_of(step: Any) -> Iterator[FunctionType]:
@@ -124,51 +78,8 @@ def _modules_of(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
             yield from _modules_of(child, join(path, name), seen)
 
 
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
-    except ValueError:
-        return True
-    return False
-
-
-# Lists and dicts of the user's that are longer than this are not looked through.
-_LOOK_THROUGH = 4096
 _PLAIN = (int, float, bool, str)
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass
-class _Kept:
-    """A dict, list or set of the user's, as it was: what it is to people, itself, and a copy."""
-
-    label: str
-    live: Any
-    before: Any
-
-    @classmethod
-    def of(cls, label: str, live: Any) -> _Kept:
-        return cls(label, live, live.copy())
-
-    def has_changed(self) -> bool:
-        live, before = self.live, self.before
-        if len(live) != len(before):
-            return True
-        if isinstance(live, dict):
-            return any(live.get(name, live) is not value for name, value in before.items())
-        if isinstance(live, list):
-            return any(new is not old for new, old in zip(live, before, strict=True))
-        return any(item not in before for item in live)
-
-    def put_back(self) -> None:
-        if not self.has_changed():
-            return
-        if isinstance(self.live, list):
-            self.live[:] = self.before
-        else:
-            self.live.clear()
-            self.live.update(self.before)
 
 
 class Guard:
@@ -187,19 +98,21 @@ class Guard:
         self._paths = module_paths(models)
         self._lazy = {id(module) for module in lazy_modules(models)}
         self._modules = list({id(module): module for model in models for module in model.modules()}.values())
-        self._attributes = [_Kept.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules]
-        self._tables = [[_Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
+        self._attributes = [Kept.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules]
+        self._tables = [[Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
         self._optimizers = list(optimizers)
-        self._groups = [[_Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._variables, owner = variables_of(step), owner_of(step)
-        self._owner = [] if owner is None else [_Kept.of(type(owner).__name__, owner.__dict__)]
-        self._containers = [
-            _Kept.of(label, value)
-            for label, value in self._users_values()
-            if type(value) in _CONTAINERS and len(value) <= _LOOK_THROUGH
-        ]
-        self._others = [_Kept.of("", held) for o in optimizers for held in (vars(o), o.param_groups, o.state)]
-        self._others += [_Kept.of("", own) for o in optimizers for own in o.state.values() if isinstance(own, dict)]
+        self._groups = [[Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._others = [Kept.of("", held) for o in optimizers for held in (o.param_groups, o.state)]
+        self._others += [Kept.of("", own) for o in optimizers for own in o.state.values() if isinstance(own, dict)]
+        self._own = [Kept.of(type(o).__name__, vars(o)) for o in optimizers]
+        outside = Outside()
+        outside.skip([group for o in optimizers for group in o.param_groups])
+        outside.skip([held for o in optimizers for held in (o.param_groups, o.state)])
+        outside.reach([(getattr(step, "__qualname__", type(step).__name__), step)])
+        for kept in (*self._attributes, *self._own):
+            outside.reach([(f"{kept.label}.{name}", v) for name, v in kept.before.items() if name not in _OWN_TABLES])
+        outside.reach([(type(model).__name__, type(model)) for model in self._modules])
+        self._variables, self._containers, self._sources = outside.variables, outside.containers, outside.sources
 
     def __enter__(self) -> Guard:
         torch.clear_autocast_cache()
@@ -218,16 +131,11 @@ class Guard:
         for variable in self._variables:
             if variable.read() is not variable.before:
                 variable.write(variable.before)
-        everything = (self._attributes, *self._tables, self._owner, self._containers, *self._groups, self._others)
+        everything = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
         for kept in chain.from_iterable(everything):
             kept.put_back()
-
-    def _users_values(self) -> Iterator[tuple[str, Any]]:
-        for kept in self._attributes:
-            yield from ((f"{kept.label}.{name}", v) for name, v in kept.before.items() if name not in _OWN_TABLES)
-        for kept in self._owner:
-            yield from ((f"{kept.label}.{name}", v) for name, v in kept.before.items())
-        yield from ((variable.label, variable.before) for variable in self._variables)
+        for source in self._sources:
+            source.put_back()
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
         """Buffers that the step replaced by other tensors: path, the old tensor, and what stands there now."""
@@ -239,27 +147,36 @@ class Guard:
                     found.append((join(self._paths[id(module)], name), old, new))
         return found
 
-    def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> None:
+    def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> tuple[Effect, ...]:
         """Refuse a step that leaves something behind where the captured graph could not.
 
         Args:
             source: the user's line that made a fake tensor.
 
+        Returns:
+            what else it changes, to be done again in each step.
+
         Raises:
-            CaptureError: a module, variable or container of the user's would hold a tensor or a count
-                of the capture; or random numbers were drawn that the graph cannot draw again.
+            CaptureError: a module, variable or container of the user's would hold a tensor of the capture; or random
+                numbers were drawn that the graph cannot draw again.
         """
         self._source = source
-        for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True):
-            self._check_module(module, kept, tables)
-        for kept in self._owner:
-            for name, new in kept.live.items():
-                self._check_left(f"{kept.label}.{name}", kept.before.get(name), new)
+        effects = [
+            effect
+            for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True)
+            for effect in self._check_module(module, kept, tables)
+        ]
+        for kept in (*self._own, *self._containers):
+            effect = effect_of(kept)
+            if effect is not None:
+                for name, new in _items_of(kept.live):
+                    self._check_left(kept.label if name is None else f"{kept.label}.{name}", new)
+                effects.append(effect)
         for variable in self._variables:
-            self._check_left(variable.label, variable.before, variable.read())
-        for kept in self._containers:
-            if _holds_fake(kept.live) or (isinstance(kept.live, list) and len(kept.live) != len(kept.before)):
-                raise self._left_behind(kept.label, "a list, dict or set that the step adds to", kept.live)
+            new = variable.read()
+            if new is not variable.before:
+                self._check_left(variable.label, new)
+                effects.append(Effect(variable.label, partial(variable.write, new)))
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(
@@ -281,8 +198,17 @@ class Guard:
                 "before the step and pass them as arguments, or use torch's generator",
                 "random",
             )
+        for source in self._sources:
+            if source.has_moved():
+                lost = "; the capture has taken from it what cannot be put back" if source.write is None else ""
+                raise self._refusal(
+                    f"the step takes numbers or items from {source.label}: they would be frozen into the step; take "
+                    f"them before the step and pass them as arguments{lost}",
+                    source.label.rpartition(".")[2],
+                )
+        return tuple(effects)
 
-    def _check_module(self, module: nn.Module, kept: _Kept, tables: list[_Kept]) -> None:
+    def _check_module(self, module: nn.Module, kept: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
@@ -302,25 +228,17 @@ class Guard:
         recomputed = {
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }
+        # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
+        # And a lazy module learns its sizes once.
         for name, new in kept.live.items():
-            old = kept.before.get(name)
-            # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
-            # And a lazy module learns its sizes once.
-            if name not in recomputed and (id(module) not in self._lazy or _holds_fake(new)):
-                self._check_left(f"{kept.label}.{name}", old, new, module)
+            if name not in recomputed and kept.before.get(name, kept) is not new:
+                self._check_left(f"{kept.label}.{name}", new, module)
+        effect = None if id(module) in self._lazy else effect_of(kept, recomputed)
+        return () if effect is None else (effect,)
 
-    def _check_left(self, label: str, old: Any, new: Any, module: nn.Module | None = None) -> None:
-        if new is old:
-            return
-        if _holds_fake(new):
+    def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:
+        if holds_fake(new):
             raise self._left_behind(label, "a tensor that the step stores", new, module)
-        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and not _same(old, new):
-            raise self._refusal(
-                f"the step changes {label} from {old!r} to {new!r}: the change would happen once and not in each step; "
-                "count outside of the step, or keep the count in a buffer",
-                label.rpartition(".")[2],
-                module,
-            )
 
     def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
         made = next((line for tensor in leaves_in(held) if (line := self._source(tensor))), "")
@@ -341,10 +259,8 @@ class Guard:
         return CaptureError(f"{where}: {text}" if where else text, where)
 
 
-def _holds_fake(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | dict) and len(value) <= _LOOK_THROUGH:
-        return any(isinstance(item, FakeTensor) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, FakeTensor)
+def _items_of(held: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(held)) if isinstance(held, dict) else [(None, item) for item in held]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -46,6 +46,13 @@ def is_users_file(name: str) -> bool:
     return not name.startswith(_STANDARD) or any(part in name for part in _INSTALLED)
 
 
+@functools.lru_cache(maxsize=4096)
+def is_installed(module: str) -> bool:
+    """Whether a module, given by its name, is that of an installed package, of the standard library or of PyTorch."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module != "__main__" and bool(file) and not _is_own_file(file)
+
+
 def _frames() -> Iterator[FrameType]:
     """The frames on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)

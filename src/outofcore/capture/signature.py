@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from outofcore._torch_internals import sdp_backends_enabled, tree_flatten
+from outofcore._torch_internals import function_modes, sdp_backends_enabled, tree_flatten
 from outofcore.capture.captured import CPU
-from outofcore.capture.guard import Variable, owner_of, variables_of
 from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.replicas import parallel_models, phase
@@ -40,7 +39,8 @@ class Signature(NamedTuple):
         grad_strides: of each ``.grad`` that is there: kernels go by them.
         settings: of the optimizers, those that decide what state there is and which kernels run.
         surroundings: modes of PyTorch.
-        variables: plain values that the step function sees outside of itself.
+        phases: of wrappers that do something else in some steps.
+        variant: which of the captures that differ in nothing else; by the Python values that they have read.
     """
 
     leaves: tuple[Any, ...]
@@ -52,7 +52,8 @@ class Signature(NamedTuple):
     grad_strides: tuple[tuple[int, ...] | None, ...]
     settings: tuple[Any, ...]
     surroundings: tuple[Any, ...]
-    variables: tuple[Any, ...]
+    phases: tuple[Any, ...]
+    variant: int = 0
 
 
 def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
@@ -77,7 +78,6 @@ class Signer:
 
     def __init__(
         self,
-        step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device = CPU,
@@ -86,9 +86,6 @@ class Signer:
         self._device = device
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self._variables = variables_of(step)
-        owner = owner_of(step)
-        self._owner: dict[str, Any] = {} if owner is None else owner.__dict__
         self._structures: dict[tuple[Any, ...], int] = {}
         self._held: list[Any] = []
         self._names: list[str] = []
@@ -156,12 +153,7 @@ class Signer:
             tuple(map(_strides, gradients)),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             tuple([read() for read in _SURROUNDINGS.values()]),
-            (
-                *[_variable(v) for v in self._variables],
-                *_plain_items(self._owner),
-                *self._begun_averages(),
-                *self._phases(),
-            ),
+            (*self._begun_averages(), *self._phases()),
         )
 
     def _phases(self) -> list[tuple[str, Any]]:
@@ -232,8 +224,8 @@ class Signer:
         for name, before, after in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
             if before != after:
                 changes.append(f"{name} changed from {before} to {after}")
-        if old.variables != new.variables:
-            changes += _variable_changes(old.variables, new.variables)
+        if old.phases != new.phases:
+            changes += _phase_changes(old.phases, new.phases)
         if len(changes) > 4:
             changes = [*changes[:4], f"and {len(changes) - 4} more"]
         return ", ".join(changes) or "nothing"
@@ -255,21 +247,16 @@ _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "the default dtype": torch.get_default_dtype,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "the attention kernels allowed": sdp_backends_enabled,
+    "the modes that functions of PyTorch run in": lambda: tuple(
+        [(type(mode).__qualname__, str(getattr(mode, "device", ""))) for mode in function_modes()]
+    ),
+    "the fast path of attention": torch.backends.mha.get_fastpath_enabled,
 }
 
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
     flags = [(k, v) for k, v in group.items() if v is None or v.__class__ is bool or v.__class__ is str]
     return (*flags, *[bool(group[name]) for name in _ZERO_SAVES if name in group])
-
-
-def _variable(variable: Variable) -> tuple[str, Any]:
-    value = variable.read()
-    return variable.label, (value.__class__, value) if value.__class__ in _PLAIN else value.__class__
-
-
-def _plain_items(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"self.{k}", (v.__class__, v)) for k, v in attributes.items() if v.__class__ in _PLAIN]
 
 
 def _is_hashable(item: Any) -> bool:
@@ -317,10 +304,10 @@ def _stride_changes(names: list[str], old: Sequence[Any], new: Sequence[Any]) ->
     return [changed[0] + (f" (and {len(changed) - 1} more)" if changed[1:] else "")] if changed else []
 
 
-def _variable_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+def _phase_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     before, after = dict(old), dict(new)
     return [
-        f"the variable {name} changed from {_constant(before.get(name, type(None)))} "
+        f"{name} changed from {_constant(before.get(name, type(None)))} "
         f"to {_constant(after.get(name, type(None)))}"
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)

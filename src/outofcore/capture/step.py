@@ -30,6 +30,7 @@ from outofcore.capture.optimizer_steps import StepRecorder
 from outofcore.capture.passes import gathered_late
 from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance, users_part
+from outofcore.capture.reads import Reads
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import pointed_to_loops, translated
 from outofcore.capture.replicas import Replicas, check_supported
@@ -133,7 +134,7 @@ def _captured(
     counts = average_counts(models)
     if device is None:
         device = next((tensor.device for tensor in _tensors_of(models, optimizers, args, kwargs)), CPU)
-    tables = Tables(device)
+    tables, reads = Tables(device), Reads()
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables, gradients, None if shards is None else Sharding(shards, mode, tables))
@@ -156,7 +157,7 @@ def _captured(
             uncompiled(models),
             replicas.following(),
         ):
-            result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder)
+            result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder, reads)
 
         def run(func: Any, *operands: torch.Tensor) -> torch.Tensor:
             with mode, recorder, torch.no_grad():
@@ -164,20 +165,23 @@ def _captured(
 
         ending = read_ending(result, mirror, tables, guard, run)
         del result
-        guard.check(tables.source_of)
+        effects = guard.check(tables.source_of)
         recorder.check()
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
     captured = gathered_late(assemble(tables, mirror, steps.bindings, ending))
-    return replace(captured, lazy=lazy if lazy else None, replicas=replicas.ends()), replicas.unknown()
+    captured = replace(captured, lazy=lazy if lazy else None, replicas=replicas.ends(), reads=reads, effects=effects)
+    return captured, replicas.unknown()
 
 
-def _trace(step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder) -> Any:
+def _trace(
+    step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder, reads: Reads
+) -> Any:
     try:
         # On a GPU autograd would go back in a thread of its own, whose nodes have numbers of their own and whose stack
         # has no line of the user's. What runs, and in which order, is the same.
-        with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder:
+        with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder, reads.noted():
             result = step()
     except CaptureError:
         raise

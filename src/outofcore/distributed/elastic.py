@@ -39,7 +39,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
-from outofcore.capture.guard import owner_of
 from outofcore.capture.patching import patched
 from outofcore.capture.refusals import refusal
 from outofcore.checkpoint.loading import Checkpoint
@@ -160,10 +159,6 @@ def phases(
             model.zero_grad(set_to_none=True)
         return None
 
-    owner = owner_of(step)
-    if owner is not None:
-        # Its attributes are looked at before every step.
-        vars(phase)["__self__"] = owner
     return phase
 
 

@@ -1,0 +1,334 @@
+"""What a step changes in the user's Python objects: found when it is captured, and done again in each step.
+
+A capture leaves everything as it was. A captured step runs no Python, so what its code would have changed outside of
+tensors (a count, an item of a dict, an attribute) is written down and changed when the step has run. That is right as
+long as what the code reads is as it was (``capture.snapshot``): a count that a step reads and raises is another one in
+the next call, which captures it anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import FakeTensor
+from outofcore.capture.provenance import codes_of, is_installed
+from outofcore.capture.reads import Origin, origin_of
+
+# Lists and dicts of the user's that are longer than this are not looked through.
+LOOK_THROUGH = 4096
+_MOST_CONTAINERS = 100_000
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, collections.Counter)
+_LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device, types.CodeType)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable outside of the step function that a function names, or an attribute of a class.
+
+    Attributes:
+        read: its value now.
+        write: binds it to another value.
+        before: its value when it was looked up.
+    """
+
+    label: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    before: Any
+
+
+@dataclass
+class Kept:
+    """A dict, list, set or deque of the user's, as it was: what it is to people, itself, and a copy."""
+
+    label: str
+    live: Any
+    before: Any
+
+    @classmethod
+    def of(cls, label: str, live: Any) -> Kept:
+        """As it is now."""
+        return cls(label, live, _copy(live))
+
+    def has_changed(self) -> bool:
+        """Whether there are other items in it."""
+        live, before = self.live, self.before
+        if len(live) != len(before):
+            return True
+        if isinstance(live, dict):
+            return any(dict.get(live, name, live) is not value for name, value in dict.items(before))
+        if isinstance(live, list | deque):
+            return any(new is not old for new, old in zip(live, before, strict=True))
+        return any(item not in before for item in live)
+
+    def put_back(self) -> None:
+        """Have the items in it that were there."""
+        if self.has_changed():
+            _fill(self.live, self.before)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What gives something else each time that it is asked: a random generator of Python's or NumPy's, or an iterator.
+
+    Attributes:
+        read: where it is; to be compared.
+        write: brings it to such a place; None: there is no way back.
+        before: where it was.
+    """
+
+    label: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any] | None
+    before: Any
+
+    def has_moved(self) -> bool:
+        """Whether it has been asked."""
+        return bool(self.read() != self.before)
+
+    def put_back(self) -> None:
+        """Bring it to where it was, if that can be done."""
+        if self.write is not None and self.has_moved():
+            self.write(self.before)
+
+
+def _setter(bits: Any, state: Any) -> Callable[[Any], None]:
+    return lambda _: setattr(bits, "state", state)
+
+
+def _position(iterator: Iterator[Any]) -> Any:
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        if frame is None:
+            return None
+        return frame.f_lasti, {name: repr(v) if isinstance(v, int | float) else id(v) for name, v in frame.f_locals.items()}
+    hint = getattr(iterator, "__length_hint__", None)
+    return repr(iterator) if hint is None else hint()
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change of one container or variable.
+
+    Attributes:
+        label: what it is to people.
+        apply: makes the change.
+    """
+
+    label: str
+    apply: Callable[[], None]
+
+
+def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
+    """The change of a container since it was kept, but for some items of a dict; None: there is none."""
+    live, before, after = kept.live, kept.before, _copy(kept.live)
+    if isinstance(live, dict):
+        gone = set(before).difference(after, without)
+        new = {
+            key: value
+            for key, value in dict.items(after)
+            if dict.get(before, key, before) is not value and key not in without
+        }
+        if not gone and not new:
+            return None
+
+        def change() -> None:
+            for key in gone:
+                live.pop(key, None)
+            live.update(new)
+
+        return Effect(kept.label, change)
+    if not kept.has_changed():
+        return None
+    if isinstance(live, list | deque) and len(after) > len(before):
+        if all(a is b for a, b in zip(before, after, strict=False)):
+            added = list(after)[len(before) :]
+            return Effect(kept.label, lambda: live.extend(added))
+    return Effect(kept.label, lambda: _fill(live, after))
+
+
+def _copy(live: Any) -> Any:
+    # The copy of a subclass is one, and may look at what is in it.
+    return dict(live) if isinstance(live, dict) else live.copy()
+
+
+def _fill(live: Any, items: Any) -> None:
+    if isinstance(live, list):
+        live[:] = items
+    elif isinstance(live, deque):
+        live.clear()
+        live.extend(items)
+    else:
+        live.clear()
+        live.update(items)
+
+
+def holds_fake(value: Any, depth: int = 4) -> bool:
+    """Whether a value has a fake tensor in it, as far as that can be seen."""
+    if isinstance(value, FakeTensor):
+        return True
+    if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
+        return False
+    inside = _inside(value)
+    return len(inside) <= LOOK_THROUGH and any(holds_fake(item, depth - 1) for item in inside)
+
+
+def _inside(value: Any) -> list[Any]:
+    found: list[Any] = []
+    if isinstance(value, dict):
+        found += dict.values(value)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        found += value
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        found += held.values()
+    return found
+
+
+class Outside:
+    """The containers and variables that a step can change, as far as they are within reach of its own code.
+
+    Functions of installed packages are not looked into: their globals are no business of a step's.
+    """
+
+    def __init__(self) -> None:
+        self.variables: list[Variable] = []
+        self.containers: list[Kept] = []
+        self.sources: list[Source] = []
+        self._seen: dict[int, Any] = {}
+        self._stack: list[tuple[str, Any]] = []
+
+    def skip(self, held: Iterable[Any]) -> None:
+        """Leave out what somebody else sees to."""
+        self._seen.update((id(one), one) for one in held)
+
+    def reach(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Take note of what is within reach of values, given with their names."""
+        self._stack += values
+        while self._stack and len(self.containers) < _MOST_CONTAINERS:
+            label, value = self._stack.pop()
+            if isinstance(value, _LEAVES) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._stack += self._parts(label, value)
+
+    def _parts(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, types.FunctionType):
+            yield from self._of_function(value)
+        elif isinstance(value, types.MethodType):
+            yield label.rpartition(".")[0] or label, value.__self__
+            yield label, value.__func__
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            yield label.rpartition(".")[0] or label, value.__self__
+        elif isinstance(value, functools.partial):
+            yield from ((label, part) for part in (value.func, value.args, value.keywords))
+        elif isinstance(value, property):
+            yield label, value.fget
+        elif isinstance(value, staticmethod | classmethod):
+            yield label, value.__func__
+        elif isinstance(value, type):
+            yield from self._of_class(value)
+        elif type(value) in _CONTAINERS:
+            if len(value) <= LOOK_THROUGH:
+                self.containers.append(Kept.of(label, value))
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from ((f"{label}[{key!r}]", item) for key, item in items if not isinstance(item, _LEAVES))
+        elif isinstance(value, tuple | frozenset):
+            if len(value) <= LOOK_THROUGH:
+                yield from ((label, item) for item in value)
+        elif isinstance(value, random.Random):
+            self.sources.append(Source(label, value.getstate, value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator | np.random.RandomState):
+            bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
+            self.sources.append(Source(label, lambda: repr(bits.state), _setter(bits, bits.state), repr(bits.state)))
+        elif isinstance(value, Iterator) and not isinstance(value, nn.Module):
+            read = functools.partial(_position, value)
+            self.sources.append(Source(label, read, None, read()))
+        elif not isinstance(value, types.ModuleType | nn.Module | Optimizer):
+            yield from self._of_object(label, value)
+
+    def _of_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+        kind = type(value)
+        if origin_of(str(kind.__module__)) is Origin.OTHER:
+            return
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self._seen[id(held)] = held
+            self.containers.append(Kept.of(label, held))
+            yield from ((f"{label}.{name}", item) for name, item in held.items() if not isinstance(item, _LEAVES))
+        for each in kind.__mro__:
+            yield each.__qualname__, each
+        for name in slots_of(kind):
+            if not name.startswith("__") and hasattr(value, name):
+                yield from self._variable(
+                    f"{label}.{name}", functools.partial(getattr, value, name), functools.partial(setattr, value, name)
+                )
+        if isinstance(value, dict) and len(value) <= LOOK_THROUGH:  # of a class of its own
+            yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
+
+    def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
+        if not _is_own(str(kind.__module__)):
+            return
+        for name, item in list(vars(kind).items()):
+            if isinstance(item, types.FunctionType | staticmethod | classmethod | property):
+                yield f"{kind.__qualname__}.{name}", item
+            elif not name.startswith("__"):
+                read, write = functools.partial(getattr, kind, name), functools.partial(setattr, kind, name)
+                yield from self._variable(f"{kind.__qualname__}.{name}", read, write)
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped
+        if not _is_own(str(function.__globals__.get("__name__", ""))) and function.__closure__ is None:
+            return
+        code, module = function.__code__, function.__globals__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
+            except ValueError:
+                continue
+            read = functools.partial(getattr, cell, "cell_contents")
+            yield from self._variable(name, read, functools.partial(setattr, cell, "cell_contents"))
+        if function.__dict__:
+            self.containers.append(Kept.of(function.__qualname__, function.__dict__))
+            yield from function.__dict__.items()
+        for item in (function.__defaults__ or (), function.__kwdefaults__ or ()):
+            yield f"a default of {function.__qualname__}", item
+        if not _is_own(str(module.get("__name__", ""))):
+            return
+        for name in dict.fromkeys(name for each in codes_of(code) for name in each.co_names):
+            if name in module:
+                read, write = functools.partial(module.get, name), functools.partial(module.__setitem__, name)
+                yield from self._variable(name, read, write)
+
+    def _variable(
+        self, label: str, read: Callable[[], Any], write: Callable[[Any], None]
+    ) -> Iterator[tuple[str, Any]]:
+        value = read()
+        self.variables.append(Variable(label, read, write, value))
+        yield label, value
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """The names of attributes that objects of a class have elsewhere than in a dict."""
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _is_own(module: str) -> bool:
+    """Whether a module is neither of an installed package nor of the standard library."""
+    return origin_of(module) is Origin.USER and not is_installed(module)

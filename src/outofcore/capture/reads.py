@@ -1,0 +1,235 @@
+"""Which Python values the code of a step can read, found while the step is captured.
+
+Python does not tell who reads an attribute. But the code objects that run are known, and each lists the names that it
+loads: attributes, globals, free variables, and text that may be a key. What has none of these names is not read by it.
+This is the idea of guards in tracing compilers (TorchDynamo), turned round: these interpret the byte code and guard each
+load; here the code runs as it is, and every value under a loaded name counts as read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from outofcore.compiling import load_functions
+
+_log = logging.getLogger("outofcore")
+
+_SOURCE = Path(__file__).with_name("reads.cpp")
+
+
+class Origin(Enum):
+    """Whose code it is, as far as that tells what it may read."""
+
+    USER = "user"  # the user's, or an installed package's: any object
+    TORCH = "torch"  # of PyTorch's modules: modules, and globals of its own
+    OTHER = "other"  # below the operators of PyTorch, in the standard library or here: nothing of the user's
+
+
+# Packages of PyTorch whose code reads attributes of modules; what else there is only sees tensors.
+_TORCH_MODULES = ("torch.nn.", "torch.ao.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils.checkpoint")
+# Of the standard library, what reads attributes of the objects that it is given.
+_READING = frozenset(
+    ("argparse", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "operator", "os", "types")
+)
+# Code that loads one of these may read any attribute of an object that it has, or any item.
+_READS_ATTRIBUTES = frozenset(
+    ("vars", "__dict__", "asdict", "astuple", "attrgetter", "copy", "deepcopy", "dir", "fields", "eval", "exec")
+    + ("__getstate__", "__getattribute__")
+)
+_READS_ITEMS = frozenset(("items", "values", "copy", "dict", "format_map", "itemgetter", "keys"))
+_READS_BY_NAME = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__", "__getattr__"))
+# Code that loads one of these may find a module by its name.
+_FINDS_MODULES = frozenset(("modules", "import_module", "__import__", "globals", "eval", "exec"))
+_LOADS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM", "DELETE_ATTR"))
+_NOT_LOOKED_INTO = (int, float, str, bytes, type(None), ModuleType, type, torch.Tensor)
+_LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What code loads by name.
+
+    Attributes:
+        attributes: of objects.
+        keys: text that may be the key of an item.
+        globals: of its module.
+        all_attributes: whether it may read attributes by names that are made when it runs.
+        all_items: likewise items of a dict.
+        imports: modules that it may import.
+        finds_modules: whether it may find modules otherwise, its own among them.
+    """
+
+    attributes: frozenset[str]
+    keys: frozenset[str]
+    globals: frozenset[str]
+    all_attributes: bool
+    all_items: bool
+    imports: frozenset[str]
+    finds_modules: bool
+
+
+@functools.lru_cache(maxsize=65536)
+def names_of(code: CodeType) -> Names:
+    """The names that code loads, without those of functions inside of it: these run as code of their own."""
+    attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        matches = matches or instruction.opname == "MATCH_CLASS"
+        if instruction.opname in _LOADS_ATTRIBUTE and isinstance(name, str):
+            attributes.add(name)
+        elif instruction.opname in _LOADS_GLOBAL:
+            globals_.add(name)
+        elif instruction.opname == "IMPORT_NAME":
+            imports.add(name)
+    _add_text(code.co_consts, text)
+    loaded = attributes | globals_
+    all_attributes = not _READS_ATTRIBUTES.isdisjoint(loaded) or _reads_by_made_names(code, globals_)
+    if matches or not _READS_BY_NAME.isdisjoint(loaded):
+        attributes |= text
+    all_items = not _READS_ITEMS.isdisjoint(loaded)
+    finds_modules = not _FINDS_MODULES.isdisjoint(loaded)
+    return Names(
+        frozenset(attributes),
+        frozenset(text),
+        frozenset(globals_),
+        all_attributes,
+        all_items,
+        frozenset(imports | text if finds_modules else imports),
+        finds_modules,
+    )
+
+
+def _add_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
+    for value in values:
+        if isinstance(value, str):
+            text.add(value)
+        elif isinstance(value, bytes):
+            text.add(value.decode(errors="replace"))
+        elif isinstance(value, tuple | frozenset):
+            _add_text(value, text)
+
+
+def _reads_by_made_names(code: CodeType, globals_: set[str]) -> bool:
+    """Whether code calls ``getattr`` with a name that is no constant."""
+    if _READS_BY_NAME.isdisjoint(globals_):
+        return False
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
+    for place, instruction in enumerate(instructions):
+        if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
+            continue
+        # The object is loaded first, perhaps by a chain of attributes, then the name, and perhaps a default.
+        rest = [i.opname for i in instructions[place + 2 :] if i.opname not in ("LOAD_ATTR", "COPY", "KW_NAMES")]
+        if rest[:1] != ["LOAD_CONST"] or not any(name.startswith("CALL") for name in rest[1:3]):
+            return True
+    return False
+
+
+@functools.cache
+def origin_of(module: str) -> Origin:
+    """Whose code a module of that name has."""
+    package = module.partition(".")[0]
+    if package == "outofcore":
+        return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER
+    if package == "torch":
+        return Origin.TORCH if f"{module}.".startswith(_TORCH_MODULES) else Origin.OTHER
+    if package in sys.stdlib_module_names:
+        return Origin.USER if package in _READING else Origin.OTHER
+    return Origin.USER
+
+
+@dataclass
+class Reads:
+    """The code that has run, by whose it is.
+
+    Attributes:
+        codes: of the user's and of PyTorch's modules, each with the globals that it ran with.
+        whole: objects of which any attribute or item may have been read, by their ids.
+    """
+
+    codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(
+        default_factory=dict[int, tuple[CodeType, dict[str, Any], Origin]]
+    )
+    whole: dict[int, Any] = field(default_factory=dict[int, Any])
+    _held: list[CodeType] = field(default_factory=list[CodeType])
+
+    def clear(self) -> None:
+        """Let go of it all."""
+        self.codes.clear()
+        self.whole.clear()
+        self._held.clear()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the code that this thread runs meanwhile."""
+        previous = sys.getprofile()
+        library = load_comparing()
+        seen: dict[int, bool] = {}
+
+        def on_event(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call" and seen.get(id(frame.f_code), True):
+                seen[id(frame.f_code)] = self._note(frame)
+
+        tell = self._note
+        if library is None:
+            sys.setprofile(on_event)
+        else:
+            library.outofcore_tell_of_code(id(tell))
+        try:
+            yield
+        finally:
+            if library is None:
+                sys.setprofile(None)
+            else:
+                library.outofcore_tell_of_code(None)
+            # A profiler of the standard library is no function, and puts itself back.
+            if previous is not None and hasattr(previous, "enable"):
+                previous.enable()  # type: ignore[attr-defined]
+            elif previous is not None:
+                sys.setprofile(previous)
+
+    def _note(self, frame: FrameType) -> bool:
+        """Note what runs; whether its next call is to be noted as well."""
+        code = frame.f_code
+        if id(code) not in self.codes:
+            origin = origin_of(str(frame.f_globals.get("__name__", "")))
+            if origin is Origin.OTHER:
+                self._held.append(code)  # lest another one gets its id
+                return False
+            self.codes[id(code)] = code, frame.f_globals, origin
+        _, globals_, origin = self.codes[id(code)]
+        names = names_of(code)
+        if origin is not Origin.USER or not (names.all_attributes or names.all_items):
+            return False
+        for value in (*frame.f_locals.values(), *[globals_.get(name) for name in names.globals]):
+            held = getattr(value, "__dict__", {}) if not isinstance(value, _NOT_LOOKED_INTO) else {}
+            # What it may go on to from there as well.
+            for each in (value, *[held[name] for name in names.attributes if name in held]):
+                if not isinstance(each, _NOT_LOOKED_INTO) and (names.all_attributes or isinstance(each, dict)):
+                    self.whole[id(each)] = each
+        return True
+
+
+@functools.cache
+def load_comparing() -> ctypes.PyDLL | None:
+    """The library of ``reads.cpp``; None where it cannot be built, and Python then does the same."""
+    functions = {
+        "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
+        "tell_of_code": ((ctypes.c_void_p,), None),
+    }
+    library, reason = load_functions(_SOURCE, (), functions, ctypes.PyDLL)
+    if library is None:
+        _log.info("values that a step has read are compared by Python: %s", reason)
+    return library

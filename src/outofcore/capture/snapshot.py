@@ -1,0 +1,452 @@
+"""The Python values that a captured step has read, and whether one of them has changed since.
+
+Before each call they are compared by identity, in native code; what is another object is looked at once more, as two
+numbers may be equal. Parameters, buffers and flags of modules are no part of it: ``capture.signature`` sees to them.
+
+What cannot be seen: files, the clock, state inside of extension modules, iterators and generators, contents of arrays of
+more than 64 KiB and of containers of more than 4096 items, and tensors, which a step has to be given.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextvars
+import enum
+import functools
+import gc
+import logging
+import random
+import sys
+import types
+from array import array
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore.capture.effects import slots_of
+from outofcore.capture.reads import Origin, Reads, load_comparing, names_of, origin_of
+
+
+class Kind(IntEnum):
+    """What an entry compares: as ``Kind`` in reads.cpp."""
+
+    ITEM = 0  # of a dict
+    ATTRIBUTE = 1  # of an object
+    CELL = 2  # of a closure
+    LIST = 3  # all items of a list
+    SIZE = 4  # of a dict
+    TYPE = 5  # of an object
+    CALL = 6  # whatever a function compares
+
+
+# Of containers that are larger, what is in their items is not looked at.
+_LOOK_THROUGH = 4096
+# Of lists that are larger, which items there are is not compared.
+_LONGEST_LIST = 65536
+# All items of dicts up to this size are compared, and of larger ones those whose keys the code names.
+_SMALL_DICT = 64
+_LARGEST_ARRAY = 65536  # bytes
+_MOST_ENTRIES = 500_000
+
+_ABSENT = object()
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, range, slice)
+_SCALARS = (int, float, complex, bool, str, bytes, torch.device, torch.Size, range)
+# What says nothing of numbers, or belongs to the system.
+_OPAQUE = (logging.Logger, logging.Handler, torch.Generator, types.CodeType, types.FrameType, types.CoroutineType)
+_OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training"))
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+class Snapshot:
+    """The values that some code can read, as they are when this is made.
+
+    Args:
+        reads: the code.
+        roots: what it begins with, by name: the step, its models, its optimizers.
+        parameters: whose hooks are read.
+    """
+
+    def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
+        walk = _Walk(reads)
+        for label, parameter in parameters:
+            for name in _TENSOR_HOOKS:
+                walk.attribute(parameter, name, f"the hooks of {label}")
+        for label, root in roots:
+            walk.visit(root, label)
+        walk.globals_of_code()
+        walk.run()
+        self._entries = walk.entries
+        self._relevant = walk.relevant
+        self._held = [(owner, key, value) for _, owner, key, value, _, _ in walk.entries]
+        self._table = np.array(
+            [
+                (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
+                for kind, owner, key, value, count, _ in walk.entries
+            ],
+            np.int64,
+        ).reshape(-1, 5)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def change(self) -> str | None:
+        """What has changed, in words; None: nothing that makes a difference."""
+        library, start, count = load_comparing(), 0, len(self._entries)
+        address = self._table.ctypes.data
+        while True:
+            if library is not None:
+                start = library.outofcore_first_change(address, count, start)
+            else:
+                start = next((k for k in range(start, count) if not _is_same(*self._entries[k])), count)
+            if start == count:
+                return None
+            told = self._compared(start)
+            if told is not None:
+                return told
+            start += 1
+
+    def _compared(self, place: int) -> str | None:
+        """Look closely at an entry that seems to be another one; if it is equal, this one is compared from now on."""
+        kind, owner, key, before, count, label = self._entries[place]
+        match kind:
+            case Kind.SIZE:
+                names, known = self._relevant[place]
+                if _named(owner, names) != known:
+                    return f"{label} has other items or attributes"
+                count = len(owner)
+            case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
+                now = _now(kind, owner, key)
+                if not _is_equal(before, now):
+                    return f"{label} {_told(before, now)}"
+                before = now
+                count = len(now) if count >= 0 else -1
+            case Kind.LIST:
+                now = tuple(owner)
+                if len(now) != len(before) or not all(map(_is_equal, before, now)):
+                    return f"{label} has other items"
+                before = now
+            case Kind.TYPE:
+                return f"{label} has become a {type(owner).__name__}"
+            case Kind.CALL:
+                return f"the contents of {label} changed"
+        self._entries[place] = kind, owner, key, before, count, label
+        self._held[place] = owner, key, before
+        self._table[place, 3:] = 0 if before is _ABSENT else id(before), count
+        return None
+
+
+_Entry = tuple[Kind, Any, Any, Any, int, str]
+
+
+def _now(kind: Kind, owner: Any, key: Any) -> Any:
+    if kind is Kind.ITEM:
+        return dict.get(owner, key, _ABSENT)
+    if kind is Kind.CELL:
+        try:
+            return owner.cell_contents
+        except ValueError:
+            return _ABSENT
+    return getattr(owner, key, _ABSENT)
+
+
+def _is_same(kind: Kind, owner: Any, key: Any, before: Any, count: int, label: str) -> bool:
+    match kind:
+        case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
+            return _now(kind, owner, key) is before and (count < 0 or len(before) == count)
+        case Kind.LIST:
+            return len(owner) == count and all(a is b for a, b in zip(owner, before, strict=True))
+        case Kind.SIZE:
+            return len(owner) == count
+        case Kind.TYPE:
+            return type(owner) is before
+        case _:
+            return bool(before())
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    if before is now:
+        # The same dict, and of another size, where that is compared.
+        return not isinstance(now, dict)
+    if type(before) is not type(now):
+        return False
+    if isinstance(now, torch.Tensor):
+        return False
+    if isinstance(now, tuple):
+        return len(before) == len(now) and all(map(_is_equal, before, now))
+    if isinstance(now, types.MethodType):  # made anew each time that it is looked up
+        return before.__func__ is now.__func__ and before.__self__ is now.__self__
+    if isinstance(now, np.generic):
+        return bool(before == now) or bool(before != before and now != now)  # noqa: PLR0124 - only nan differs from itself
+    if isinstance(now, float) and before == 0.0 == now:
+        return str(before) == str(now)
+    return isinstance(now, _SCALARS) and (before == now or (before != before and now != now))  # noqa: PLR0124
+
+
+def _told(before: Any, now: Any) -> str:
+    def said(value: Any) -> str:
+        if value is _ABSENT:
+            return "nothing"
+        return repr(value)[:80] if isinstance(value, (*_PLAIN, np.generic)) else f"a {type(value).__name__}"
+
+    if before is now:
+        return "has other items"
+    if said(before) == said(now):
+        return f"is another {type(now).__name__}"
+    return f"changed from {said(before)} to {said(now)}"
+
+
+def _named(held: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
+    """The keys that may be read; what is no text has no name."""
+    return frozenset(key for key in held if names is None or key in names or not isinstance(key, str))
+
+
+class _Walk:
+    """Goes from the roots along what the code names, and writes down the values on the way."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.entries: list[_Entry] = []
+        self.relevant: dict[int, tuple[frozenset[str] | None, frozenset[Any]]] = {}
+        self._reads = reads
+        self._codes = reads.codes
+        of_user = [names_of(code) for code, _, origin in reads.codes.values() if origin is Origin.USER]
+        of_torch = [names_of(code) for code, _, origin in reads.codes.values() if origin is Origin.TORCH]
+        self._user: frozenset[str] = frozenset().union(*(names.attributes for names in of_user))
+        self._all: frozenset[str] = self._user.union(*(names.attributes for names in of_torch))
+        self._keys: frozenset[str] = frozenset().union(*(names.keys for names in of_user))
+        self._user_keys = self._keys | self._user  # some objects give their items as attributes
+        self._seen: dict[int, Any] = {}
+        self._functions: set[int] = set()  # of which code functions were found
+        self._classes: set[type] = set()
+        self._stack: list[tuple[Any, str, bool]] = []
+
+    # What is compared
+
+    def _add(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, count: int = -1) -> None:
+        self.entries.append((kind, owner, key, value, count, label))
+
+    def _value(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
+        if isinstance(value, torch.Tensor) and not (kind is Kind.CELL or isinstance(value, nn.Parameter)):
+            return  # it would be held, and the step has to be given it
+        count = len(value) if type(value) in (dict, collections.OrderedDict) and not value else -1
+        self._add(kind, owner, key, value, label, count)
+        if count < 0 and not isinstance(value, _PLAIN):
+            self._stack.append((value, label, named))
+
+    def attribute(self, owner: Any, name: str, label: str) -> None:
+        """Compare an attribute that is not in the ``__dict__`` of its object."""
+        value = getattr(owner, name, _ABSENT)
+        count = len(value) if isinstance(value, dict) else -1
+        self._add(Kind.ATTRIBUTE, owner, name, value, label, count)
+        if isinstance(value, dict):
+            self.visit(value, label)
+        elif value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
+            self._stack.append((value, label, False))
+
+    def _size(self, held: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
+        self.relevant[len(self.entries)] = names, _named(held, names)
+        self._add(Kind.SIZE, held, None, None, label, len(held))
+
+    # Where it goes
+
+    def visit(self, value: Any, label: str) -> None:
+        """Go to a value, later on."""
+        self._stack.append((value, label, False))
+
+    def run(self) -> None:
+        """Go to all that there is to go to."""
+        self._drain()
+        # Functions that have run and were not found yet, since what has them is no part of the step.
+        inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
+        lost = [
+            code
+            for key, (code, held, _) in self._codes.items()
+            if code.co_freevars
+            and not (key in self._functions or key in inner)
+            # That of the standard library is shared by all that it decorates.
+            and str(held.get("__name__", "")).partition(".")[0] not in (*sys.stdlib_module_names, "torch")
+        ]
+        for function in gc.get_referrers(*lost) if lost else ():
+            if isinstance(function, types.FunctionType):
+                self.visit(function, function.__qualname__)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._stack and len(self.entries) < _MOST_ENTRIES:
+            value, label, named = self._stack.pop()
+            if isinstance(value, (*_PLAIN, torch.Tensor, *_OPAQUE)) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._go(value, label, named=named)
+
+    def globals_of_code(self) -> None:
+        """Compare the globals that the code names."""
+        names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
+        for code, held, origin in self._codes.values():
+            names.setdefault(id(held), (held, set(), origin))[1].update(names_of(code).globals)
+            for module in names_of(code).imports if origin is Origin.USER else ():
+                for found in (module, f"{held.get('__package__') or ''}.{module}"):
+                    self.visit(sys.modules.get(found), found)
+            if origin is Origin.USER and names_of(code).finds_modules:
+                names[id(held)][1].update(self._user_keys)
+        for held, named, origin in names.values():
+            module = str(held.get("__name__", ""))
+            for name in sorted(named):
+                label = name if module == "__main__" else f"{module}.{name}"
+                if name in held:
+                    value = held[name]
+                    self._add(Kind.ITEM, held, name, value, label)
+                    if origin is Origin.USER or isinstance(value, dict | list | types.ModuleType):
+                        self.visit(value, label)
+                elif hasattr(builtins, name):
+                    self._add(Kind.ITEM, held, name, _ABSENT, label)
+
+    def _go(self, value: Any, label: str, *, named: bool) -> None:
+        if isinstance(value, types.FunctionType):
+            self._function(value, label)
+        elif isinstance(value, types.MethodType):
+            self._stack += [(value.__self__, label.rpartition(".")[0] or label, False), (value.__func__, label, False)]
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self.visit(value.__self__, label)
+        elif isinstance(value, types.ModuleType):
+            self._module(value, label)
+        elif isinstance(value, type):
+            for kind in value.__mro__:
+                self._class(kind)
+        elif isinstance(value, functools.partial):
+            self._stack += [(v, label, False) for v in (value.func, value.args, value.keywords)]
+            self._instance(value, label)
+        elif isinstance(value, property):
+            self._stack += [(f, label, False) for f in (value.fget, value.fset) if f is not None]
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(value.__func__, label)
+        elif isinstance(value, functools.cached_property):
+            self.visit(value.func, label)
+        elif isinstance(value, types.MappingProxyType):
+            self._stack += [(held, label, named) for held in gc.get_referents(value)]
+        else:
+            self._contents(value, label, named=named)
+            if type(value) not in (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict):
+                self._instance(value, label)
+
+    def _function(self, function: types.FunctionType, label: str) -> None:
+        if id(function.__code__) in self._codes:
+            self._functions.add(id(function.__code__))
+            for name in _FUNCTION_PARTS:
+                if getattr(function, name) is not None:
+                    self.attribute(function, name, label if name == "__code__" else f"a default of {label}")
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                self._value(Kind.CELL, cell, None, _now(Kind.CELL, cell, None), name)
+        if function.__dict__:
+            self._dict(function.__dict__, label, self._user)
+
+    def _module(self, module: types.ModuleType, label: str) -> None:
+        origin = origin_of(module.__name__)
+        if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
+            return
+        for name in self._all.intersection(vars(module)):
+            value = vars(module)[name]
+            self._add(Kind.ITEM, vars(module), name, value, f"{label}.{name}")
+            if isinstance(value, types.ModuleType) or (origin is Origin.USER and not isinstance(value, _PLAIN)):
+                self.visit(value, f"{label}.{name}")
+
+    def _class(self, kind: type) -> None:
+        if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
+            return
+        self._classes.add(kind)
+        # The dict itself, and not the view of it that a class shows.
+        held = next((d for d in gc.get_referents(vars(kind)) if isinstance(d, dict)), None)
+        if held is not None:
+            self._dict(held, kind.__qualname__, self._all if issubclass(kind, nn.Module) else self._user)
+
+    def _instance(self, value: Any, label: str) -> None:
+        kind = type(value)
+        origin = origin_of(str(kind.__module__))
+        is_module = isinstance(value, nn.Module)
+        if origin is Origin.OTHER and not is_module and not isinstance(value, Optimizer):
+            return
+        for each in kind.__mro__:
+            self._class(each)
+        names: frozenset[str] | None = self._all if is_module else self._user
+        if id(value) in self._reads.whole:
+            names = None
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            if not isinstance(value, Optimizer):
+                self._add(Kind.TYPE, value, None, kind, label)
+            self._dict(held, label, names, named=isinstance(value, Optimizer))
+        if is_module:
+            for name, child in value._modules.items():
+                if child is not None:
+                    self.visit(child, f"{label}.{name}")
+        for name in slots_of(kind):
+            if not name.startswith("__") and (names is None or name in names):
+                self.attribute(value, name, f"{label}.{name}")
+
+    def _dict(
+        self, held: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
+    ) -> None:
+        """The attributes in a ``__dict__`` that are named; ``named``: so are only the items of dicts among them."""
+        self._size(held, names, label)
+        for name, value in list(held.items()):
+            if (names is None or name in names) and name not in _OWN_TABLES and not _is_dunder(name):
+                self._value(Kind.ITEM, held, name, value, f"{label}.{name}", named=named)
+
+    def _contents(self, value: Any, label: str, *, named: bool) -> None:
+        """What a container has."""
+        if isinstance(value, dict):
+            self._items(value, label, named=named)
+        elif isinstance(value, list):
+            if len(value) <= _LONGEST_LIST:
+                self._add(Kind.LIST, value, None, tuple(value), label, len(value))
+            self._each(value, label, named=named)
+        elif isinstance(value, tuple | frozenset):
+            self._each(value, label, named=named)
+        elif isinstance(value, set | collections.deque | bytearray | array):
+            if len(value) <= _LONGEST_LIST:
+                self._call(lambda: value.copy() if not isinstance(value, array) else value.tobytes(), value, label)
+            if not isinstance(value, bytearray | array):
+                self._each(value, label, named=named)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject:
+                self._call(lambda: (value.shape, value.tobytes()), value, label)
+        elif isinstance(value, random.Random):
+            self._call(value.getstate, value, label)
+        elif isinstance(value, np.random.Generator):
+            self._call(lambda: repr(value.bit_generator.state), value, label)
+        elif isinstance(value, contextvars.ContextVar):
+            self._call(lambda: id(value.get(None)), value, label)
+
+    def _call(self, read: Callable[[], Any], value: Any, label: str) -> None:
+        before = read()
+        self._add(Kind.CALL, value, None, lambda: read() == before, label)
+
+    def _each(self, values: Iterable[Any], label: str, *, named: bool) -> None:
+        if len(values) <= _LOOK_THROUGH:  # type: ignore[arg-type]
+            self._stack += [
+                (v, f"{label}[{k}]", named) for k, v in enumerate(values) if not isinstance(v, (*_PLAIN, torch.Tensor))
+            ]
+
+    def _items(self, held: dict[Any, Any], label: str, *, named: bool) -> None:
+        everything = not named and (len(held) <= _SMALL_DICT or id(held) in self._reads.whole)
+        keys = self._keys if named else self._user_keys
+        names = None if everything else keys
+        self._size(held, names, label)
+        if len(held) > _LOOK_THROUGH:
+            found: Iterable[tuple[Any, Any]] = [(k, held[k]) for k in keys.intersection(held)]
+        else:
+            found = list(dict.items(held))
+        for key, value in found:
+            text = key.decode(errors="replace") if isinstance(key, bytes) else key
+            if everything or not isinstance(text, str) or text in keys:
+                self._value(Kind.ITEM, held, key, value, f"{label}[{key!r}]", named=named)
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getattr__", "__getitem__")
