@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from capture_world import World, assert_same_picture, picture
@@ -290,3 +294,43 @@ def test_of_operators_that_are_called_fused_those_are_refused_that_name_many_ten
     for schema in schemas:
         many = any("List[Tensor]" in str(argument.type) for argument in schema.arguments)
         assert schema.name.startswith(prefixes) == many, schema.name
+
+
+GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
+    "DLPack": lambda t: np.from_dlpack(t.detach()),
+    "DLPack of PyTorch": lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
+    "address of a storage": lambda t: t.untyped_storage().data_ptr(),
+    "item of a storage": lambda t: t.untyped_storage()[0],
+    "items of a typed storage": lambda t: t.storage().tolist(),
+    "copy of a storage": lambda t: t.untyped_storage().clone(),
+    "write to a storage": lambda t: t.detach().untyped_storage().fill_(0),
+    "saved": lambda t: torch.save(t, io.BytesIO()),
+    "pickled": lambda t: pickle.dumps(t.detach()),
+    "copied": lambda t: copy.deepcopy(t.detach()),
+    "shared": lambda t: t.detach().share_memory_(),
+    "applied": lambda t: t.detach().clone().apply_(abs),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("name", GIVES_AWAY)
+def test_what_gives_the_bytes_of_a_tensor_away_is_refused(name: str) -> None:
+    world = World()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = world.learn(x)
+        GIVES_AWAY[name](loss)
+        return loss
+
+    with pytest.raises(CaptureError, match="reads the value of a tensor"):
+        world.capture(step)
+
+
+def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
+    world = World()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        assert torch.UntypedStorage(4).data_ptr()
+        return world.learn(x * (x.untyped_storage().nbytes() // 4))
+
+    assert world.capture(step).calls

@@ -98,9 +98,9 @@ def stacklevel_of_user() -> int:
     return 2
 
 
-def called_from(file_suffix: str) -> bool:
-    """Whether a frame on this thread's stack is of a file whose name ends so."""
-    return any(frame.f_code.co_filename.endswith(file_suffix) for frame in _frames())
+def called_from(*file_suffixes: str) -> bool:
+    """Whether a frame on this thread's stack is of a file whose name ends in one of these ways."""
+    return any(frame.f_code.co_filename.endswith(file_suffixes) for frame in _frames())
 
 
 def transform_running() -> str:

@@ -45,6 +45,13 @@ _READS = {
     "__format__": ("formatting a tensor into text", _PRINT_ADVICE),
     "data_ptr": (".data_ptr()", "leave addresses out of the step"),
     "equal": ("torch.equal", _READ_ADVICE),
+    "untyped_storage": ("what is done with the storage of a tensor", "use operators on the tensor itself"),
+    "__dlpack__": ("DLPack", _READ_ADVICE),
+    "__reduce_ex__": ("saving or pickling a tensor", "save it after the step"),
+    "__deepcopy__": ("copy.deepcopy of a tensor", "write tensor.clone(), or copy before the step"),
+    "share_memory_": (".share_memory_()", "call it before the step"),
+    "apply_": (".apply_()", "use operators"),
+    "map_": (".map_()", "use operators"),
 }
 
 
@@ -161,6 +168,8 @@ def translated(error: Exception, function: str) -> CaptureError | None:
                 NO_VALUES,
                 "keep the arithmetic in tensors; register a kernel of your own as an operator, with torch.library",
             )
+        case NotImplementedError() if "Not available for 'meta' device type" in str(error):
+            return value_read("untyped_storage")
         case DynamicOutputShapeException():
             return refusal(
                 f"the size of the result of {error.func} depends on the values of its input",

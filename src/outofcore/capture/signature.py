@@ -226,6 +226,8 @@ class Signer:
                 changes.append(f"{name} changed from {before} to {after}")
         if old.phases != new.phases:
             changes += _phase_changes(old.phases, new.phases)
+        if old.variant != new.variant and not changes:
+            changes.append("values that the step reads are as they were in an earlier call")
         if len(changes) > 4:
             changes = [*changes[:4], f"and {len(changes) - 4} more"]
         return ", ".join(changes) or "nothing"

@@ -27,13 +27,26 @@ from outofcore._torch_internals import (
 from outofcore.capture.engine_calls import around_engine
 from outofcore.capture.known import KnownValues
 from outofcore.capture.patching import capturing_thread, class_method, patched
-from outofcore.capture.provenance import Provenance
+from outofcore.capture.provenance import Provenance, called_from
 from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
 # Reads of a tensor's value that fake tensors would answer with nonsense instead of an error.
 _READS = frozenset({"numpy", "__array__", "__repr__", "__format__", "data_ptr"})
+# What gives the bytes of a tensor away, or changes them past the operators.
+_GIVES_AWAY = frozenset(
+    (
+        *("__dlpack__", "__reduce_ex__", "__deepcopy__", "share_memory_", "apply_", "map_", "map2_"),
+        *("const_data_ptr", "_const_data_ptr", "mutable_data_ptr", "__cuda_array_interface__"),
+    )
+)
+# Likewise of a storage.
+_OF_STORAGES = (
+    *("data_ptr", "tolist", "__getitem__", "__setitem__", "copy_", "fill_", "cpu", "cuda", "to", "clone", "pin_memory"),
+    *("share_memory_", "_share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
+    *("__reduce_ex__", "__deepcopy__", "resize_"),
+)
 # What may be asked of a tensor without looking at its bytes.
 _METADATA = frozenset(
     (
@@ -46,6 +59,10 @@ _ADDITIONS = frozenset({"__iadd__", "add_"})
 _COMPARISONS = {"__eq__": operator.eq, "eq": operator.eq, "__gt__": operator.gt, "gt": operator.gt}
 # Python functions that make a tensor of the data given.
 _FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
+
+
+# Where tensors without contents are made.
+_OF_FAKES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_utils.py", "outofcore/capture/recorder.py")
 
 
 class Substitute(TorchFunctionMode):
@@ -125,6 +142,8 @@ class Substitute(TorchFunctionMode):
         try:
             if name in _READS:
                 return self._read(func, name, args, kwargs or {})
+            if name in _GIVES_AWAY:
+                raise value_read(name)
             if name in _FACTORIES:
                 _refuse_array(args, kwargs or {})
             try:
@@ -204,6 +223,20 @@ class Substitute(TorchFunctionMode):
             with without_modes():
                 return as_list(value)
 
+        def to_dlpack(_: torch.Tensor) -> Any:
+            raise self._refused(value_read("__dlpack__"))
+
+        def of_storage(name: str) -> Callable[..., Any]:
+            original = getattr(torch.UntypedStorage, name)
+
+            def call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+                # That of a tensor without contents, and it is not PyTorch that makes one.
+                if storage.device.type == "meta" and not called_from(*_OF_FAKES):
+                    raise self._refused(value_read("untyped_storage"))
+                return original(storage, *args, **kwargs)
+
+            return call
+
         scale = torch.amp.GradScaler.scale
 
         def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -215,6 +248,13 @@ class Substitute(TorchFunctionMode):
             stack.enter_context(around_engine(run_backward))
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
             stack.enter_context(patched(torch, "from_numpy", from_numpy))
+            for owner in (torch, torch.utils.dlpack, torch._C):
+                for name in ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned"):
+                    if hasattr(owner, name):
+                        stack.enter_context(patched(owner, name, to_dlpack))
+            for name in _OF_STORAGES:
+                if hasattr(torch.UntypedStorage, name):
+                    stack.enter_context(patched(torch.UntypedStorage, name, of_storage(name)))
             for kind in (torch.Tensor, FakeTensor):
                 stack.enter_context(patched(kind, "tolist", tolist))
             stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
