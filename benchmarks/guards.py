@@ -1,7 +1,7 @@
 """What it costs to compare the Python values that a compiled step has read, before each call.
 
-Five models of the transformers library (a GPT-2 of 24 layers among them), randomly initialised and narrow, so that their
-steps are short: the share is that of the worst case. The comparison and the steps are timed in turns.
+Five models of the transformers library (a GPT-2 of 24 layers among them), randomly initialised and narrow, so that
+their steps are short: the share is that of the worst case. The comparison and the steps are timed in turns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from typing import Annotated, Any
 
 import torch
+import transformers as t
 import typer
 from _common import console, write_result
 from rich.table import Table
@@ -23,8 +24,6 @@ _ROUNDS = 30
 
 
 def _models() -> dict[str, Any]:
-    import transformers as t
-
     usual = {"vocab_size": _WORDS, "hidden_size": _WIDTH, "num_hidden_layers": 12, "num_attention_heads": 4}
     feed = {"intermediate_size": 2 * _WIDTH}
     return {
@@ -35,11 +34,23 @@ def _models() -> dict[str, Any]:
         "BERT, 12 layers": t.BertForMaskedLM(t.BertConfig(**usual, **feed)),
         "T5, 6 and 6 layers": t.T5ForConditionalGeneration(
             t.T5Config(
-                vocab_size=_WORDS, d_model=_WIDTH, d_kv=32, d_ff=256, num_layers=6, num_heads=4, decoder_start_token_id=0
+                vocab_size=_WORDS,
+                d_model=_WIDTH,
+                d_kv=32,
+                d_ff=256,
+                num_layers=6,
+                num_heads=4,
+                decoder_start_token_id=0,
             )
         ),
         "ViT, 12 layers": t.ViTForImageClassification(
-            t.ViTConfig(image_size=64, patch_size=8, num_labels=10, **{k: v for k, v in usual.items() if k != "vocab_size"}, **feed)
+            t.ViTConfig(
+                image_size=64,
+                patch_size=8,
+                num_labels=10,
+                **{k: v for k, v in usual.items() if k != "vocab_size"},
+                **feed,
+            )
         ),
     }
 
@@ -51,7 +62,10 @@ def _batch(name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words}
 
 
-def main(out: Annotated[str, typer.Option(help="where to write the figures")] = "") -> None:
+def main(
+    write: Annotated[bool, typer.Option(help="write benchmarks/results/guards.json")] = False,
+    date: Annotated[str | None, typer.Option(help="of the result")] = None,
+) -> None:
     """Measure, and print a table."""
     table = Table("model", "modules", "values", "compared in", "a step", "share")
     rows: list[dict[str, Any]] = []
@@ -98,8 +112,8 @@ def main(out: Annotated[str, typer.Option(help="where to write the figures")] = 
             f"{share:.2%}",
         )
     console.print(table)
-    if out:
-        write_result(out, rows)
+    if write:
+        write_result("guards", {"models": rows}, date)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,17 @@ from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
+from outofcore.capture.variants import Variants
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, CaptureError, GraphError, InputError, StateError, TransferError, ValidationError
+from outofcore.errors import (
+    BudgetError,
+    CaptureError,
+    GraphError,
+    InputError,
+    StateError,
+    TransferError,
+    ValidationError,
+)
 from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
@@ -80,7 +89,6 @@ from outofcore.settled import added_bytes, known_families, settled_step, shortfa
 from outofcore.splitting import Parts, Split, Splitting, levels, workspaces_of
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
-from outofcore.variants import Variants
 
 _log = logging.getLogger("outofcore")
 

@@ -67,9 +67,7 @@ def read(w: World) -> Any:
     return step
 
 
-@pytest.mark.parametrize(
-    "make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read]
-)
+@pytest.mark.parametrize("make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read])
 def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
     world = World()
     with pytest.raises(CaptureError) as error:

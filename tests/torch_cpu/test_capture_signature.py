@@ -11,6 +11,7 @@ from torch import nn
 
 from outofcore.capture.signature import Signer
 
+
 class World:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

@@ -1,4 +1,4 @@
-"""What a step reads may change between two calls, in any of the ways that Python has: the numbers stay plain PyTorch's."""
+"""What a step reads may change between two calls in any way that Python has: the numbers stay those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def attributes_that_are_items(w: World) -> tuple[Callable[..., Any], Change]:
 
 
 def named_tuple(w: World) -> tuple[Callable[..., Any], Change]:
-    Pair = collections.namedtuple("Pair", "one other")  # noqa: PYI024 - as many write it
+    Pair = collections.namedtuple("Pair", "one other")
     holder = types.SimpleNamespace(pair=Pair(1.0, 2.0))
     return w.scaled(lambda: holder.pair.other), lambda: setattr(holder, "pair", Pair(1.0, 3.0))
 
@@ -435,7 +435,7 @@ def not_a_number(w: World) -> tuple[Callable[..., Any], Change]:
 
     def step(x: torch.Tensor) -> Any:
         loss = w.model(x).square().mean()
-        return w.update(loss if holder.limit != holder.limit else loss * holder.limit)  # noqa: PLR0124
+        return w.update(loss if holder.limit != holder.limit else loss * holder.limit)
 
     return step, lambda: setattr(holder, "limit", 2.0)
 
@@ -466,13 +466,13 @@ def state_of_the_optimizer(w: World) -> tuple[Callable[..., Any], Change]:
 
 def patched_function(w: World) -> tuple[Callable[..., Any], Change]:
     mine = types.ModuleType("mine")
-    exec("def gain():\n    return 1.0\n", vars(mine))  # noqa: S102
-    return w.scaled(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)
+    exec("def gain():\n    return 1.0\n", vars(mine))
+    return w.scaled(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)  # noqa: PLW0108 - it is rebound
 
 
 def patched_builtin(w: World) -> tuple[Callable[..., Any], Change]:
     space: dict[str, Any] = {"w": w, "__name__": "apart"}
-    exec("def step(x):\n    return w.update(w.model(x).square().mean() * max(1.0, 2.0))\n", space)  # noqa: S102
+    exec("def step(x):\n    return w.update(w.model(x).square().mean() * max(1.0, 2.0))\n", space)
     return space["step"], lambda: space.update(max=min)
 
 
@@ -652,7 +652,7 @@ def counter_that_is_global(w: World) -> tuple[Callable[..., Any], Any]:
     globals().update(COUNT=0)
 
     def note() -> None:
-        global COUNT
+        global COUNT  # noqa: PLW0603 - it is what the test is about
         COUNT += 1
 
     return note, lambda: COUNT
@@ -799,7 +799,9 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         "iterator": iter([1.0, 2.0, 3.0]).__next__,
         "generator": (float(k) for k in range(5)).__next__,
     }[draw]
-    step = outofcore.compile(world.scaled(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False)
+    step = outofcore.compile(
+        world.scaled(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False
+    )
     with pytest.raises(outofcore.CaptureError, match="takes numbers or items from"):
         step(world.x)
     if draw in ("python", "numpy"):

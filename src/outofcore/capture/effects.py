@@ -113,7 +113,9 @@ def _position(iterator: Iterator[Any]) -> Any:
         frame = iterator.gi_frame
         if frame is None:
             return None
-        return frame.f_lasti, {name: repr(v) if isinstance(v, int | float) else id(v) for name, v in frame.f_locals.items()}
+        return frame.f_lasti, {
+            name: repr(v) if isinstance(v, int | float) else id(v) for name, v in frame.f_locals.items()
+        }
     hint = getattr(iterator, "__length_hint__", None)
     return repr(iterator) if hint is None else hint()
 
@@ -152,10 +154,10 @@ def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
         return Effect(kept.label, change)
     if not kept.has_changed():
         return None
-    if isinstance(live, list | deque) and len(after) > len(before):
-        if all(a is b for a, b in zip(before, after, strict=False)):
-            added = list(after)[len(before) :]
-            return Effect(kept.label, lambda: live.extend(added))
+    begins_alike = isinstance(live, list | deque) and all(a is b for a, b in zip(before, after, strict=False))
+    if begins_alike and len(after) > len(before):
+        added = list(after)[len(before) :]
+        return Effect(kept.label, lambda: live.extend(added))
     return Effect(kept.label, lambda: _fill(live, after))
 
 
@@ -314,9 +316,7 @@ class Outside:
                 read, write = functools.partial(module.get, name), functools.partial(module.__setitem__, name)
                 yield from self._variable(name, read, write)
 
-    def _variable(
-        self, label: str, read: Callable[[], Any], write: Callable[[Any], None]
-    ) -> Iterator[tuple[str, Any]]:
+    def _variable(self, label: str, read: Callable[[], Any], write: Callable[[Any], None]) -> Iterator[tuple[str, Any]]:
         value = read()
         self.variables.append(Variable(label, read, write, value))
         yield label, value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outofcore.capture.effects import Effect, Kept, Outside, effect_of, holds_fake
+from outofcore.capture.effects import Effect, Kept, Outside, Source, effect_of, holds_fake
 from outofcore.capture.lazy import lazy_modules
 from outofcore.capture.provenance import join, module_paths, prefix, where_defined, where_set
 from outofcore.capture.tables import leaves_in
@@ -198,14 +198,13 @@ class Guard:
                 "before the step and pass them as arguments, or use torch's generator",
                 "random",
             )
-        for source in self._sources:
-            if source.has_moved():
-                lost = "; the capture has taken from it what cannot be put back" if source.write is None else ""
-                raise self._refusal(
-                    f"the step takes numbers or items from {source.label}: they would be frozen into the step; take "
-                    f"them before the step and pass them as arguments{lost}",
-                    source.label.rpartition(".")[2],
-                )
+        for moved in filter(Source.has_moved, self._sources):
+            lost = "; the capture has taken from it what cannot be put back" if moved.write is None else ""
+            raise self._refusal(
+                f"the step takes numbers or items from {moved.label}: they would be frozen into the step; take them "
+                f"before the step and pass them as arguments{lost}",
+                moved.label.rpartition(".")[2],
+            )
         return tuple(effects)
 
     def _check_module(self, module: nn.Module, kept: Kept, tables: list[Kept]) -> tuple[Effect, ...]:

@@ -2,8 +2,8 @@
 
 Python does not tell who reads an attribute. But the code objects that run are known, and each lists the names that it
 loads: attributes, globals, free variables, and text that may be a key. What has none of these names is not read by it.
-This is the idea of guards in tracing compilers (TorchDynamo), turned round: these interpret the byte code and guard each
-load; here the code runs as it is, and every value under a loaded name counts as read.
+This is the idea of guards in tracing compilers (TorchDynamo), turned round: these interpret the byte code and guard
+each load; here the code runs as it is, and every value under a loaded name counts as read.
 """
 
 from __future__ import annotations
@@ -39,15 +39,24 @@ class Origin(Enum):
 
 
 # Packages of PyTorch whose code reads attributes of modules; what else there is only sees tensors.
-_TORCH_MODULES = ("torch.nn.", "torch.ao.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils.checkpoint")
+_TORCH_MODULES = (
+    "torch.nn.",
+    "torch.ao.",
+    "torch.optim.",
+    "torch.distributions.",
+    "torch.amp.",
+    "torch.utils.checkpoint",
+)
 # Of the standard library, what reads attributes of the objects that it is given.
 _READING = frozenset(
     ("argparse", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "operator", "os", "types")
 )
 # Code that loads one of these may read any attribute of an object that it has, or any item.
 _READS_ATTRIBUTES = frozenset(
-    ("vars", "__dict__", "asdict", "astuple", "attrgetter", "copy", "deepcopy", "dir", "fields", "eval", "exec")
-    + ("__getstate__", "__getattribute__")
+    (
+        *("vars", "__dict__", "asdict", "astuple", "attrgetter", "copy", "deepcopy", "dir", "fields", "eval", "exec"),
+        *("__getstate__", "__getattribute__"),
+    )
 )
 _READS_ITEMS = frozenset(("items", "values", "copy", "dict", "format_map", "itemgetter", "keys"))
 _READS_BY_NAME = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__", "__getattr__"))

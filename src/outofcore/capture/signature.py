@@ -309,8 +309,7 @@ def _stride_changes(names: list[str], old: Sequence[Any], new: Sequence[Any]) ->
 def _phase_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     before, after = dict(old), dict(new)
     return [
-        f"{name} changed from {_constant(before.get(name, type(None)))} "
-        f"to {_constant(after.get(name, type(None)))}"
+        f"{name} changed from {_constant(before.get(name, type(None)))} to {_constant(after.get(name, type(None)))}"
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     ]

@@ -3,8 +3,8 @@
 Before each call they are compared by identity, in native code; what is another object is looked at once more, as two
 numbers may be equal. Parameters, buffers and flags of modules are no part of it: ``capture.signature`` sees to them.
 
-What cannot be seen: files, the clock, state inside of extension modules, iterators and generators, contents of arrays of
-more than 64 KiB and of containers of more than 4096 items, and tensors, which a step has to be given.
+What cannot be seen: files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
+containers of more than 4096 items, and tensors, which a step has to be given.
 """
 
 from __future__ import annotations
@@ -55,7 +55,21 @@ _LARGEST_ARRAY = 65536  # bytes
 _MOST_ENTRIES = 500_000
 
 _ABSENT = object()
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, range, slice)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+    slice,
+)
 _SCALARS = (int, float, complex, bool, str, bytes, torch.device, torch.Size, range)
 # What says nothing of numbers, or belongs to the system.
 _OPAQUE = (logging.Logger, logging.Handler, torch.Generator, types.CodeType, types.FrameType, types.CoroutineType)
@@ -389,9 +403,7 @@ class _Walk:
             if not name.startswith("__") and (names is None or name in names):
                 self.attribute(value, name, f"{label}.{name}")
 
-    def _dict(
-        self, held: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
-    ) -> None:
+    def _dict(self, held: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False) -> None:
         """The attributes in a ``__dict__`` that are named; ``named``: so are only the items of dicts among them."""
         self._size(held, names, label)
         for name, value in list(held.items()):

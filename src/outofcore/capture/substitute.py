@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
