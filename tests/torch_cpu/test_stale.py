@@ -1,4 +1,4 @@
-"""What a step reads may change between two calls in any way that Python has: the numbers stay those of plain PyTorch."""
+"""What a step reads may change between two calls, in any way that Python has: the numbers stay plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import dataclasses
 import enum
 import functools
 import logging
+import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -493,6 +495,59 @@ def attribute_of_an_adapter(w: World) -> tuple[Callable[..., Any], Change]:
     return w.plain, lambda: adapted.scaling.update(default=4.0)
 
 
+def attribute_of_a_parameter(w: World) -> tuple[Callable[..., Any], Change]:
+    w.model.last.weight.gain = 1.0  # type: ignore[attr-defined]
+    return w.scaled(lambda: w.model.last.weight.gain), lambda: setattr(w.model.last.weight, "gain", 2.0)
+
+
+def of_this_thread(w: World) -> tuple[Callable[..., Any], Change]:
+    local = threading.local()
+    local.beta = 1.0
+    return w.scaled(lambda: local.beta), lambda: setattr(local, "beta", 2.0)
+
+
+def environment(w: World) -> tuple[Callable[..., Any], Change]:
+    os.environ["SCALE_OF_A_TEST"] = "1.0"
+    return w.scaled(lambda: float(os.environ["SCALE_OF_A_TEST"])), lambda: os.environ.update(SCALE_OF_A_TEST="2.0")
+
+
+def chained_maps(w: World) -> tuple[Callable[..., Any], Change]:
+    defaults, given = {"beta": 1.0}, dict[str, float]()
+    config = collections.ChainMap(given, defaults)
+    return w.scaled(lambda: config["beta"]), lambda: given.update(beta=2.0)
+
+
+def chosen_by_name(w: World) -> tuple[Callable[..., Any], Change]:
+    losses = {"square": torch.square, "abs": torch.abs}
+    chosen = ["square"]
+    return (lambda x: w.update(losses[chosen[0]](w.model(x)).mean())), lambda: chosen.__setitem__(0, "abs")
+
+
+def weights_chosen_by_closure(w: World) -> tuple[Callable[..., Any], Change]:
+    regularised = w.model.first.weight
+
+    def change() -> None:
+        nonlocal regularised
+        regularised = w.model.last.weight
+
+    return (lambda x: w.update(w.model(x).square().mean() + regularised.square().sum())), change
+
+
+def weights_chosen_by_attribute(w: World) -> tuple[Callable[..., Any], Change]:
+    holder = types.SimpleNamespace(weight=w.model.first.weight)
+    return (
+        lambda x: w.update(w.model(x).square().mean() + holder.weight.square().sum()),
+        lambda: setattr(holder, "weight", w.model.last.weight),
+    )
+
+
+def modules_swapped(w: World) -> tuple[Callable[..., Any], Change]:
+    def change() -> None:
+        w.model.drop, w.model.act = w.model.act, w.model.drop  # type: ignore[assignment]
+
+    return w.plain, change
+
+
 def decorated(w: World) -> tuple[Callable[..., Any], Change]:
     scale = 1.0
 
@@ -556,7 +611,8 @@ CASES: dict[str, Case] = {
             *(all_items_of_a_large_dict, numbers_as_keys, attributes_that_are_items, named_tuple, a_set, a_deque),
             *(numpy_schedule, an_enum, not_a_number, learning_rate_in_the_loss, setting_of_ones_own, scheduler),
             *(state_of_the_optimizer, patched_function, patched_builtin, attribute_of_an_adapter),
-            *(method_of_an_object, decorated),
+            *(method_of_an_object, decorated, attribute_of_a_parameter, of_this_thread, environment, chained_maps),
+            *(chosen_by_name, weights_chosen_by_closure, weights_chosen_by_attribute, modules_swapped),
         )
     },
 }
@@ -806,3 +862,31 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         step(world.x)
     if draw in ("python", "numpy"):
         assert source() == {"python": random.Random(0), "numpy": np.random.default_rng(0)}[draw].random()
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", "forward hook", "namespace", "nested dict", "a set", "closure number", "slots"]
+)
+def test_a_change_is_seen_without_native_code(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outofcore.capture.reads.load_comparing", lambda: None)
+    monkeypatch.setattr("outofcore.capture.snapshot.load_comparing", lambda: None)
+    assert as_before(CASES[name], cache=cache) == as_before(CASES[name])
+
+
+def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:
+    events = list[str]()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        events.append(event)
+
+    world = World()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        with outofcore.compile(world.plain, world.model, budget="8MiB", home="host", cache=cache) as step:
+            with pytest.raises(outofcore.CaptureError):  # the optimizer was not given
+                step(world.x)
+            assert sys.getprofile() is note
+    finally:
+        sys.setprofile(before)
+    assert events

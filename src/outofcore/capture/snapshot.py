@@ -18,7 +18,9 @@ import gc
 import logging
 import random
 import sys
+import threading
 import types
+import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -92,6 +94,7 @@ class Snapshot:
         for label, parameter in parameters:
             for name in _TENSOR_HOOKS:
                 walk.attribute(parameter, name, f"the hooks of {label}")
+            walk.attributes_of_tensor(parameter, label)
         for label, root in roots:
             walk.visit(root, label)
         walk.globals_of_code()
@@ -263,6 +266,11 @@ class _Walk:
         elif value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
             self._stack.append((value, label, False))
 
+    def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
+        """Compare what the user has set on a tensor."""
+        if tensor.__dict__:
+            self._dict(tensor.__dict__, label, self._user)
+
     def _size(self, held: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
         self.relevant[len(self.entries)] = names, _named(held, names)
         self._add(Kind.SIZE, held, None, None, label, len(held))
@@ -342,6 +350,10 @@ class _Walk:
             self.visit(value.__func__, label)
         elif isinstance(value, functools.cached_property):
             self.visit(value.func, label)
+        elif isinstance(value, threading.local):
+            self._dict(value.__dict__, label, self._user)
+        elif isinstance(value, weakref.ref):
+            self.visit(value(), label)
         elif isinstance(value, types.MappingProxyType):
             self._stack += [(held, label, named) for held in gc.get_referents(value)]
         else:
