@@ -138,9 +138,9 @@ EXPORT int64_t outofcore_first_change(const Entry* entries, int64_t count, int64
   return count;
 }
 
-// Has ``tell(frame)`` called when code runs for the first time in this thread, and again as often as its answer is true.
-// It keeps what runs alive. Null: no longer.
-EXPORT void outofcore_tell_of_code(PyObject* tell) {
-  seen.clear();
-  PyEval_SetProfile(tell == nullptr ? nullptr : on_event, tell);
-}
+// Forgets which code has run.
+EXPORT void outofcore_forget_code() { seen.clear(); }
+
+// Has ``tell(frame)`` called when code runs in this thread that has not run yet, and again as often as its answer is
+// true. It keeps what runs alive. Null: no longer.
+EXPORT void outofcore_tell_of_code(PyObject* tell) { PyEval_SetProfile(tell == nullptr ? nullptr : on_event, tell); }

@@ -13,10 +13,11 @@ import dis
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -159,6 +160,10 @@ def origin_of(module: str) -> Origin:
     return Origin.USER
 
 
+def _nothing() -> None:
+    """Stands in where nothing is noted."""
+
+
 @dataclass
 class Reads:
     """The code that has run, by whose it is.
@@ -166,12 +171,15 @@ class Reads:
     Attributes:
         codes: of the user's and of PyTorch's modules, each with the globals that it ran with.
         whole: objects of which any attribute or item may have been read, by their ids.
+        pause, go_on: leave out what runs between the two.
     """
 
     codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(
         default_factory=dict[int, tuple[CodeType, dict[str, Any], Origin]]
     )
     whole: dict[int, Any] = field(default_factory=dict[int, Any])
+    pause: Callable[[], object] = _nothing
+    go_on: Callable[[], object] = _nothing
     _held: list[CodeType] = field(default_factory=list[CodeType])
 
     def clear(self) -> None:
@@ -184,25 +192,24 @@ class Reads:
     def noted(self) -> Iterator[None]:
         """Note the code that this thread runs meanwhile."""
         previous = sys.getprofile()
-        library = load_comparing()
+        library, tell = load_comparing(), self._note
         seen: dict[int, bool] = {}
 
         def on_event(frame: FrameType, event: str, _: Any) -> None:
             if event == "call" and seen.get(id(frame.f_code), True):
-                seen[id(frame.f_code)] = self._note(frame)
+                seen[id(frame.f_code)] = tell(frame)
 
-        tell = self._note
         if library is None:
-            sys.setprofile(on_event)
+            self.pause, self.go_on = partial(sys.setprofile, None), partial(sys.setprofile, on_event)
         else:
-            library.outofcore_tell_of_code(id(tell))
+            library.outofcore_forget_code()
+            self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(tell)))
+        self.go_on()
         try:
             yield
         finally:
-            if library is None:
-                sys.setprofile(None)
-            else:
-                library.outofcore_tell_of_code(None)
+            self.pause()
+            self.pause = self.go_on = _nothing
             # A profiler of the standard library is no function, and puts itself back.
             if previous is not None and hasattr(previous, "enable"):
                 previous.enable()  # type: ignore[attr-defined]
@@ -236,6 +243,7 @@ def load_comparing() -> ctypes.PyDLL | None:
     """The library of ``reads.cpp``; None where it cannot be built, and Python then does the same."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
+        "forget_code": ((), None),
         "tell_of_code": ((ctypes.c_void_p,), None),
     }
     library, reason = load_functions(_SOURCE, (), functions, ctypes.PyDLL)

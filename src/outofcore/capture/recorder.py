@@ -31,6 +31,7 @@ from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
+from outofcore.capture.reads import Reads
 from outofcore.capture.refusals import (
     gradient_by_values,
     gradient_of_zeros,
@@ -78,14 +79,19 @@ class Recorder(TorchDispatchMode):
         device: torch.device,
         user: Substitute,
         layouts: KernelLayouts | None = None,
+        reads: Reads | None = None,
     ) -> None:
-        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are trusted."""
+        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are trusted.
+
+        ``reads`` notes the code that runs.
+        """
         super().__init__()
         self._tables = tables
         self._provenance = provenance
         self._device = device
         self._user = user
         self._layouts = layouts
+        self._reads = reads or Reads()
         self._known = user.known = KnownValues()
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
@@ -96,10 +102,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # What runs from here on is PyTorch's, and reads nothing of the user's.
+        self._reads.pause()
         try:
             return self._dispatched(func, args, kwargs or {})
         except CaptureError as error:
             raise self._provenance.located(error) from error.__cause__
+        finally:
+            self._reads.go_on()
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):

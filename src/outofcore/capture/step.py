@@ -143,7 +143,7 @@ def _captured(
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
         substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
-        recorder = Recorder(tables, provenance, device, substitute, layouts)
+        recorder = Recorder(tables, provenance, device, substitute, layouts, reads)
         replicas = Replicas(models, mirror.fakes, orders)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.
