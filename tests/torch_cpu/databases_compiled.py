@@ -1,0 +1,161 @@
+"""PyTorch's own databases of modules, operators and optimizers through ``outofcore.compile``: the bits of plain PyTorch.
+
+Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
+everything, and compiled with the smallest budget that is told when it is refused. What cannot be captured is counted
+by the refusal; what is neither right nor refused has failed.
+
+    python tests/torch_cpu/databases_compiled.py modules operators optimizers
+    python tests/torch_cpu/databases_compiled.py operators --only nn.functional.conv2d
+
+Prints one line of JSON, with what failed; exits with 1 if anything did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import itertools
+import json
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from databases import equal, kept
+from databases_in_parts import modules, operators, step_of
+from torch import nn
+from torch.testing._internal.common_optimizers import optim_db
+
+import outofcore
+
+CALLS = 3
+ROOMY = 64 << 20
+# A run: the step, its arguments, the model and the optimizers.
+Made = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
+
+
+def of_samples(kind: Callable[[str, int], Iterator[Any]], only: str, first: int) -> Iterator[tuple[str, Callable[[], Made]]]:
+    for sample in kind(only, first):
+
+        def make(sample: Any = sample) -> Made:
+            own = copy.copy(sample)
+            if sample.model is not None:
+                model = copy.deepcopy(sample.model)
+                own = type(sample)(sample.name, model, sample.given, model)
+            step, tensors = step_of(own)
+            return step, tensors, own.model or nn.Identity(), []
+
+        yield sample.name, make
+
+
+def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
+    for info in optim_db:
+        if only and info.optim_cls.__name__ != only:
+            continue
+        for number, one in enumerate(info.optim_inputs_func(device="cpu")):
+
+            def make(info: Any = info, one: Any = one) -> Made:
+                torch.manual_seed(2)
+                model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+                optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(one.kwargs))
+
+                def step(x: torch.Tensor) -> torch.Tensor:
+                    loss = model(x).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    return loss
+
+                return step, [torch.randn(8, 16)], model, [optimizer]
+
+            yield f"{info.optim_cls.__name__} {number} {one.desc}", make
+
+
+def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
+    """What a step returns, call by call, and what has become of the model."""
+    step, given, model, optimizers = make()
+    run: Any = step
+    if budget is not None:
+        run = outofcore.compile(step, model, optimizers or None, budget=budget, home="host", cache=cache, dynamic=False)
+    torch.manual_seed(1)
+    try:
+        seen = [leaf for _ in range(CALLS) for leaf in kept(run(*given))]
+    finally:
+        if budget is not None:
+            run.close()
+    return [*seen, *kept(list(model.state_dict().values())), torch.get_rng_state()]
+
+
+def smallest(make: Callable[[], Made], cache: str) -> int:
+    step, given, model, optimizers = make()
+    with outofcore.compile(step, model, optimizers or None, budget=4096, home="host", cache=cache, dynamic=False) as run:
+        try:
+            run.prepare(*given)
+        except outofcore.BudgetError as error:
+            return error.smallest_budget or ROOMY
+    return 4096
+
+
+def reason(error: Exception) -> str:
+    """A refusal, without places and numbers."""
+    text = re.sub(r"^\S+:\d+: ", "", str(error).partition("\n")[0])
+    return re.sub(r"\d+", "N", f"{type(error).__name__}: {text[:70]}")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("which", nargs="+", choices=["modules", "operators", "optimizers"])
+    arguments.add_argument("--only", default="", help="the name of one entry")
+    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
+    arguments.add_argument("--start", type=int, default=0, help="the first of these")
+    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
+    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
+    given = arguments.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kinds = {
+        "modules": of_samples(modules, given.only, given.first),
+        "operators": of_samples(operators, given.only, given.first),
+        "optimizers": optimizers(given.only),
+    }
+    told: dict[str, Any] = {"ran": 0, "plain refuses": 0, "unsteady": 0, "failed": []}
+    refused: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as cache:
+        for number, (name, make) in enumerate(itertools.chain.from_iterable(kinds[which] for which in given.which)):
+            if number % given.every != given.start:
+                continue
+            if given.verbose:
+                print(name, file=sys.stderr, flush=True)
+            try:
+                wanted = ran(make, None, cache)
+                again = ran(make, None, cache)
+            except Exception:
+                told["plain refuses"] += 1
+                continue
+            if not all(map(equal, again, wanted)):
+                told["unsteady"] += 1
+                continue
+            try:
+                for budget in (ROOMY, smallest(make, cache)):
+                    seen = ran(make, budget, cache)
+                    if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
+                        told["failed"].append(f"{name} in {budget} bytes: other bits")
+            except (outofcore.CaptureError, outofcore.InputError) as error:
+                refused[reason(error)] += 1
+                continue
+            except Exception:
+                last = traceback.format_exc(limit=-1).strip().splitlines()
+                told["failed"].append(f"{name}: {' | '.join(last[-3:])[:300]}")
+                continue
+            told["ran"] += 1
+    print(json.dumps(told | {"refused": dict(refused.most_common())}))
+    return bool(told["failed"] or not told["ran"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
