@@ -1,4 +1,4 @@
-"""PyTorch's own databases of modules, operators and optimizers through ``outofcore.compile``: the bits of plain PyTorch.
+"""PyTorch's own databases of modules, operators and optimizers through ``compile``: the bits of plain PyTorch.
 
 Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
 everything, and compiled with the smallest budget that is told when it is refused. What cannot be captured is counted
@@ -39,7 +39,9 @@ ROOMY = 64 << 20
 Made = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
 
 
-def of_samples(kind: Callable[[str, int], Iterator[Any]], only: str, first: int) -> Iterator[tuple[str, Callable[[], Made]]]:
+def of_samples(
+    kind: Callable[[str, int], Iterator[Any]], only: str, first: int
+) -> Iterator[tuple[str, Callable[[], Made]]]:
     for sample in kind(only, first):
 
         def make(sample: Any = sample) -> Made:
@@ -93,7 +95,9 @@ def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
 
 def smallest(make: Callable[[], Made], cache: str) -> int:
     step, given, model, optimizers = make()
-    with outofcore.compile(step, model, optimizers or None, budget=4096, home="host", cache=cache, dynamic=False) as run:
+    with outofcore.compile(
+        step, model, optimizers or None, budget=4096, home="host", cache=cache, dynamic=False
+    ) as run:
         try:
             run.prepare(*given)
         except outofcore.BudgetError as error:

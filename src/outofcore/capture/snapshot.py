@@ -351,7 +351,7 @@ class _Walk:
         elif isinstance(value, functools.cached_property):
             self.visit(value.func, label)
         elif isinstance(value, threading.local):
-            self._dict(value.__dict__, label, self._user)
+            self._dict(vars(value), label, self._user)
         elif isinstance(value, weakref.ref):
             self.visit(value(), label)
         elif isinstance(value, types.MappingProxyType):
