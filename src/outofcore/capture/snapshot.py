@@ -351,7 +351,8 @@ class _Walk:
         elif isinstance(value, functools.cached_property):
             self.visit(value.func, label)
         elif isinstance(value, threading.local):
-            self._dict(vars(value), label, self._user)
+            own: Any = value.__dict__
+            self._dict(own, label, self._user)
         elif isinstance(value, weakref.ref):
             self.visit(value(), label)
         elif isinstance(value, types.MappingProxyType):
