@@ -302,7 +302,7 @@ class Session:
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
         self._plans = StepPlans(None if cache is None else cache.folder)
-        self._planner = BackgroundPlanner[tuple[_Known, PlannedStep]](_NICENESS)
+        self._planner: BackgroundPlanner[tuple[_Known, PlannedStep]] = BackgroundPlanner(_NICENESS)
         weakref.finalize(self, self._planner.close).atexit = False
         self._is_ahead = False  # whether a step is planned for which nobody waits
         self._clock = time.perf_counter
