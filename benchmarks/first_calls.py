@@ -33,7 +33,7 @@ from outofcore.units import MIB, format_bytes, format_seconds
 
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt": {"batch": 4, "layers": 6, "width": 256, "heads": 4, "context": 128},
-    "resnet": {"depth": 18, "batch": 8, "size": 64},
+    "resnet": {"depth": 18, "batch": 8, "size": 96},
     "vgg16": {"batch": 1, "size": 32},
     "densenet121": {"batch": 2, "size": 32},
     "unet3d": {"batch": 1, "size": 32, "base": 8},
