@@ -1,13 +1,12 @@
 """Step times of models that no other benchmark uses, at parts of plain PyTorch's peak, beside our own in-core step.
 
-Models of transformers with random weights (``_unseen.py``), with plans compared by running them and without that
-(``auto(trials=0)``). Budgets are parts of the memory that a process of plain PyTorch has at its peak above one that
-trains a tiny model (RSS); with ``--of step`` of what our step needs where all of it fits, which is less. All processes
-of a model exist at once and take turns step by step. The medians of quotients, round by round, leave out the first
-rounds, in which plans are made, measured and compared. For machines that are never at rest there are beside them:
-quotients of the quickest fifths of steps, and of processor time, which does not count what other processes take but
-neither counts waits; of these the share is told. With ``--noise`` something else keeps a core busy in every other
-second of the first ten rounds, as when a machine is shared: what is decided then should not stay.
+Models of transformers with random weights (``_unseen.py``). Budgets are parts of the memory that a process of plain
+PyTorch has at its peak above one that trains a tiny model (RSS); with ``--of step`` of what our step needs where all of
+it fits, which is less. All processes of a model exist at once and take turns step by step. The medians of quotients,
+round by round, leave out the first rounds, in which plans are made and exchanged. For machines that are never at rest
+there are beside them: quotients of the quickest fifths of steps, and of processor time, which does not count what other
+processes take but neither counts waits; of these the share is told. With ``--noise`` something else keeps a core busy
+in every other second of the first ten rounds, as when a machine is shared: what is decided then should not stay.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from outofcore.units import format_bytes, format_seconds
 
 _IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
 _PARTS = (2.0, 4.0)
-_POLICIES = ("auto", "auto(trials=0)")
+_POLICIES = ("auto",)
 _QUOTIENTS = ("to_in_core", "calm_to_in_core", "processor_to_in_core")
 _NOISY_ROUNDS = 10
 _EAGER_STEPS = 4  # its peak is that of the second one or a later one
@@ -163,9 +162,7 @@ def main(
         list[float] | None, typer.Option(help="What budgets are parts of, over budget. [default: 2, 4]")
     ] = None,
     of: Annotated[Whole, typer.Option(help="What budgets are parts of.")] = Whole.EAGER,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="How to plan. [default: auto, and auto that compares no plans]")
-    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="How to plan. [default: auto]")] = None,
     rounds: Annotated[int, typer.Option(help="Steps of each process.")] = 55,
     warm_up: Annotated[int, typer.Option(help="Of these, steps that do not count.")] = 35,
     home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",

@@ -45,7 +45,7 @@ def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[An
         optimizer = work.optimizer(own)
         # Plans that are compared by running them would take turns of their own.
         step = outofcore.compile(
-            work.make_step(own, optimizer), own, optimizer, budget=budget, policy="auto(trials=0)", dynamic=False
+            work.make_step(own, optimizer), own, optimizer, budget=budget, policy="auto", dynamic=False
         )
         stream = work.batches()
         batches = [next(stream) for _ in range(2)]

@@ -621,7 +621,7 @@ def host_time(case: str, small: bool) -> Found:
                     optimizer,
                     budget=total // 2,
                     device="cuda",
-                    policy="offload-all" if mode == "offloaded" else "auto(trials=0)",
+                    policy="offload-all" if mode == "offloaded" else "auto",
                     replay="graphs" if mode == "graphs" else True,
                 )
             )

@@ -8,11 +8,11 @@
 - the measured timeline of a step: the predicted one takes its place where the library judges a plan, so no step looks
   slower than predicted and none is planned again for its times;
 - the seconds of ops and copies in the record of an eager loop, and of ops that could run again there: from bytes;
-- the process that plans an eager loop: it plans at once, in the process of the loop.
+- the process that plans an eager loop: it plans at once, in the process of the loop;
+- the quick search for the first plan of a compiled step: it is planned by the whole search at once.
 
 Everything else is the library's own: memory of ops is measured, split ops are checked for exactness, steps run. Those
-results depend on the kernels of the machine, never on its speed. Comparisons of plans by running them are by time
-alone; policies must switch them off (``trials=0``).
+results depend on the kernels of the machine, never on its speed.
 
 ``observed`` also collects the variants of a compiled step and the plans of an eager loop.
 """
@@ -26,14 +26,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from outofcore import session
+from outofcore import planned_step, session
+from outofcore.background import Answer, BackgroundPlanner, PlanJob, plan_job
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.distributed import agreement
 from outofcore.estimation.costing import estimated_costs
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.follow import loop, recompute_trial
-from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
 from outofcore.follow.records import FREED, StepRecord, read_record
 from outofcore.follow.remaking import Made, worth_making_again
 from outofcore.graph import Op, StepGraph
@@ -110,6 +110,7 @@ def fixed_costs() -> Iterator[Observed]:
         (session.Session, "_judge", _judged_as_predicted(session.Session._judge)),
         (loop, "read_record", _fixed_record),
         (loop, "BackgroundPlanner", _planner_at_once(observed)),
+        (planned_step, "quick_policy", lambda policy: policy),
         (recompute_trial, "worth_making_again", _fixed_recipes),
     ]
     passes = {"fastest": "fused", "lean": "low memory", "leanest": "lowest memory"}
@@ -193,15 +194,16 @@ def _fixed_recipes(made: Sequence[Made], *args: Any, **kwargs: Any) -> Any:
     return worth_making_again(fixed, *args, **kwargs)
 
 
-def _planner_at_once(observed: Observed) -> type[BackgroundPlanner]:
-    class PlannerAtOnce(BackgroundPlanner):
+def _planner_at_once(observed: Observed) -> type[BackgroundPlanner[StepRecord]]:
+    class PlannerAtOnce(BackgroundPlanner[StepRecord]):
         """Plans when it is asked to, in this process."""
 
         _done: tuple[StepRecord, Answer] | None = None
 
-        def start(self, record: StepRecord) -> None:
-            self._done = record, plan_record(record, self._budget, self._policy)
+        def start(self, subject: StepRecord, job: PlanJob) -> bool:
+            self._done = subject, plan_job(job)
             observed.loops.append(self._done)
+            return True
 
         def poll(self) -> tuple[StepRecord, Answer] | None:
             done, self._done = self._done, None

@@ -1,33 +1,35 @@
 """A captured step with its plan, as frozen data: how it is planned first, and again where steps show that it was wrong.
 
-It was wrong if steps took longer or shorter than predicted (``plan_trial`` says so), or if an op asked for memory that
-no plan foresaw, for which it is planned again at most once. Nothing here touches the user's model: whoever runs a
+It is wrong if steps take longer or shorter than predicted (``replanning`` says so), or if an op asks for memory that no
+plan foresaw. Nothing here touches the user's model: whoever runs a
 planned step makes its runner.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 
 from outofcore import planning
+from outofcore.background import Answer, PlanJob, Running
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, SpillError, ValidationError
 from outofcore.execution.homes import HomeStore
 from outofcore.execution.slots import needed_bytes
 from outofcore.graph import StepGraph
-from outofcore.plan_trial import PlanTrial
-from outofcore.planning import Alternative, Planned, Policy
+from outofcore.planning import Planned, Policy
 from outofcore.planning.placement.requests import Requests
 from outofcore.policies import Auto
 from outofcore.profiling.ops import OpProfile
-from outofcore.profiling.refine import is_off, refined
 from outofcore.program import CopyIn, CopyOut, Timeline
 from outofcore.proving import proved
+from outofcore.refine import is_off, refined
+from outofcore.step_plans import StepPlans
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -52,6 +54,8 @@ class PlannedStep:
         profiles: of each op.
         causes: why it was planned again so far, or nearly was.
         most: bytes that an op was to need, where ops run in parts; None: they run as a whole.
+        is_quick: whether the plan was found by a quick search, so that another may be better.
+        planning_seconds: that the search took; 0: an earlier process has made the plan.
     """
 
     captured: Captured
@@ -61,6 +65,8 @@ class PlannedStep:
     profiles: tuple[OpProfile, ...]
     causes: frozenset[Cause] = frozenset()
     most: int | None = None
+    is_quick: bool = False
+    planning_seconds: float = 0.0
 
     @property
     def graph(self) -> StepGraph:
@@ -112,6 +118,9 @@ def plan(
     budget: int,
     policy: Policy,
     stores: Sequence[HomeStore],
+    *,
+    quickly: bool = False,
+    kept: StepPlans | None = None,
 ) -> PlannedStep:
     """The step with the best plan that passes the validator.
 
@@ -122,65 +131,91 @@ def plan(
         budget: bytes of the arena.
         policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
+        quickly: whether a plan will do that a quick search finds, where it finds one.
+        kept: plans of earlier processes; None: none are used.
 
     Raises:
         BudgetError: the budget cannot hold the step.
         SpillError: a home has no room for what must leave.
         ValidationError: no plan passes.
     """
+    graph, seconds = captured.graph, 0.0
+    found, is_quick = kept and kept.find(graph, costs, budget, policy), False
+    if not found:
+        begin = time.perf_counter()
+        found = _planned_quickly(captured, costs, budget, policy) if quickly else None
+        is_quick = found is not None
+        try:
+            found = found or _planned_whole(captured, costs, budget, policy)
+        except BudgetError:
+            _check_last_home(graph, costs, budget, policy, stores)
+            raise
+        seconds = time.perf_counter() - begin
+    check_spill(graph, costs, found, stores)
+    return PlannedStep(captured, budget, costs, found, profiles, is_quick=is_quick, planning_seconds=seconds)
+
+
+def _planned_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
+    """The plan of a quick search; None where there is no such search, or it finds none."""
+    quick = quick_policy(policy)
+    if quick is policy or not costs.homes:
+        return None
+    try:
+        return proved(captured.graph, costs, budget, planning.plans_of_step(captured.graph, costs, budget, quick))
+    except (BudgetError, ValidationError):
+        return None  # reported already, if that is a fault
+
+
+def quick_policy(policy: Policy) -> Policy:
+    """What plans as a policy does, in a fraction of the time; the policy itself, if that is quick."""
+    return Auto(policy.params.in_a_hurry()) if isinstance(policy, Auto) else policy
+
+
+def _planned_whole(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:
     graph = captured.graph
     plans = planning.plans_of_step(graph, costs, budget, policy, describer(captured))
-    try:
-        found = proved(graph, costs, budget, chain(plans, _everything_leaves(graph, costs, budget)))
-    except BudgetError:
-        _check_last_home(graph, costs, budget, policy, stores)
-        raise
-    check_spill(graph, costs, found, stores)
-    return PlannedStep(captured, budget, costs, found, profiles)
+    return proved(graph, costs, budget, chain(plans, _everything_leaves(graph, costs, budget)))
 
 
-def trials_of(policy: Policy) -> int:
-    """How many plans a policy wants run beside the best."""
-    return policy.params.trials if isinstance(policy, Auto) else 0
-
-
-def others_of(step: PlannedStep, costs: Costs, stores: Sequence[HomeStore]) -> list[Alternative]:
-    """Plans of other kinds that pass the validator, and for which the homes have room.
+def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> PlanJob:
+    """How the step is planned with the times that ops and copies took.
 
     Args:
         step: planned.
-        costs: as they are believed now.
+        policy: how to plan.
+        measured: steps by its plan.
+    """
+    running = Running(step.planned, tuple(measured), step.spilled)
+    return PlanJob(step.graph, step.costs, step.budget, policy, running)
+
+
+def with_answer(step: PlannedStep, answer: Answer, seconds: float, stores: Sequence[HomeStore]) -> PlannedStep | None:
+    """The step with the plan that was made of such a job; None where there is none, or a home has no room for it.
+
+    Args:
+        step: as the job was made of it.
+        answer: to the job.
+        seconds: that steps took.
         stores: the homes, nearest first.
     """
-    graph, made = step.graph, list[Alternative]()
-    chosen = planning.resimulated(graph, costs, step.planned)
-    for other in planning.alternatives(graph, costs, step.budget, chosen):
+    reason = answer.reason
+    if answer.planned is not None and answer.costs is not None:
         try:
-            proved(graph, costs, step.budget, [other.planned])
-            for home, count in zip(stores, needed_bytes(graph, costs, other.planned.program), strict=True):
-                home.check(max(count, home.bytes))
-        except (ValidationError, SpillError):
-            continue  # of a plan that is not needed it is enough that a fault has been reported
-        made.append(other)
-    return made
-
-
-def trial_of(step: PlannedStep, policy: Policy, *, alone: bool) -> PlanTrial:
-    """What decides which of the plans of a step runs.
-
-    Args:
-        step: planned.
-        policy: by which.
-        alone: whether this process runs the step without others, which would have to take the same plan.
-    """
-    most = trials_of(policy) if alone else 0
-    return PlanTrial(step.graph, step.costs, step.planned, step.ported, most=most)
+            check_spill(step.graph, answer.costs, answer.planned, stores)
+        except SpillError as error:
+            reason = str(error)
+        else:
+            again = with_plan(step, answer.costs, answer.planned)
+            _say_times(step, again, seconds)
+            return again
+    _log.warning("the plan stays as it is, although another was to be made: %s", reason)
+    return None
 
 
 def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
     """The step with another of its plans, and costs as they are believed now."""
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
-    return replace(step, costs=costs, planned=planned, profiles=profiles)
+    return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
 
 def measured_costs(step: PlannedStep, measured: Sequence[Timeline]) -> Costs:
@@ -211,14 +246,18 @@ def with_times(
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
+    _say_times(step, again, seconds)
+    return replace(again, causes=step.causes)
+
+
+def _say_times(before: PlannedStep, again: PlannedStep, seconds: float) -> None:
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
-        step.planned.timeline.step_seconds,
+        before.planned.timeline.step_seconds,
         seconds,
         again.planned.timeline.step_seconds,
         again.planned.plan.policy,
     )
-    return replace(again, causes=step.causes)
 
 
 def with_requests(
@@ -226,6 +265,8 @@ def with_requests(
     surprises: Mapping[int, Requests],
     policy: Policy,
     stores: Sequence[HomeStore],
+    *,
+    quickly: bool = True,
 ) -> PlannedStep | None:
     """The step planned with the requests that ops turned out to make; None where there is no such plan.
 
@@ -234,6 +275,7 @@ def with_requests(
         surprises: the requests, by op.
         policy: how to plan.
         stores: the homes, nearest first.
+        quickly: as for ``plan``.
     """
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, seen in surprises.items():
@@ -251,7 +293,7 @@ def with_requests(
         )
     costs = replace(step.costs, ops=tuple(ops))
     try:
-        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores)
+        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores, quickly=quickly)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
         return None

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from outofcore import planning
 from outofcore._torch_internals import function_modes, tree_flatten
 from outofcore.analysis import live_bytes
+from outofcore.background import Answer, BackgroundPlanner, plan_job
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
 from outofcore.capture.collectives import Collective
@@ -60,18 +61,17 @@ from outofcore.execution.runner import Runner
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
 from outofcore.graph import StorageKind
-from outofcore.plan_trial import MEASURED_STEPS, Exchange, PlanAgain, PlanOthers, PlanTrial, Tried
 from outofcore.planned_step import (
     Cause,
     PlannedStep,
     check_spill,
     is_wrong,
+    job_of,
     measured_costs,
-    others_of,
     plan,
     plan_in_core,
-    trial_of,
-    with_plan,
+    quick_policy,
+    with_answer,
     with_requests,
     with_times,
 )
@@ -81,26 +81,26 @@ from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
-from outofcore.profiling.links import forget_link, links_to
+from outofcore.profiling.links import keep_link, links_to
 from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops, profile_some
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
+from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
 from outofcore.settled import added_bytes, known_families, settled_step, shortfall
 from outofcore.splitting import Parts, Split, Splitting, levels, workspaces_of
+from outofcore.step_plans import StepPlans
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
 
 _log = logging.getLogger("outofcore")
 
-# A link that is so much slower or faster in steps than it was measured, or takes so much more or less of the time of
-# ops beside it, is measured again by the next process.
-_OTHER_LINK = 1.25
+# The lowest priority: a step takes what it can of the processor while another plan is made of it.
+_NICENESS = 19
 # Where ops do not fit as a whole, one part may need this much of the budget: the larger parts are, the fewer there are.
 _ROOMIEST = 2 / 3
 # Ops are cut for speed where the budget is that large, the step that much slower than its ops, and in parts that much
 # quicker; an op then needs no more than this part of the budget, and the rest is for what moves beside it.
 _SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.25, 1.05, 4
-_OTHER_SLOWDOWN = 0.15
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
 
@@ -206,7 +206,7 @@ class _Known:
         runner: of it, as long as the states that it knows are those of the keeper.
         runs: of this plan, since its program came into the arena.
         measured: the timelines by which its prediction is to be judged, where others run the step as well.
-        trial: decides which of its plans runs; None: not begun.
+        watch: what its steps tell of the plan; None: not begun.
         facts: for other processes, where there are any.
     """
 
@@ -215,12 +215,12 @@ class _Known:
     runner: Runner | None = None
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
-    trial: PlanTrial | None = None
+    watch: Watch | None = None
 
     @property
     def arena_bytes(self) -> int:
-        """What the largest of its plans needs that may run: another arena would have to be filled anew."""
-        return max(self.step.planned.program.arena_bytes, 0 if self.trial is None else self.trial.arena_bytes)
+        """What its plan needs, and one that may take its place: another arena would have to be filled anew."""
+        return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
     def fits(self) -> bool:
         """Whether the user's tensors are what the step was captured with; the keeper sees to those that it knows."""
@@ -313,6 +313,11 @@ class Session:
         self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
+        self._plans = StepPlans(None if cache is None else cache.folder)
+        self._planner: BackgroundPlanner[tuple[_Known, PlannedStep]] = BackgroundPlanner(_NICENESS)
+        weakref.finalize(self, self._planner.close).atexit = False
+        self._is_ahead = False  # whether a step is planned for which nobody waits
+        self._clock = time.perf_counter
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
         self._tell: Tell = silent
@@ -321,28 +326,6 @@ class Session:
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
         return len({signature._replace(variant=0) for signature in self._known})
-
-    @property
-    def trial(self) -> PlanTrial | None:
-        """Which of its plans the last call's step runs, and why; None: it has not been judged."""
-        known = None if self._signature is None else self._known.get(self._signature)
-        return None if known is None else known.trial
-
-    @property
-    def tried(self) -> tuple[Tried, ...]:
-        """The plans that were run in turn for the last call's step, if any were."""
-        return () if self.trial is None else self.trial.tried
-
-    @property
-    def why(self) -> str:
-        """Why the one that stays does."""
-        return "" if self.trial is None else self.trial.why
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether no other process runs the step as well, nor another step in between: all would have to agree."""
-        together = self._shards is not None or (self._ranks is not None and self._ranks.joined)
-        return not together and not self._alternating
 
     @property
     def runner(self) -> Runner | None:
@@ -402,7 +385,11 @@ class Session:
         self.outcome = Outcome.UNCHANGED
         self.spread()
         signature, change = self._variants.find(self._signer(args, kwargs))
-        return self._known_or_built(signature, args, kwargs, on_progress, change).step
+        self._is_ahead = True
+        try:
+            return self._known_or_built(signature, args, kwargs, on_progress, change).step
+        finally:
+            self._is_ahead = False
 
     def spread(self) -> None:
         """Spread the models over the processes, or see what has become of them since they were."""
@@ -614,6 +601,7 @@ class Session:
             shards.gather()
 
     def _close(self) -> None:
+        self._planner.close()
         self.engine.close()
         try:
             with Deferred("the move of the model to where it stays"):
@@ -872,11 +860,11 @@ class Session:
                 captured, costs, profiles = self._measured(lean(traced, room).aligned(alignment), room)
                 workspaces = workspaces_of(captured, profiles)
                 try:
-                    found = plan(captured, costs, profiles, room, self.policy, stores)
+                    found = self._plan(captured, costs, profiles, room)
                 except BudgetError:
                     # Updates that were joined need a little more than each alone.
                     captured, costs, profiles = self._measured(leanest(traced).aligned(alignment), room)
-                    found = plan(captured, costs, profiles, room, self.policy, stores)
+                    found = self._plan(captured, costs, profiles, room)
                 found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
             found, error, most = self._planned_in_parts(self._splitting(traced, workspaces), room, error)
@@ -914,10 +902,19 @@ class Session:
         parts = self._splitting(traced, workspaces).in_parts(most, room)
         return leanest(traced) if parts is None else parts.captured
 
+    def _plan(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], room: int) -> PlannedStep:
+        """The step with its first plan: of an earlier process, or quickly made if a call waits for it.
+
+        Processes that run a step together follow this plan for long, so it is worth the whole search.
+        """
+        together = self._shards is not None or (self._ranks is not None and self._ranks.joined)
+        quickly, kept = not self._is_ahead and not together, None if together else self._plans
+        return plan(captured, costs, profiles, room, self.policy, self.home.stores, quickly=quickly, kept=kept)
+
     def _plan_in_parts(self, parts: Parts, room: int) -> PlannedStep:
         """A step in parts, planned."""
         measured = self._measured(parts.captured, room)
-        return replace(plan(*measured, room, self.policy, self.home.stores), most=parts.most)
+        return replace(self._plan(*measured, room), most=parts.most)
 
     def _planned_in_parts(
         self, splitting: Splitting, room: int, error: BudgetError
@@ -1014,16 +1011,19 @@ class Session:
         if surprises and not warming and Cause.MEMORY not in known.step.causes:
             self._plan_for_requests(known, surprises)
             return
-        if known.trial is None:
-            known.trial = trial_of(known.step, self.policy, alone=self._is_alone)
-        asked = known.trial.ran(self.timeline, warming=warming)
-        if isinstance(asked, PlanAgain):
-            asked = self._plan_for_times(known, known.trial, asked)
-        if isinstance(asked, PlanOthers):
-            asked = self._plan_others(known, known.trial, asked)
-        if isinstance(asked, Exchange):
-            again = with_plan(known.step, known.trial.costs, known.trial.planned)
-            self._exchange(known, again, known.trial)
+        if known.watch is None:
+            planned = known.step.planned
+            known.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=known.step.is_quick)
+        if warming or not known.step.leaves_device:
+            known.watch = known.watch.warmed()
+        else:
+            known.watch = known.watch.ran(known.step.planned.program, self.timeline)
+        watch = known.watch
+        if watch.has_settled and known.step.planning_seconds:
+            self._keep_plan(known.step)
+        if watch.asks and not self._planner.is_busy:
+            self._plan_for_times(known, watch)
+        self._take_plan()
 
     def _plan_for_requests(self, known: _Known, surprises: Mapping[int, Requests]) -> None:
         """Plan again with the requests of the last run that no plan foresaw."""
@@ -1036,26 +1036,60 @@ class Session:
             self._keep(before, again, surprises.keys())
             self._exchange(known, again)
 
-    def _plan_for_times(self, known: _Known, trial: PlanTrial, asked: PlanAgain) -> PlanOthers | Exchange | None:
-        """Plan again with the times that ops and copies took."""
-        before, begin = known.step, time.perf_counter()
-        if before.leaves_device:
-            self._leave_arena()
-        again = with_times(before, asked.costs, asked.seconds, self.policy, self.home.stores)
-        next_one = trial.planned_again(None if again is None else again.planned, time.perf_counter() - begin)
-        if again is None:
-            return next_one
-        self._keep(before, again, None)
-        self._exchange(known, again, trial)
-        return next_one
+    def _plan_for_times(self, known: _Known, watch: Watch) -> None:
+        """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
+        step, begin = known.step, self._clock()
+        job = job_of(step, self.policy, calm_of(watch.measured))
+        if self._planner.start((known, step), job):
+            known.watch = watch.asked(self._clock() - begin)
+        elif step.planning_seconds and watch.affords(step.planning_seconds + watch.exchange):
+            self._leave_arena()  # planning takes memory, too, and not beside that of the step
+            answer = plan_job(replace(job, policy=quick_policy(self.policy)))
+            known.watch = watch.asked(self._clock() - begin)
+            self._take(known, known.watch, answer)
+        else:
+            known.watch = watch.kept()
 
-    def _plan_others(self, known: _Known, trial: PlanTrial, asked: PlanOthers) -> Exchange | None:
-        """Make plans of other kinds, to be compared with the one that runs."""
-        begin = time.perf_counter()
-        self._leave_arena()  # planning takes memory, too, and not beside that of the step
-        known.runs = 0
-        others = others_of(known.step, asked.costs, self.home.stores)
-        return trial.others_made(others, time.perf_counter() - begin)
+    def _take_plan(self) -> None:
+        """Go on with the plan that was made meanwhile, if one was."""
+        made = self._planner.poll()
+        if made is None:
+            return
+        (known, step), answer = made
+        # It may have been planned for other reasons since, or be forgotten.
+        if known.watch is not None and known.step is step and any(one is known for one in self._known.values()):
+            self._take(known, known.watch, answer)
+
+    def _take(self, known: _Known, watch: Watch, answer: Answer) -> None:
+        before, begin = known.step, self._clock()
+        again = with_answer(before, answer, watch.usual, self.home.stores)
+        if again is None:
+            known.watch = watch.kept()
+            return
+        self._keep(before, again, None)
+        predicted = again.planned.timeline.step_seconds
+        if not answer.is_new:
+            known.step, known.watch = again, watch.kept(predicted)
+            if known is self._active:
+                self.shown = again
+            return
+        was_active = known is self._active
+        self._exchange(known, again)
+        if was_active:
+            with Deferred("the move of the model to its place"):
+                self._activate(known)
+        known.watch = watch.exchanged(predicted, self._clock() - begin)
+
+    def settle(self) -> None:
+        """Go on with the best plans: wait for the one that is being made, and make the others now."""
+        self._planner.wait()
+        self._take_plan()
+        for known in self._known.values():
+            step = known.step
+            if step.is_quick:
+                self._leave_arena()
+                best = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
+                self._exchange(known, replace(best, causes=step.causes, most=step.most))
 
     def _judge_together(self, known: _Known, ranks: Ranks) -> None:
         """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
@@ -1076,7 +1110,7 @@ class Session:
         def decide() -> Any:
             again, wrong = known.step, is_wrong(known.step, measured)
             if surprises:
-                again = with_requests(again, surprises, self.policy, stores) or again
+                again = with_requests(again, surprises, self.policy, stores, quickly=False) or again
             if wrong:
                 costs, seconds = measured_costs(again, measured), measured[-1].step_seconds
                 again = with_times(again, costs, seconds, self.policy, stores) or again
@@ -1101,38 +1135,35 @@ class Session:
         ranks.settle(failure)
         self._exchange(known, again)
 
-    def _exchange(self, known: _Known, again: PlannedStep, trial: PlanTrial | None = None) -> None:
-        """Go on with another plan of a step.
-
-        Args:
-            known: the step.
-            again: with the plan.
-            trial: which goes on; None: one begins with this plan.
-        """
+    def _exchange(self, known: _Known, again: PlannedStep) -> None:
+        """Go on with another plan of a step."""
         if known is self._active:
             self._make_way()
         states = None
         if known.runner is not None:
             known.runner.leave()
             states = known.runner.states
-        known.step, known.runs, known.measured, known.trial = again, 0, [], trial
+        known.step, known.runs, known.measured, known.watch = again, 0, [], None
         known.runner = runner_of(again, self.keeper, states)
 
     def _keep(self, before: PlannedStep, again: PlannedStep, ops: Any) -> None:
-        """Have later processes know what steps have shown; of some ops alone, or of all and the links."""
+        """Have later processes know what steps have shown; of some ops alone, or of all and the links, and the plan."""
         if self._cache is None:
             return
         facts = self.backend.facts()
         keep_profiles(self._cache, again.graph, again.profiles, only=ops, device=facts)
         for store, old, new in zip(self.home.stores, before.costs.homes, again.costs.homes, strict=True):
-            if _differ(old, new):
-                forget_link(store, self._cache, facts)
+            keep_link(store, self._cache, old, new, facts)
+        if not again.is_quick:
+            self._keep_plan(again)
+
+    def _keep_plan(self, step: PlannedStep) -> None:
+        self._plans.keep(step.graph, step.costs, step.budget, self.policy, step.planned)
 
     # The arena
 
     def _activate(self, known: _Known) -> None:
         """Bring a program into the arena; planned steps get their runners here."""
-        begin = time.perf_counter()
         self.engine.synchronize()
         if known.runner is None or not known.runner.is_current():
             if known.runner is not None:
@@ -1140,7 +1171,6 @@ class Session:
             known.runner = runner_of(known.step, self.keeper)
         needed = known.arena_bytes
         self._make_way()
-        is_exchanged = known.trial is not None and known.runs == 0
         if self.arena is None or self.arena.bytes < needed:
             self._leave_arena()
             # What capturing and planning have used would otherwise stay with the process beside its budget.
@@ -1150,8 +1180,6 @@ class Session:
             self.arena = self.backend.arena(needed, self.backend.reserve(self.budget), known.step.budget)
         known.runner.enter(self.arena)
         self._active, self.shown = known, known.step
-        if known.trial is not None and is_exchanged:
-            known.trial.exchanged(time.perf_counter() - begin)
 
     def _run(self, known: _Known, leaves: Sequence[Any]) -> Any:
         """Run, or leave the model as it was before, or else torn."""
@@ -1273,14 +1301,3 @@ def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
     graph = hashlib.sha256(repr((traced.graph.storages, ops, traced.graph.outputs)).encode()).hexdigest()
     orders = tuple(end.order for end in traced.replicas)
     return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}
-
-
-def _differ(before: Home, after: Home) -> bool:
-    """Whether a link is not what it was: its rates, or what it takes from ops."""
-    return abs(before.compute_slowdown - after.compute_slowdown) > _OTHER_SLOWDOWN or any(
-        max(a / b, b / a) > _OTHER_LINK
-        for a, b in (
-            (before.bytes_per_s_out, after.bytes_per_s_out),
-            (before.bytes_per_s_in, after.bytes_per_s_in),
-        )
-    )

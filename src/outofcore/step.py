@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -33,7 +32,7 @@ from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
-from outofcore.report import ReportPath, facts_html, tried_text
+from outofcore.report import ReportPath, facts_html
 from outofcore.session import Outcome, Ranks, Session, versions
 from outofcore.splitting import Split
 from outofcore.units import format_bytes, format_seconds
@@ -301,8 +300,7 @@ class Step(Generic[P, R]):
                 session.why_followed,
                 session.followed.stats.peak_bytes,
             )
-        measured = measure_step(self.captured, self.planned, self.timeline, session.off_plan)
-        return replace(measured, tried=tuple(map(str, session.tried)), why=session.why if session.tried else "")
+        return measure_step(self.captured, self.planned, self.timeline, session.off_plan)
 
     def _nothing_to_show(self, otherwise: str) -> str:
         followed = self._session.followed
@@ -345,7 +343,7 @@ class Step(Generic[P, R]):
             title=title or self.__name__,
             count=budgets,
             policy=self.policy,
-            notes=[("versions", versions()), *self._tried(), *self._followed_since()],
+            notes=[("versions", versions()), *self._followed_since()],
         )
         return ReportPath(file)
 
@@ -365,11 +363,6 @@ class Step(Generic[P, R]):
         trace_step(
             Path(path), self.captured.graph, self.planned, self.timeline, began_ns=self._session.began_ns, beside=other
         )
-
-    def _tried(self) -> list[tuple[str, str]]:
-        """The plans that were run in turn, with medians, and why the one that stays does."""
-        session = self._session
-        return [("plans tried", tried_text(list(map(str, session.tried)), session.why))] if session.tried else []
 
     def _followed_since(self) -> list[tuple[str, str]]:
         followed = self._session.followed

@@ -1,9 +1,10 @@
-"""Plans of followed loops made in the foreground, so that tests know in which step a plan is there."""
+"""Plans made in the foreground, so that tests know in which step a plan is there."""
 
 from __future__ import annotations
 
-from outofcore.follow.background import Answer, BackgroundPlanner, plan_record
-from outofcore.follow.records import StepRecord
+from typing import Any
+
+from outofcore.background import Answer, BackgroundPlanner, PlanJob, plan_job
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
 
@@ -11,12 +12,13 @@ from outofcore.policies import Auto
 MOVES = Auto(SearchParams(recompute_changes=0))
 
 
-class PlannedAtOnce(BackgroundPlanner):
-    done: tuple[StepRecord, Answer] | None = None
+class PlannedAtOnce(BackgroundPlanner[Any]):
+    done: tuple[Any, Answer] | None = None
 
-    def start(self, record: StepRecord) -> None:
-        self.done = record, plan_record(record, self._budget, self._policy)
+    def start(self, subject: Any, job: PlanJob) -> bool:
+        self.done = subject, plan_job(job)
+        return True
 
-    def poll(self) -> tuple[StepRecord, Answer] | None:
+    def poll(self) -> tuple[Any, Answer] | None:
         done, self.done = self.done, None
         return done

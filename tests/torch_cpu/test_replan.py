@@ -51,9 +51,12 @@ def _usual_mood() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _whatever_times_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is left out because something else ran meanwhile, and no plan is taken to be as good as can be."""
-    monkeypatch.setattr("outofcore.profiling.undisturbed._DISTURBED", 1e6)
-    monkeypatch.setattr("outofcore.plan_trial._COULD_BE_QUICKER", 1e6)
+    """No step counts as disturbed, no plan as good as can be, and others are made here, whatever that costs."""
+    monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
+    monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
+    monkeypatch.setattr("outofcore.replanning._COULD_BE_QUICKER", 1e6)
+    monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
+    monkeypatch.setattr("outofcore.background.BackgroundPlanner.start", lambda *_: False)
 
 
 def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
@@ -115,7 +118,7 @@ def test_scratch_memory_that_grows_is_planned_for_once(caplog: pytest.LogCapture
 def test_what_the_budget_cannot_hold_is_served_from_the_reserve(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: False)  # no other new plan comes between
+    monkeypatch.setattr("outofcore.replanning.is_off", lambda *_: False)  # no other new plan comes between
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     usual, more = 128 * KIB, 16 * MIB
@@ -202,7 +205,7 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
 ) -> None:
     """Planning takes memory; beside the arena it would break the budget."""
     caplog.set_level(logging.INFO, "outofcore")
-    monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: cause == "times")
+    monkeypatch.setattr("outofcore.replanning.is_off", lambda *_: cause == "times")
     usual, more = 128 * KIB, 512 * KIB
     step, model, optimizer = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
@@ -236,7 +239,7 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
 ) -> None:
     """The first plan, one in which nothing leaves, and one that is made again."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: True)
+    monkeypatch.setattr("outofcore.replanning.is_off", lambda *_: True)
     plans, in_core = planning.plans_of_step, planning.plan_in_core
     seen: list[planning.Planned] = []
 
@@ -265,7 +268,7 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
 
 def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the arena of one input shape may have less room than that of another: outputs lie beside it."""
-    monkeypatch.setattr("outofcore.plan_trial.is_off", lambda *_: True)
+    monkeypatch.setattr("outofcore.replanning.is_off", lambda *_: True)
     plans, budgets = planning.plans_of_step, []
 
     def plans_of_step(graph: Any, costs: Any, budget: int, *args: Any, **kwargs: Any) -> Any:

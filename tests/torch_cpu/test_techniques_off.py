@@ -30,7 +30,6 @@ NAMES = ("gpt", "gan", "resnet")
 PLANNER: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in TECHNIQUES.items() if fields},
     "nested": {"nested": ()},
-    "trials": {"trials": 0},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "replay": {"replay": False},

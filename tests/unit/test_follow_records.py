@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outofcore.follow.background import plan_record
+from outofcore.background import PlanJob, plan_job
 from outofcore.follow.records import FREED, Schedule, StepRecord, read_record, schedule_of
 from outofcore.graph import StorageKind
 from outofcore.planning.planner import in_core_budget, smallest_budget
@@ -100,7 +100,7 @@ def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share:
     record = chain(length, kept)
     least = smallest_budget(record.graph, record.costs)
     budget = least + (in_core_budget(record.graph, record.costs) - least) * share // 100
-    answer = plan_record(record, budget, policy)
+    answer = plan_job(PlanJob(record.graph, record.costs, budget, policy))
     if answer.planned is None:  # a baseline may find none
         assert policy != "offload-all"
         assert "finds no plan" in answer.reason
@@ -122,7 +122,7 @@ def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share:
 
 def test_a_budget_that_holds_everything_lets_nothing_leave() -> None:
     record = chain(4, 0)
-    answer = plan_record(record, 100 * BYTES, "auto")
+    answer = plan_job(PlanJob(record.graph, record.costs, 100 * BYTES, "auto"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
     assert schedule.leave == schedule.fetch == schedule.write == ()
@@ -131,7 +131,7 @@ def test_a_budget_that_holds_everything_lets_nothing_leave() -> None:
 
 def test_exactly_what_a_plan_says() -> None:
     record = chain(3, 0)  # weights 0, 2, 4 and what ops 0, 1, 2 make of them: 1, 3, 5
-    answer = plan_record(record, smallest_budget(record.graph, record.costs), "offload-all")
+    answer = plan_job(PlanJob(record.graph, record.costs, smallest_budget(record.graph, record.costs), "offload-all"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
     assert Schedule(schedule.leave, schedule.fetch, schedule.write) == Schedule(
@@ -143,6 +143,6 @@ def test_exactly_what_a_plan_says() -> None:
 
 def test_a_budget_that_is_too_small_is_told() -> None:
     record = chain(3, 0)
-    answer = plan_record(record, BYTES, "auto")
+    answer = plan_job(PlanJob(record.graph, record.costs, BYTES, "auto"))
     assert answer.planned is None
     assert "cannot hold this step" in answer.reason

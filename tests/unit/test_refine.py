@@ -11,9 +11,8 @@ from strategies import LIMITS
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.profiling.refine import calm_steps, is_off, refined
-from outofcore.profiling.undisturbed import alike, pace, step_times
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
+from outofcore.refine import calm_steps, is_off, refined
 from outofcore.simulator import simulate
 from outofcore.units import MIB
 
@@ -178,21 +177,3 @@ def test_disturbed_steps_are_those_whose_ops_took_longer() -> None:
     slow = simulate(MANY, waits, MANY_PROGRAM)
     assert slow.step_seconds > 2 * calm.step_seconds
     assert calm_steps(MANY_COSTS, MANY_PROGRAM, [calm, slow]) == [calm, slow]
-
-
-def test_the_pace_of_quiet_ops_is_not_that_of_ops_beside_copies() -> None:
-    truth = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.5),))
-    found = pace(MANY_PROGRAM, step_times(MANY_PROGRAM, simulate(MANY, truth, MANY_PROGRAM), ()), MANY_COSTS.ops)
-    assert found.quiet == pytest.approx(1.0)
-    assert found.ops > 1.05
-    busy = pace(
-        MANY_PROGRAM,
-        step_times(MANY_PROGRAM, simulate(MANY, slower(truth, 1.3), MANY_PROGRAM), ()),
-        MANY_COSTS.ops,
-    )
-    assert busy.quiet == pytest.approx(1.3)
-    assert not alike([found], [busy])
-    assert alike([found], [replace(found, quiet=1.05)])
-    # Where too few ops are quiet, what copies take from all of them is allowed for.
-    assert alike([found], [replace(found, quiet=None)])
-    assert not alike([found], [replace(found, ops=1.3 * found.ops, quiet=None)])

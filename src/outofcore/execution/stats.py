@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outofcore.capture.captured import Captured
 from outofcore.planning import Planned
 from outofcore.program import CopyIn, CopyOut, Timeline
-from outofcore.report import facts_html, tried_text
+from outofcore.report import facts_html
 from outofcore.units import format_bytes, format_seconds
 
 
@@ -25,8 +25,6 @@ class StepStats:
         followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
         why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
         peak_bytes: of the arena, in use at the most; where calls are followed, in all of them.
-        tried: in a line each, the plans that were run in turn, with medians; empty: none were.
-        why: the one that stays does.
 
     >>> import torch
     >>> import outofcore
@@ -50,8 +48,6 @@ class StepStats:
     followed_calls: int = 0
     why_followed: str = ""
     peak_bytes: int = 0
-    tried: tuple[str, ...] = ()
-    why: str = ""
 
     def _repr_html_(self) -> str:
         return facts_html("last step", step_facts(self))
@@ -80,8 +76,6 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
     ]
     if stats.followed_calls:
         facts.append(("calls followed", f"{stats.followed_calls}, as {stats.why_followed}"))
-    if stats.tried:
-        facts.append(("plans tried", tried_text(stats.tried, stats.why)))
     if stats.off_plan:
         facts.append(("requests off the plan", str(stats.off_plan)))
     return facts

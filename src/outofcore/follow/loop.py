@@ -31,6 +31,7 @@ from outofcore._torch_internals import (
     storage_address,
     without_python_dispatch,
 )
+from outofcore.background import BackgroundPlanner, PlanJob
 from outofcore.capture.provenance import user_line
 from outofcore.errors import ArenaError, BudgetError, SpillError, StateError
 from outofcore.execution.checks import Check
@@ -40,7 +41,6 @@ from outofcore.execution.memory import trim_heap
 from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import addresses_seen
-from outofcore.follow.background import BackgroundPlanner
 from outofcore.follow.gpu import graphs_refused, make_workspaces
 from outofcore.follow.native import (
     DISPATCH_KEY,
@@ -86,6 +86,10 @@ REPORT_PATH = "outofcore-report.html"
 _DISK_CAPACITY = 1 << 40
 # Models from so many bytes on take long to move to the home, so that progress is shown.
 _LONG = 256 * MIB
+# By how much the priority of the process that plans is below that of the loop.
+_NICENESS = 10
+# What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
+_SPARE = 0.02
 _CPU = torch.device("cpu")
 # As ``follow_new`` in paging.cpp takes them.
 _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
@@ -172,7 +176,7 @@ class Loop:
         self._steps = 0
         self._last = LoopStats()
         self._policy = policy
-        self._planner: BackgroundPlanner | None = None
+        self._planner: BackgroundPlanner[StepRecord] | None = None
         self._plans = 0
         self._store = PlanStore(plans)
         self._trial: RecomputeTrial | None = None
@@ -254,7 +258,7 @@ class Loop:
             library.follow_ask_source(_sources.ask)
             library.follow_thread(1)
             if self._policy is not None:
-                self._planner = BackgroundPlanner(self._limit, self._policy)
+                self._planner = BackgroundPlanner(_NICENESS)
                 self._undo.callback(self._planner.close)
                 wanted = isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0
                 if wanted and not self._on_gpu and not missing(Feature.RECOMPUTE):
@@ -727,7 +731,7 @@ class Loop:
         self._others.clear()
         return True
 
-    def _plan_step(self, library: ctypes.CDLL, planner: BackgroundPlanner) -> None:
+    def _plan_step(self, library: ctypes.CDLL, planner: BackgroundPlanner[StepRecord]) -> None:
         count = call(library, "follow_proposal", self._space, None, 0)
         if count == 0:
             return
@@ -736,9 +740,10 @@ class Loop:
         names = library.follow_names(self._space).decode().splitlines()
         record = read_record(numbers[:], names)
         kept = self._store.find(record, self._limit, self._planned_by())
-        if kept is None:
-            planner.start(record)
-        else:
+        if kept is None and self._policy is not None:
+            budget = int(self._limit * (1 - _SPARE))
+            planner.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
+        elif kept is not None:
             self._follow_plan(library, record, kept, 0.0)
 
     def _follow_plan(self, library: ctypes.CDLL, record: StepRecord, plan: FollowedPlan, planning: float) -> None:

@@ -25,16 +25,14 @@ The modules, from the outside in:
 - ``placing``: lowered, placed, wired and simulated, and what plans are compared by. ``placement``: addresses.
 - ``repair``: which bytes to leave free where blocks stick out. ``polish``: a local search over placed plans.
 - ``resident_gradients``: which gradients stay when a step ends.
-- ``alternatives``: plans of other kinds than the best, to be compared with it by running them.
 
 To see why a plan was chosen, log ``outofcore.planning`` at debug level: each candidate with the seconds that its
 schedule promises, then each attempt to place one, with the seconds that are simulated or how high its blocks reach. The
 same is in ``Planned.candidates``, with the reason why each lost.
 """
 
-from outofcore.planning.alternatives import Alternative, alternatives, resimulated
 from outofcore.planning.parameters import QUICK, SearchParams
-from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place
+from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place, resimulated
 from outofcore.planning.planner import (
     explain_too_small,
     in_core_budget,
@@ -50,13 +48,11 @@ from outofcore.planning.relaxation import lower_bound_seconds
 __all__ = [
     "POLICIES",
     "QUICK",
-    "Alternative",
     "Outcome",
     "Planned",
     "Policy",
     "PolicyLike",
     "SearchParams",
-    "alternatives",
     "explain_too_small",
     "fit",
     "fit_once",

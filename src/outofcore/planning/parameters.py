@@ -6,7 +6,7 @@ time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ class SearchParams:
             runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
             way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
         spans: spans of time that the linear program of a long step is cut into.
-        trials: how many plans of other kinds a compiled step runs in turn with the best, early on, of which the
-            quickest stays (``plan_trial``); 0: the best by simulation stays, and only measured costs change that, once.
     """
 
     relaxations: int = 2
@@ -87,7 +85,20 @@ class SearchParams:
     annealing: int = 600
     nested: tuple[float, ...] = (0.7, 1.0)
     spans: int = 500
-    trials: int = 2
+
+    def in_a_hurry(self) -> SearchParams:
+        """The same techniques with the least effort: a fraction of a second for a few hundred ops."""
+        return replace(
+            self,
+            relaxations=0 if self.shares else min(self.relaxations, 1),
+            shares=self.shares[-1:],
+            zooms=0,
+            tuned=0,
+            further=0,
+            also=0,
+            placed=min(self.placed, 4),
+            polish_ops=0,
+        )
 
 
 QUICK = SearchParams(

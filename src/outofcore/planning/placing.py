@@ -155,6 +155,11 @@ def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Plan
     return Planned(plan, program, simulate(graph, costs, program))
 
 
+def resimulated(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
+    """A plan with its timeline under other costs."""
+    return replace(planned, timeline=simulate(graph, costs, planned.program))
+
+
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
     """Ask a policy for plans with less and less room, until its blocks can be placed within the budget.
 

@@ -189,11 +189,40 @@ def known_link(
     return report
 
 
-def forget_link(home: HomeStore, cache: Cache, device: Mapping[str, object] | None = None) -> None:
-    """Let the link to a home be measured again when it is next asked for."""
+def keep_link(
+    home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
+) -> None:
+    """Put what steps have shown of a link in place of what was measured.
+
+    Args:
+        home: at the end of the link.
+        cache: where measurements are kept.
+        before: its costs as they were measured.
+        after: its costs as steps have shown them: the rates, and what copies take from ops.
+        device: facts about the device, if it is not the CPU.
+    """
+    if before == after:
+        return
     shelf = _shelf(cache, device)
-    stale = [key for key in shelf.read() if key.startswith(f"{home.identity}/")]
-    shelf.write(dict.fromkeys(stale))
+    out, into = after.bytes_per_s_out / before.bytes_per_s_out, after.bytes_per_s_in / before.bytes_per_s_in
+    changed: dict[str, object] = {}
+    for key, kept in shelf.read().items():
+        if not key.startswith(f"{home.identity}/"):
+            continue
+        try:
+            found = convert_json(kept, LinkReport, shelf.path, f"$.entries.{key}")
+            at = convert_json(kept, _Measured, shelf.path, f"$.entries.{key}").measured_at
+        except GraphError:
+            continue  # it is damaged, and measured anew when it is next asked for
+        report = replace(
+            found,
+            computing=Rates(found.computing.out * out, found.computing.into * into),
+            together=Rates(found.together.out * out, found.together.into * into),
+            compute_single_s=found.compute_alone_s * (1 + after.compute_slowdown),
+            compute_both_s=found.compute_alone_s * (1 + 2 * after.compute_slowdown),
+        )
+        changed[key] = {"measured_at": at, **asdict(report)}
+    shelf.write(changed)
 
 
 def _shelf(cache: Cache, device: Mapping[str, object] | None) -> Shelf:

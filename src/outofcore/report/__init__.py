@@ -4,7 +4,7 @@ from outofcore.report.content import page_content
 from outofcore.report.data import MemoryOverTime, Moved, StepReport, memory_over_time, step_report
 from outofcore.report.notebook import ReportPath, facts_html, table_html
 from outofcore.report.page import write_report, write_sweep
-from outofcore.report.text import columns, moved_text, step_text, tried_text
+from outofcore.report.text import columns, moved_text, step_text
 
 __all__ = [
     "MemoryOverTime",
@@ -19,7 +19,6 @@ __all__ = [
     "step_report",
     "step_text",
     "table_html",
-    "tried_text",
     "write_report",
     "write_sweep",
 ]

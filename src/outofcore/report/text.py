@@ -50,11 +50,6 @@ def moved_text(report: StepReport) -> str:
     return columns(rows)
 
 
-def tried_text(tried: Sequence[str], why: str) -> str:
-    """The plans that were run in turn in a line, and why the one that stays does."""
-    return f"{'; '.join(tried)}; {why}"
-
-
 def step_text(report: StepReport) -> str:
     """A step in two lines: the memory it takes, and its time."""
     waiting = report.seconds - report.compute_seconds

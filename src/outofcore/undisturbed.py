@@ -3,7 +3,7 @@
 Another process that uses the processor slows ops down, those as well beside which no copy runs; a link that is slower
 than it was measured does not. So a step whose ops took longer than those of its neighbours, by the *pace* of all, was
 disturbed, and says nothing of plans and links. Paces are compared among steps of one program, which have the same
-copies; those of different programs by the ops beside which nothing was copied.
+copies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from outofcore.costs import Home, OpCost
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
 # Steps whose ops took so many times as long as in the calmest of them were disturbed.
-_DISTURBED = 1.06
-# The same of steps of different programs, told by all ops, from which copies take more in the one than in the other.
-_CLEARLY_DISTURBED = 1.25
+DISTURBED = 1.06
 # An op is quiet if copies are under way for no more of its time than this.
 _BESIDE = 0.02
-# The pace of quiet ops tells something where they take so much of the ops' time.
-_TELLING = 0.15
 # Slowdowns that are added up and taken off again leave less than this.
 _TINY = 1e-9
 
@@ -44,19 +40,6 @@ class StepTimes:
     took: tuple[float, ...]
     alone: tuple[float, ...]
     copies: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How many times as long the ops of a step took as they are known to.
-
-    Attributes:
-        ops: all of them, with what copies take from them.
-        quiet: those beside which nothing was copied; None: there were too few.
-    """
-
-    ops: float
-    quiet: float | None
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
@@ -104,47 +87,26 @@ def is_quiet(copies: float) -> bool:
     return copies <= _BESIDE
 
 
-def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> Pace:
-    """How many times as long the ops of a step took as they are known to.
+def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
+    """How many times as long the ops of a step took as they are known to, with what copies take from them.
 
     Args:
         program: that ran.
         times: of the step.
         ops: what they are known to take alone.
     """
-    took = known = quiet_took = quiet_known = 0.0
+    took = known = 0.0
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not instruction.communicates:
-            seconds = ops[instruction.op].seconds
             took += times.took[index]
-            known += seconds
-            if is_quiet(times.copies[index]):
-                quiet_took += times.took[index]
-                quiet_known += seconds
-    if not known:
-        return Pace(1.0, None)
-    return Pace(took / known, quiet_took / quiet_known if quiet_known > _TELLING * known else None)
+            known += ops[instruction.op].seconds
+    return took / known if known else 1.0
 
 
-def undisturbed(paces: Sequence[Pace]) -> list[bool]:
+def undisturbed(paces: Sequence[float]) -> list[bool]:
     """Which of some steps of one program, run one soon after the other, nothing else has disturbed."""
-    lowest = min((one.ops for one in paces), default=0.0)
-    return [one.ops <= lowest * _DISTURBED for one in paces]
-
-
-def alike(one: Sequence[Pace], other: Sequence[Pace]) -> bool:
-    """Whether the machine was as calm in the steps of one program as in those of another, as far as that can be told.
-
-    Args:
-        one: of the calm steps of the one; there is one at least.
-        other: of the calm steps of the other.
-    """
-    mine = [p.quiet for p in one if p.quiet is not None]
-    theirs = [p.quiet for p in other if p.quiet is not None]
-    most = _DISTURBED
-    if not mine or not theirs:
-        mine, theirs, most = [p.ops for p in one], [p.ops for p in other], _CLEARLY_DISTURBED
-    return max(min(mine), min(theirs)) <= min(*mine, *theirs) * most
+    lowest = min(paces, default=0.0)
+    return [one <= lowest * DISTURBED for one in paces]
 
 
 def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:

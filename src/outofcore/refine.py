@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outofcore.costs import Costs, Home
-from outofcore.profiling.undisturbed import Lane, StepTimes, is_quiet, pace, step_times, undisturbed
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
+from outofcore.undisturbed import Lane, StepTimes, is_quiet, pace, step_times, undisturbed
 from outofcore.units import MIB
 
 # Copies of less than this in all say little of a link's bandwidth.

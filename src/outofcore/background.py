@@ -1,0 +1,211 @@
+"""Plans steps in a process of its own, so that training goes on meanwhile at its pace.
+
+A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process is of the
+lowest priorities, imports no PyTorch, and ends with the thread that has started it. It is in a process group of its
+own, so that Ctrl-C is for training alone, but in the same session: Linux balances sessions first and only then looks
+at priorities (``sched(7)``, autogroups).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import IO, Generic, TypeVar
+
+from outofcore import planning
+from outofcore.costs import Costs
+from outofcore.errors import OutOfCoreError
+from outofcore.graph import StepGraph
+from outofcore.planning import Planned, PolicyLike
+from outofcore.program import Timeline
+from outofcore.proving import proved
+from outofcore.refine import refined
+
+_log = logging.getLogger("outofcore")
+
+_PROGRAM = (
+    "import json, os, sys; os.nice(int(sys.argv[2])); sys.path[:] = json.loads(sys.argv[1]);"
+    "from outofcore.background import main; main()"
+)
+# A plan takes the place of one that runs if it is quicker by this share of the step.
+_CLEARLY = 0.01
+
+_Subject = TypeVar("_Subject")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A plan that runs, and steps that it took.
+
+    Attributes:
+        planned: the plan.
+        timelines: measured, of whole steps that ran one soon after the other.
+        spilled: the storages whose copies went to a home and not to the caller's memory.
+    """
+
+    planned: Planned
+    timelines: tuple[Timeline, ...]
+    spilled: frozenset[int]
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """What is to be planned.
+
+    Attributes:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        policy: how to plan.
+        running: the plan that runs, by whose steps costs are corrected first; None: there is none.
+    """
+
+    graph: StepGraph
+    costs: Costs
+    budget: int
+    policy: PolicyLike
+    running: Running | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job.
+
+    Attributes:
+        planned: the best plan, proved; None where there is none.
+        reason: why there is none.
+        seconds: that planning took.
+        costs: that it was made with; None: those of the job.
+        is_new: whether it differs from the plan that runs.
+    """
+
+    planned: Planned | None
+    reason: str
+    seconds: float
+    costs: Costs | None = None
+    is_new: bool = True
+
+
+@dataclass
+class BackgroundPlanner(Generic[_Subject]):
+    """Plans one job after the other.
+
+    Attributes:
+        niceness: by how much its priority is below that of this process; 19 is the lowest.
+    """
+
+    niceness: int
+    _subject: _Subject | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _answer: IO[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan is being made, or waits to be fetched."""
+        return self._process is not None
+
+    def start(self, subject: _Subject, job: PlanJob) -> bool:
+        """Begin a job; no other may be under way.
+
+        Args:
+            subject: what ``poll`` returns with the answer.
+            job: to be done.
+
+        Returns:
+            Whether a process could be started for it.
+        """
+        with contextlib.ExitStack() as opened:
+            try:
+                asked = opened.enter_context(tempfile.TemporaryFile())
+                answer = opened.enter_context(tempfile.TemporaryFile())
+                pickle.dump(job, asked)
+                asked.seek(0)
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(self.niceness)],
+                    stdin=asked,
+                    stdout=answer,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    process_group=0,
+                )
+            except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+                _log.warning("no process could be started that plans: %s", error)
+                return False
+            self._process, self._answer, self._subject = process, answer, subject
+            opened.pop_all()
+            asked.close()
+        return True
+
+    def poll(self) -> tuple[_Subject, Answer] | None:
+        """The subject of the job that was under way, with what became of it; None: not yet."""
+        if self._process is None or self._answer is None or self._subject is None or self._process.poll() is None:
+            return None
+        subject, file, status = self._subject, self._answer, self._process.returncode
+        self._process = self._answer = self._subject = None
+        with file:
+            file.seek(0)
+            try:
+                answer = pickle.load(file) if status == 0 else None
+            except (pickle.UnpicklingError, EOFError):
+                answer = None
+        if not isinstance(answer, Answer):
+            answer = Answer(None, f"the process that plans ended with status {status}", 0.0)
+        return subject, answer
+
+    def wait(self) -> None:
+        """Return when ``poll`` has an answer, or nothing is under way."""
+        if self._process is not None:
+            self._process.wait()
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._answer is not None:
+            self._answer.close()
+        self._process = self._answer = self._subject = None
+
+
+def plan_job(job: PlanJob) -> Answer:
+    """The best plan of a step that the validator passes; the one that runs, if no other is clearly quicker."""
+    start = time.perf_counter()
+    costs, running = job.costs, job.running
+    if running is not None:
+        families = [op.family for op in job.graph.ops]
+        costs = refined(costs, running.planned.program, running.timelines, running.spilled, families)
+    try:
+        planned = proved(job.graph, costs, job.budget, planning.plans_of_step(job.graph, costs, job.budget, job.policy))
+    except OutOfCoreError as error:
+        return Answer(None, str(error), time.perf_counter() - start)
+    if running is not None:
+        now = planning.resimulated(job.graph, costs, running.planned)
+        if planned.timeline.step_seconds > now.timeline.step_seconds * (1 - _CLEARLY):
+            return Answer(now, "", time.perf_counter() - start, costs, is_new=False)
+    return Answer(planned, "", time.perf_counter() - start, costs)
+
+
+def main() -> None:
+    """Do the job that standard input says, and write the answer to standard output."""
+    _die_with_parent()
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with out:
+        pickle.dump(plan_job(pickle.load(sys.stdin.buffer)), out)
+
+
+def _die_with_parent() -> None:
+    signal_on_death = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
+    if os.getppid() == 1:
+        sys.exit(1)

@@ -1,0 +1,238 @@
+"""A compiled step begins by a plan that is quickly made; a better one comes while it runs, and stays for others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from at_once import PlannedAtOnce
+from torch import nn
+
+import outofcore
+from outofcore import planning
+from outofcore.background import BackgroundPlanner
+from outofcore.profiling import links, ops
+from outofcore.units import MIB
+
+WIDTH, BATCH, LAYERS = 192, 512, 6
+# Without the search over placed plans, which takes seconds for steps as short as these.
+QUICKLY = "auto(polish_ops=0, tunings=20, further=0)"
+
+
+def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
+    """Layers with dropout, whose random numbers must be those of plain PyTorch as well, however often drawn."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer
+
+
+def batches() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def trained(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[float]:
+    torch.manual_seed(2)
+    stream = batches()
+    return [step(next(stream)).item() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def budget() -> int:
+    step, model, optimizer = make()
+    return outofcore.smallest_budget(step, model, optimizer, inputs=(next(batches()),)) + MIB
+
+
+@pytest.fixture
+def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever steps take, and however good the first plan is, another is made and takes its place."""
+    monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
+    monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
+    monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
+    monkeypatch.setattr("outofcore.replanning._COULD_BE_QUICKER", 1e6)
+    monkeypatch.setattr("outofcore.background._CLEARLY", -1e6)
+
+
+@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outofcore.session.BackgroundPlanner", PlannedAtOnce)
+    step, model, optimizer = make()
+    expected = trained(step, 10)
+    weights = [p.detach().clone() for p in model.parameters()]
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=QUICKLY, cache=False) as compiled:
+        torch.manual_seed(2)
+        plans, arenas = [], []
+        for loss, batch in zip(expected, batches(), strict=False):
+            assert compiled(batch).item() == loss
+            plans.append(compiled.planned)
+            arenas.append(compiled._session.arena)
+            assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
+        assert plans[0] is not plans[-1]
+        assert plans[-1] is compiled._session.shown.planned
+        # It ran in the same arena.
+        assert all(arena is arenas[0] for arena in arenas)
+        assert compiled.stats.off_plan == 0
+    for mine, theirs in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[planning.SearchParams] = []
+    plans = planning.plans_of_step
+
+    def noted(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+        searched.append(policy.params)
+        return plans(graph, costs, room, policy, *args)
+
+    monkeypatch.setattr(planning, "plans_of_step", noted)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
+        compiled(next(batches()))
+        (quick,) = searched
+        assert quick == compiled.policy.params.in_a_hurry()
+        first = compiled.planned
+        compiled._session.settle()
+        assert searched[1:] == [compiled.policy.params]
+        compiled(next(batches()))
+        assert compiled.planned is not first
+    searched.clear()
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
+        compiled.prepare(next(batches()))
+        compiled(next(batches()))
+        assert searched == [compiled.policy.params]
+
+
+def test_what_the_quick_search_does_not_find_is_searched_for(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is refused only where the whole search finds nothing."""
+    plans = planning.plans_of_step
+
+    def refused(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+        if policy == quick:
+            raise outofcore.BudgetError("too small", room + 1)
+        return plans(graph, costs, room, policy, *args)
+
+    monkeypatch.setattr(planning, "plans_of_step", refused)
+    step, model, optimizer = make()
+    expected = trained(step, 2)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
+        quick = type(compiled.policy)(compiled.policy.params.in_a_hurry())
+        assert trained(compiled, 2) == expected
+
+
+@pytest.mark.usefixtures("at_any_cost")
+def test_a_second_process_neither_measures_nor_plans(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, model, optimizer = make()
+    expected = trained(step, 6)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
+        assert trained(compiled, 6) == expected
+        compiled._session.settle()  # it was made in a process of its own
+        compiled(next(batches()))
+        best = compiled.planned
+    assert list(tmp_path.glob("plan-*.json"))
+
+    def never(*_: object, **__: object) -> Any:
+        raise AssertionError("it was measured or planned again")
+
+    monkeypatch.setattr(planning, "plans_of_step", never)
+    monkeypatch.setattr(links, "measure_link", never)
+    monkeypatch.setattr(ops._Bench, "_measured", never)
+    monkeypatch.setattr(BackgroundPlanner, "start", lambda *_: False)
+    monkeypatch.setattr("outofcore.replanning.SHARE", 0.0)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
+        assert trained(compiled, 6) == expected
+        assert compiled.planned.program == best.program
+        # It was planned with what the first process has learnt.
+        assert compiled.planned.timeline.step_seconds == pytest.approx(best.timeline.step_seconds, rel=0.5)
+
+
+@pytest.mark.usefixtures("at_any_cost")
+def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
+    for _ in range(2):
+        step, model, optimizer = make()
+        with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
+            trained(compiled, 6)
+            compiled._session.settle()
+        (path,) = tmp_path.glob("plan-*.json")
+        path.write_bytes(path.read_bytes()[:-50])
+
+
+@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.parametrize("share", [1e6, 0.0])
+def test_where_no_process_starts_a_plan_is_made_here_if_that_is_cheap(
+    share: float, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object) -> bool:
+        monkeypatch.setattr("outofcore.replanning.SHARE", share)
+        asked.append(True)
+        return False
+
+    asked: list[bool] = []
+    monkeypatch.setattr(BackgroundPlanner, "start", start)
+    step, model, optimizer = make()
+    expected = trained(step, 6)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
+        torch.manual_seed(2)
+        stream = batches()
+        found = [compiled(next(stream)).item()]
+        first = compiled.planned
+        found += [compiled(next(stream)).item() for _ in range(5)]
+        assert found == expected
+        assert asked == [True]
+        assert (compiled.planned is first) == (share == 0)
+
+
+@pytest.mark.usefixtures("at_any_cost")
+def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
+        trained(compiled, 4)
+        process = compiled._session._planner._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)  # it would take a while
+        trained(compiled, 2)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("at_any_cost")
+def test_a_plan_of_what_is_forgotten_is_left_out_of_account(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outofcore.session.BackgroundPlanner", PlannedAtOnce)
+    step, model, optimizer = make()
+    expected = trained(step, 9)
+    step, model, optimizer = make()
+    with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
+        torch.manual_seed(2)
+        stream = batches()
+        with monkeypatch.context() as patch:
+            patch.setattr(PlannedAtOnce, "poll", lambda _: None)
+            found = [compiled(next(stream)).item() for _ in range(5)]
+        assert compiled._session._planner.done is not None
+        compiled._session.forget_plans()
+        found += [compiled(next(stream)).item() for _ in range(4)]
+        assert found == expected

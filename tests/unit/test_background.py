@@ -1,0 +1,86 @@
+"""Plans that another process makes: the same as here, and none where that process ends early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_step_plans import BUDGET, COSTS, GRAPH, WINDOW
+
+from outofcore.background import BackgroundPlanner, PlanJob, Running, plan_job
+from outofcore.costs import OpCost
+from outofcore.planning import PolicyLike, plan_step
+from outofcore.planning.policy import Own
+from outofcore.simulator import simulate
+from outofcore.validator import validate
+
+JOB = PlanJob(GRAPH, COSTS, BUDGET, WINDOW)
+MOVED = frozenset(range(len(GRAPH.storages)))
+
+
+def test_another_process_makes_the_same_plan() -> None:
+    planner: BackgroundPlanner[str] = BackgroundPlanner(19)
+    assert planner.poll() is None
+    assert planner.start("subject", JOB)
+    assert planner.is_busy
+    planner.wait()
+    made = planner.poll()
+    assert made is not None
+    assert made[0] == "subject"
+    assert made[1].planned == plan_job(JOB).planned
+    assert not planner.is_busy
+    planner.close()
+
+
+def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outofcore.background._PROGRAM", "raise SystemExit(3)")
+    planner: BackgroundPlanner[str] = BackgroundPlanner(0)
+    assert planner.start("subject", JOB)
+    planner.wait()
+    made = planner.poll()
+    assert made is not None
+    assert made[1].planned is None
+    assert "status 3" in made[1].reason
+
+
+def test_a_policy_that_cannot_be_sent_starts_no_process() -> None:
+    own: PolicyLike = Own("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
+    planner: BackgroundPlanner[str] = BackgroundPlanner(0)
+    assert not planner.start("subject", replace(JOB, policy=own))
+    assert not planner.is_busy
+
+
+def test_costs_are_corrected_by_steps_before_planning() -> None:
+    """Copies turn out to be twenty times as fast, and ops twice."""
+    before = plan_step(GRAPH, COSTS, BUDGET, "offload-all")
+    truth = replace(
+        COSTS,
+        ops=tuple(OpCost(cost.seconds / 2) for cost in COSTS.ops),
+        homes=tuple(replace(h, bytes_per_s_out=2e10, bytes_per_s_in=2e10) for h in COSTS.homes),
+    )
+    steps = (simulate(GRAPH, truth, before.program),) * 3
+    running = Running(before, steps, MOVED)
+    answer = plan_job(replace(JOB, running=running))
+    assert answer.costs is not None
+    assert answer.costs.compute_seconds == pytest.approx(truth.compute_seconds)
+    assert answer.planned is not None
+    validate(GRAPH, answer.planned.program, BUDGET, answer.costs)
+    assert answer.planned.timeline.step_seconds <= steps[0].step_seconds
+
+
+def test_the_plan_that_runs_stays_where_no_other_is_clearly_quicker() -> None:
+    best = plan_step(GRAPH, COSTS, BUDGET, WINDOW)
+    answer = plan_job(replace(JOB, running=Running(best, (best.timeline,) * 3, MOVED)))
+    assert not answer.is_new
+    assert answer.planned is not None
+    assert answer.planned.program is best.program
+    worse = plan_step(GRAPH, COSTS, BUDGET, "offload-all")
+    assert worse.timeline.step_seconds > 1.02 * best.timeline.step_seconds
+    answer = plan_job(replace(JOB, running=Running(worse, (worse.timeline,) * 3, MOVED)))
+    assert answer.is_new
+
+
+def test_what_no_budget_holds_is_told() -> None:
+    answer = plan_job(replace(JOB, budget=4096))
+    assert answer.planned is None
+    assert "cannot hold this step" in answer.reason
