@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from outofcore import planning
 from outofcore._torch_internals import tree_flatten
-from outofcore.analysis import live_bytes
+from outofcore.analysis import live_bytes, placed_bytes
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
 from outofcore.capture.collectives import Collective
@@ -37,15 +37,25 @@ from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError, GraphError, InputError, StateError, TransferError, ValidationError
+from outofcore.errors import (
+    ArenaError,
+    BudgetError,
+    GraphError,
+    InputError,
+    SpillError,
+    StateError,
+    TransferError,
+    ValidationError,
+)
 from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
+from outofcore.execution.demand_eviction import describe
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.opening import OpenHome
-from outofcore.execution.runner import Runner
+from outofcore.execution.runner import Runner, UpdateError
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
 from outofcore.graph import StorageKind
@@ -54,11 +64,13 @@ from outofcore.planned_step import (
     Cause,
     PlannedStep,
     check_spill,
+    grown_requests,
     is_wrong,
     measured_costs,
     others_of,
     plan,
     plan_in_core,
+    remember_requests,
     trial_of,
     with_plan,
     with_requests,
@@ -98,6 +110,18 @@ class _NotFollowedError(Exception):
     """This system cannot follow a loop; the cause says why."""
 
 
+class _TooSmallError(Exception):
+    """No plan of a step has room for what its ops ask for: nothing has been touched.
+
+    Args:
+        refusal: what the user is told.
+    """
+
+    def __init__(self, refusal: BudgetError) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
 class Outcome(Enum):
     """What a call that raises has made of the model: the note that the exception gets."""
 
@@ -116,6 +140,11 @@ class Outcome(Enum):
     STOPPED = (
         "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
         "The model is whole, and the step can be called again."
+    )
+    # The code of an optimizer raised; all other instructions of the step were run to their end.
+    UPDATE_STOPPED = (
+        "The optimizer stopped in the middle of its step, as it would in plain PyTorch: updates before that are done, "
+        "the rest is not. The model is whole, and the step can be called again."
     )
     # It raised after something that lasts had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
@@ -197,6 +226,8 @@ class _Known:
         measured: the timelines by which its prediction is to be judged, where others run the step as well.
         trial: decides which of its plans runs; None: not begun.
         facts: for other processes, where there are any.
+        surges: how many of those that the session knows its plan has taken up.
+        too_small: why no plan has room for what an op has asked for; None: not known.
     """
 
     step: PlannedStep
@@ -205,6 +236,8 @@ class _Known:
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
     trial: PlanTrial | None = None
+    surges: int = 0
+    too_small: BudgetError | None = None
 
     @property
     def arena_bytes(self) -> int:
@@ -301,6 +334,8 @@ class Session:
         self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
+        self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
+        self._surge_count = 0
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
         self._tell: Tell = silent
@@ -373,6 +408,8 @@ class Session:
         try:
             with torch.inference_mode(mode=False):
                 return self._go(known, signature, leaves)
+        except _TooSmallError as error:
+            return self._call_beyond(error.refusal, args, kwargs)
         except BaseException:
             lazy = known.step.captured.lazy
             if lazy is not None and self.outcome is not Outcome.MADE:
@@ -426,17 +463,118 @@ class Session:
         return known
 
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
-        if known is not self._active:
-            with Deferred("the move of the model to its place"):
-                self._activate(known)
-        self._signature = signature
-        self.began_ns = time.time_ns()
-        with Deferred("the step that runs"):
-            result = self._run(known, leaves)
-            if self._shards is not None:
-                self._shards.show_gradients()
-        self._judge(known)
-        return result
+        while True:
+            self._plan_for_surges(known)
+            if known is not self._active:
+                with Deferred("the move of the model to its place"):
+                    self._activate(known)
+            self._signature = signature
+            self.began_ns = time.time_ns()
+            try:
+                with Deferred("the step that runs"):
+                    result = self._run(known, leaves)
+                    if self._shards is not None:
+                        self._shards.show_gradients()
+            except ArenaError as error:
+                if self.outcome is not Outcome.UNDONE or not self._note_surges(known):
+                    raise self._explained(known, error) from error
+                continue  # by a plan that has room for what was asked for
+            self._judge(known)
+            return result
+
+    # Requests beyond the plan
+
+    def _note_surges(self, known: _Known) -> bool:
+        """Remember what ops have asked for in the last run beyond their plan; whether any has."""
+        runner = known.runner
+        if runner is None or self._shards is not None:
+            return False
+        seen = runner.surprises()
+        grown = grown_requests(known.step, seen)
+        if runner.refused is not None and (op := runner.refused[0].id) not in grown:
+            # It has room for them in another order; so that planning again ends, it gets more.
+            requests = seen.get(op, known.step.profiles[op].requests)
+            more = known.step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
+            grown[op] = replace(requests, workspace_bytes=more)
+        if not grown:
+            return False
+        known.step = remember_requests(known.step, grown, runner.first_ops)
+        for op, requests in grown.items():
+            family, before = known.step.graph.ops[op].family, 0
+            if family in self._surges:
+                before = self._surges[family].workspace_bytes
+            if family and op not in runner.first_ops and requests.workspace_bytes > before:
+                self._surges[family] = requests
+        if self._cache is not None:
+            facts = self.backend.facts()
+            keep_profiles(self._cache, known.step.graph, known.step.profiles, only=grown.keys(), device=facts)
+        self._surge_count += 1
+        known.surges = -1
+        return True
+
+    def _plan_for_surges(self, known: _Known) -> None:
+        """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
+
+        Raises:
+            _TooSmallError: no plan has room for it.
+        """
+        if known.too_small is not None:
+            raise _TooSmallError(known.too_small)
+        if known.surges == self._surge_count:
+            return
+        is_new = known.surges < 0
+        known.surges = self._surge_count
+        wanted = {op.id: self._surges[op.family] for op in known.step.graph.ops if op.family in self._surges}
+        grown = grown_requests(known.step, wanted)
+        if not grown and not is_new:
+            return
+        before = known.step
+        step = remember_requests(before, grown)
+        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
+            self._leave_arena()
+        try:
+            again = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
+        except (BudgetError, SpillError, ValidationError) as error:
+            known.too_small = self._too_small(step, error)
+            raise _TooSmallError(known.too_small) from error
+        _log.info(
+            "planned again for memory that ops asked for: %.3f s predicted by %s",
+            again.planned.timeline.step_seconds,
+            again.planned.plan.policy,
+        )
+        self._exchange(known, replace(again, causes=before.causes, most=before.most))
+
+    def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
+        if isinstance(error, BudgetError):
+            return in_terms_of_the_budget(error, self.budget, step.budget)
+        return BudgetError(f"no plan has room for what an op asks for beyond what it was measured with: {error}")
+
+    def _explained(self, known: _Known, error: ArenaError) -> Exception:
+        """The refusal of a request, for people."""
+        runner = known.runner
+        if runner is None or runner.refused is None:
+            return error
+        op, count = runner.refused
+        if runner.refusal is not None:
+            return runner.refusal
+        return BudgetError(
+            f"{describe(op)} asked for {format_bytes(count)} beyond its plan, which the budget of "
+            f"{format_bytes(self.budget)} cannot hold beside what the op works on; raise the budget"
+        )
+
+    def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
+        self.outcome = Outcome.UNCHANGED
+        alone = not self.home.shared and not (self._ranks is not None and self._ranks.joined)
+        if self._loop is None or not alone or self._dynamic is False:
+            raise refusal
+        self.why_followed = "an op asks for more memory than any plan has room for"
+        _log.warning("the step runs as an eager loop from now on: %s", refusal)
+        try:
+            return self._call_followed(args, kwargs)
+        except _NotFollowedError as error:
+            self.why_followed, self._loop = "", None
+            raise refusal from error
 
     # Calls that are followed
 
@@ -908,13 +1046,11 @@ class Session:
         if self._shards is not None and self._ranks is not None:
             self._judge_together(known, self._ranks)
             return
-        surprises = known.runner.surprises()
+        if self._note_surges(known):
+            return  # the next call has a plan with it
         known.runs += 1
         # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
         warming = known.runs == 1
-        if surprises and not warming and Cause.MEMORY not in known.step.causes:
-            self._plan_for_requests(known, surprises)
-            return
         if known.trial is None:
             known.trial = trial_of(known.step, self.policy, alone=self._is_alone)
         asked = known.trial.ran(self.timeline, warming=warming)
@@ -925,17 +1061,6 @@ class Session:
         if isinstance(asked, Exchange):
             again = with_plan(known.step, known.trial.costs, known.trial.planned)
             self._exchange(known, again, known.trial)
-
-    def _plan_for_requests(self, known: _Known, surprises: Mapping[int, Requests]) -> None:
-        """Plan again with the requests of the last run that no plan foresaw."""
-        before = known.step
-        known.step = replace(before, causes=before.causes | {Cause.MEMORY})
-        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
-            self._leave_arena()
-        again = with_requests(known.step, surprises, self.policy, self.home.stores)
-        if again is not None:
-            self._keep(before, again, surprises.keys())
-            self._exchange(known, again)
 
     def _plan_for_times(self, known: _Known, trial: PlanTrial, asked: PlanAgain) -> PlanOthers | Exchange | None:
         """Plan again with the times that ops and copies took."""
@@ -1061,8 +1186,12 @@ class Session:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
-            result, self.timeline = runner.run(self.engine, leaves)
+            together = self._ranks is not None and self._ranks.joined
+            result, self.timeline = runner.run(self.engine, leaves, may_refuse=not together)
             self.outcome = Outcome.MADE
+        except UpdateError as error:
+            self.outcome = Outcome.UPDATE_STOPPED
+            raise (error.__cause__ or error) from None
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             if self._ranks is not None and self._ranks.joined:
@@ -1124,7 +1253,7 @@ def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] |
     """
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
-    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states)
+    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)
 
 
 def versions() -> str:

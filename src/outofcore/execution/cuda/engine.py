@@ -163,6 +163,7 @@ class CudaEngine:
         *,
         replay: Replaying = True,
     ) -> None:
+        self.update_failure = None
         self._replays = bool(replay)
         self._graphs = replay == "graphs"
         memory, *behind = homes
