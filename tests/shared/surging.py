@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.optim import Optimizer
 
@@ -201,9 +201,9 @@ OPTIMIZERS: dict[str, type[Matrixwise]] = {
 
 @torch.library.custom_op("outofcore_tests::surge", mutates_args=())
 def surge(x: torch.Tensor, most: int) -> torch.Tensor:
-    """Doubles, by way of scratch memory that depends on values: from a fourth of ``x`` up to ``most`` times as much."""
+    """Doubles, by way of scratch memory that depends on values: four times that of ``x``, or up to 16 * ``most`` times."""
     share = min(max(float(x.detach().abs().mean()), 0.25), float(most))
-    scratch = torch.ones(max(int(share * x.numel()), 1))
+    scratch = torch.ones(max(int(share * 16 * x.numel()), 1))
     return x * 2 * scratch[:1]
 
 
@@ -242,14 +242,16 @@ class Surging(nn.Module):
 
 
 class Observing(nn.Module):
-    """An observer of a range, whose values are passed on."""
+    """An observer that keeps a histogram of all values, and passes them on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.observer = MovingAverageMinMaxObserver()
+        self.register_buffer("counts", torch.zeros(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.observer(x)
+        with torch.no_grad():
+            self.counts.add_(torch.histc(x.abs().sort().values.flatten(), 64, 0.0, 8.0))
+        return x
 
 
 class Through(nn.Module):

@@ -150,8 +150,8 @@ class DemandEviction:
         if op.id not in self._exceeding:
             self._exceeding.add(op.id)
             _log.warning(
-                "%s asked for %s and more beyond its plan after parameters had been updated, which exceeds the budget of %s "
-                "in this step, so that it can end; the next one is planned with it",
+                "%s asked for %s and more beyond its plan after parameters had been updated, which exceeds the budget "
+                "of %s in this step, so that it can end; the next one is planned with it",
                 describe(op),
                 format_bytes(count),
                 format_bytes(self._budget),

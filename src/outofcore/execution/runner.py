@@ -293,9 +293,8 @@ class Runner:
 
     @property
     def _lender(self) -> DemandEviction | None:
-        lender = (
-            self._placed.arena.lender if self._placed is not None and isinstance(self._placed.arena, Arena) else None
-        )
+        arena = None if self._placed is None else self._placed.arena
+        lender = arena.lender if isinstance(arena, Arena) else None
         return lender if isinstance(lender, DemandEviction) else None
 
     @property

@@ -112,12 +112,8 @@ class Undo:
 
     def _lost(self, reached: Reached) -> list[_Stray]:
         """What left the arena and did not come back."""
-        return [
-            stray
-            for stray in self._strays
-            if (stray.out is None or reached.done[stray.out])
-            and not (stray.back is not None and reached.done[stray.back])
-        ]
+        left = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
+        return [stray for stray in left if stray.back is None or not reached.done[stray.back]]
 
     def undo(self, arena: Memory, homes: Sequence[Slots], reached: Reached) -> bool:
         """Have everything as it was when the step started; False: it is too late for that.
