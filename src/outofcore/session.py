@@ -227,7 +227,9 @@ class _Known:
         trial: decides which of its plans runs; None: not begun.
         facts: for other processes, where there are any.
         surges: how many of those that the session knows its plan has taken up.
-        too_small: why no plan has room for what an op has asked for; None: not known.
+        wanted: the step with what its ops have asked for, for which no plan has been found yet; None: it is ``step``.
+        too_small: why no plan has room for what an op has asked for; None: there is one, or nothing is known.
+        has_exceeded: whether an op has exceeded the budget, for which no other plan has been made since.
     """
 
     step: PlannedStep
@@ -237,7 +239,9 @@ class _Known:
     measured: list[Timeline] = field(default_factory=list[Timeline])
     trial: PlanTrial | None = None
     surges: int = 0
+    wanted: PlannedStep | None = None
     too_small: BudgetError | None = None
+    has_exceeded: bool = False
 
     @property
     def arena_bytes(self) -> int:
@@ -469,8 +473,9 @@ class Session:
         return known
 
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
+        must_grow = known.has_exceeded
         while True:
-            self._plan_for_surges(known)
+            self._plan_for_surges(known, must_grow=must_grow)
             if known is not self._active:
                 with Deferred("the move of the model to its place"):
                     self._activate(known)
@@ -484,6 +489,7 @@ class Session:
             except ArenaError as error:
                 if self.outcome is not Outcome.UNDONE or not self._note_surges(known):
                     raise self._explained(known, error) from error
+                must_grow = True
                 continue  # by a plan that has room for what was asked for
             self._judge(known)
             return result
@@ -496,58 +502,67 @@ class Session:
         if runner is None or self._shards is not None:
             return False
         seen = runner.surprises()
-        grown = grown_requests(known.step, seen)
-        if runner.refused is not None and (op := runner.refused[0].id) not in grown:
+        step = known.wanted or known.step
+        grown = grown_requests(step, seen)
+        if runner.refused is not None and known.wanted is None and (op := runner.refused[0].id) not in grown:
             # It has room for them in another order; so that planning again ends, it gets more.
-            requests = seen.get(op, known.step.profiles[op].requests)
-            more = known.step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
+            requests = seen.get(op, step.profiles[op].requests)
+            more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
             grown[op] = replace(requests, workspace_bytes=more)
         if not grown:
             return False
-        known.step = remember_requests(known.step, grown, runner.first_ops)
+        step = known.wanted = remember_requests(step, grown, runner.first_ops)
         for op, requests in grown.items():
-            family, before = known.step.graph.ops[op].family, 0
+            family, before = step.graph.ops[op].family, 0
             if family in self._surges:
                 before = self._surges[family].workspace_bytes
             if family and op not in runner.first_ops and requests.workspace_bytes > before:
                 self._surges[family] = requests
         if self._cache is not None:
             facts = self.backend.facts()
-            keep_profiles(self._cache, known.step.graph, known.step.profiles, only=grown.keys(), device=facts)
+            keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
         self._surge_count += 1
         known.surges = -1
+        known.has_exceeded |= runner.has_exceeded
         return True
 
-    def _plan_for_surges(self, known: _Known) -> None:
+    def _plan_for_surges(self, known: _Known, *, must_grow: bool) -> None:
         """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
 
+        Args:
+            known: the step.
+            must_grow: whether it cannot go on with the plan that it has.
+
         Raises:
-            _TooSmallError: no plan has room for it.
+            _TooSmallError: it cannot, and no plan has room for what was asked for.
         """
-        if known.too_small is not None:
+        if known.surges != self._surge_count:
+            is_own, known.surges = known.surges < 0, self._surge_count
+            step = known.wanted or known.step
+            wanted = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
+            grown = grown_requests(step, wanted)
+            if grown or is_own:
+                known.wanted = remember_requests(step, grown)
+                self._plan_again(known, known.wanted)
+        if must_grow and known.too_small is not None:
             raise _TooSmallError(known.too_small)
-        if known.surges == self._surge_count:
-            return
-        is_new = known.surges < 0
-        known.surges = self._surge_count
-        wanted = {op.id: self._surges[op.family] for op in known.step.graph.ops if op.family in self._surges}
-        grown = grown_requests(known.step, wanted)
-        if not grown and not is_new:
-            return
+
+    def _plan_again(self, known: _Known, step: PlannedStep) -> None:
         before = known.step
-        step = remember_requests(before, grown)
         if before.leaves_device:  # planning takes memory, too, and not beside that of the step
             self._leave_arena()
         try:
             again = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
         except (BudgetError, SpillError, ValidationError) as error:
             known.too_small = self._too_small(step, error)
-            raise _TooSmallError(known.too_small) from error
+            _log.info("no plan has room for what ops have asked for; it is evicted for on demand: %s", error)
+            return
         _log.info(
             "planned again for memory that ops asked for: %.3f s predicted by %s",
             again.planned.timeline.step_seconds,
             again.planned.plan.policy,
         )
+        known.wanted, known.too_small, known.has_exceeded = None, None, False
         self._exchange(known, replace(again, causes=before.causes, most=before.most))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
@@ -563,6 +578,8 @@ class Session:
         op, count = runner.refused
         if runner.refusal is not None:
             return runner.refusal
+        if known.too_small is not None:
+            return known.too_small
         return BudgetError(
             f"{describe(op)} asked for {format_bytes(count)} beyond its plan, which the budget of "
             f"{format_bytes(self.budget)} cannot hold beside what the op works on; raise the budget"
@@ -570,7 +587,6 @@ class Session:
 
     def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
-        self.outcome = Outcome.UNCHANGED
         alone = not self.home.shared and not (self._ranks is not None and self._ranks.joined)
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal

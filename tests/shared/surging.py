@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.errors import BudgetError
+from outofcore.execution.arena import REFUSE, Arena
+from outofcore.execution.demand_eviction import DemandEviction
+from outofcore.units import PAGE_BYTES, round_up
 
 WIDTH, BATCH = 192, 48
 Made = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, Optimizer]
@@ -201,7 +205,7 @@ OPTIMIZERS: dict[str, type[Matrixwise]] = {
 
 @torch.library.custom_op("outofcore_tests::surge", mutates_args=())
 def surge(x: torch.Tensor, most: int) -> torch.Tensor:
-    """Doubles, by way of scratch memory that depends on values: four times that of ``x``, or up to 16 * ``most`` times."""
+    """Doubles, by way of scratch memory that depends on values: from 4 up to 16 * ``most`` times that of ``x``."""
     share = min(max(float(x.detach().abs().mean()), 0.25), float(most))
     scratch = torch.ones(max(int(share * 16 * x.numel()), 1))
     return x * 2 * scratch[:1]
@@ -348,7 +352,8 @@ class Outcome:
 
     Attributes:
         exact: whether all losses and states are those of plain PyTorch, bit for bit.
-        peak: the most bytes that the arena, its annex and what lay outside of them took in any step.
+        peak: the most bytes of physical memory that the arena and its annex took with what was served outside of them,
+            when a request beyond the plan was served and between steps.
         off_plan: requests that no plan foresaw.
         beyond: of them, those that exceeded the budget, and their bytes.
         evicted: bytes that left for requests.
@@ -372,20 +377,33 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
     expected = contents(model, optimizer)
     step, model, optimizer = make(name)
     begin = time.perf_counter()
-    peak = evicted = 0
-    beyond: dict[int, tuple[int, int]] = {}
-    with outofcore.compile(step, model, optimizer, budget=budget, cache=cache, **settings) as compiled:
+    seen: dict[int, DemandEviction] = {}
+    arenas: dict[int, tuple[int, int]] = {}
+    peak = 0
+
+    def measure(arena: Arena, more: int = 0) -> None:
+        nonlocal peak
+        counters = arena.counters()
+        peak = max(peak, arena.resident_bytes() + counters.live_bytes + more)
+        arenas[arena.address] = counters.beyond, counters.beyond_bytes
+
+    class Measured(DemandEviction):
+        def _serve(self, count: int, scope: int) -> int:
+            seen[id(self)] = self
+            answer = super()._serve(count, scope)
+            # Nothing of it has been touched yet.
+            measure(self._arena, round_up(count, PAGE_BYTES) if answer != REFUSE else 0)
+            return answer
+
+    with (
+        mock.patch("outofcore.execution.runner.DemandEviction", Measured),
+        outofcore.compile(step, model, optimizer, budget=budget, cache=cache, **settings) as compiled,
+    ):
         session, found = compiled._session, []
         for x in batches(steps):
             found.append(compiled(x).item())
-            arena = session.arena
-            if arena is not None:
-                counters = arena.counters()
-                beyond[arena.handle, arena.address] = counters.beyond, counters.beyond_bytes
-                if session.runner is not None:
-                    planned = session.runner.program.arena_bytes
-                    peak = max(peak, planned + counters.peak_live_bytes, arena.lender.peak_bytes)
-                    evicted = max(evicted, arena.lender.evicted_bytes)
+            if isinstance(session.arena, Arena):
+                measure(session.arena)
         seconds = time.perf_counter() - begin
         exact = found == losses
         exact &= all(map(torch.equal, contents(model, optimizer), expected))
@@ -394,8 +412,8 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             exact,
             peak,
             session.off_plan,
-            (sum(n for n, _ in beyond.values()), sum(n for _, n in beyond.values())),
-            evicted,
+            (sum(n for n, _ in arenas.values()), sum(n for _, n in arenas.values())),
+            sum(lender.evicted_bytes for lender in seen.values()),
             session.why_followed,
             seconds,
         )

@@ -486,7 +486,7 @@ class Rehearsal:
         """Rehearse the update that makes the state."""
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
-        _, self._left = self._update._run(params, grads, states, absent, [{} for _ in members])
+        self._left = self._run(params, grads, states, absent, [{} for _ in members])
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Rehearse an update of state that exists."""
@@ -498,7 +498,14 @@ class Rehearsal:
             tensor.fill_(1)
         left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
-        self._update._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+
+    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
+        before = self._update.is_outgrown
+        try:
+            return self._update._run(params, grads, states, *given)[1]
+        finally:
+            self._update.is_outgrown = before  # nothing of it is kept
 
 
 class UpdateOn:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -88,7 +89,14 @@ class DemandEviction:
         self._pages: _Pages = np.zeros(0, np.uint8)
         self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, where
         self._lent: dict[int, int] = {}  # bytes by address
-        self._callback = native_callback(self._serve, ctypes.c_int64, ctypes.c_int64, failed=REFUSE)
+        this = weakref.ref(self)
+
+        def serve(count: int, scope: int) -> int:
+            lender = this()
+            return REFUSE if lender is None else lender._serve(count, scope)
+
+        # No collector of garbage sees through it: it must not refer to what refers to it.
+        self._callback = native_callback(serve, ctypes.c_int64, ctypes.c_int64, failed=REFUSE)
         planned = round_up(program.arena_bytes, PAGE_BYTES)
         arena.discard(planned, arena.bytes - planned)
         arena.set_reserve(max(budget - planned, 0))
@@ -97,6 +105,11 @@ class DemandEviction:
     def is_lost(self) -> bool:
         """Whether bytes that were evicted could not be read back: the step cannot be undone."""
         return self._is_lost
+
+    @property
+    def has_exceeded(self) -> bool:
+        """Whether a request of the last step exceeded the budget."""
+        return bool(self._exceeding)
 
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]

@@ -303,6 +303,11 @@ class Runner:
         return None if self._lender is None else self._lender.refused
 
     @property
+    def has_exceeded(self) -> bool:
+        """Whether a request in the last run exceeded the budget."""
+        return self._lender is not None and self._lender.has_exceeded
+
+    @property
     def refusal(self) -> OutOfCoreError | None:
         """Why nothing could be evicted for that request, if that is why it was refused."""
         return None if self._lender is None else self._lender.error
@@ -436,7 +441,7 @@ class Runner:
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""
-        made = {key for update in self._updates[:1] for key in update.made()}
+        made = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
         for binding, owner, live in self._owned.replaced(self._keeper.tensor):
             if live is not None or (id(owner.parameter), owner.name) not in made:
                 continue  # its update was left out, or it has another form now
