@@ -143,7 +143,7 @@ def test_surge_evicts_what_the_op_does_not_touch(
         for number in (2,):
             SCRATCH[0], PIECES[0] = needs[number], pieces
             found.append(compiled(inputs(number)).item())
-        assert lender.evicted_bytes >= MIB
+        assert lender.evicted_bytes >= 256 * KIB
         assert len(sizes) >= pieces
         assert max(sizes) <= lender._budget
         assert session.arena.counters().beyond == 0
@@ -207,7 +207,7 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkey
                 assert session.engine._replayed[bound].taken[scope]
             assert torch.equal(compiled(x), plain(x))
             if number == 4:
-                assert lender.evicted_bytes
+                assert session.arena.counters().lent
                 assert session.arena.counters().beyond == 0
         mine, other = surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer)
         assert all(map(torch.equal, mine, other))
@@ -303,25 +303,22 @@ def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, capl
         assert requests(compiled) == 0
 
 
+ARMED = [False]
+
+
 class Raising(Matrixwise):
-    """Raises for the second matrix in its third step."""
+    """Raises for the second matrix when it is armed."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         state["seen"] = state.get("seen", 0) + 1
-        if state["seen"] == 3 and self.fails and parameter is not self.first(parameter):
-            self.fails = False
+        if ARMED[0] and parameter.shape[0] == 2 * ROWS:
             raise ValueError("the user's own")
         return gradient
-
-    fails = True
-
-    def first(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self.param_groups[0]["params"][0]
 
 
 def raising() -> surging.Made:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(ROWS, COLUMNS), nn.ReLU(), nn.Linear(COLUMNS, ROWS))
+    model = nn.Sequential(nn.Linear(ROWS, COLUMNS), nn.Linear(COLUMNS, 2 * ROWS), nn.Linear(2 * ROWS, ROWS))
     optimizer = Raising(model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -343,6 +340,7 @@ def test_exception_of_an_optimizer_leaves_what_plain_pytorch_leaves() -> None:
             compiled = outofcore.compile(step, model, optimizer, budget="16MiB", cache=False)
         found: list[Any] = []
         for number in range(5):
+            ARMED[0] = number == 2
             try:
                 found.append(compiled(inputs(number)).item())
             except ValueError as error:

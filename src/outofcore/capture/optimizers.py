@@ -317,8 +317,9 @@ class OptimizerUpdate:
         shadow, left = self._run(params, grads, states, present, own)
         for member, entries in zip(self.members, left, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
-            if entries and member.is_last:
-                self.optimizer.state[member.parameter].update(entries)
+            rest = _without_unmade(entries)
+            if rest and member.is_last:
+                self.optimizer.state[member.parameter].update(rest)
         if not is_torchs_own(self.optimizer):
             self._mirror(shadow)
 
@@ -373,15 +374,15 @@ class OptimizerUpdate:
         ``own`` is what stays with the user: also what another step has made for a parameter that has no gradient here.
 
         Returns:
-            the rest, with None under the name of state that is still to be made. State that has no place is there, too.
+            the rest, with None or ``_UNMADE`` under the name of state that is still to be made. State that has no place
+            is there, too.
 
         Raises:
             StateError: it is that of a range, which the user could not see.
         """
         for name, tensor in zip(member.names, given, strict=True):
-            made = entries.get(name)
-            if made is None:
-                entries[name] = None
+            made = entries.setdefault(name, _UNMADE)
+            if made is None or made is _UNMADE:
                 continue
             if not isinstance(made, torch.Tensor) or made.shape != tensor.shape or made.dtype != tensor.dtype:
                 self._outgrow(member, name)
@@ -503,7 +504,7 @@ class Rehearsal:
     def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
         before = self._update.is_outgrown
         try:
-            return self._update._run(params, grads, states, *given)[1]
+            return [_without_unmade(left) for left in self._update._run(params, grads, states, *given)[1]]
         finally:
             self._update.is_outgrown = before  # nothing of it is kept
 
@@ -625,12 +626,17 @@ class UpdateOn:
     def _take_over(self, place: int, made: dict[str, Any]) -> None:
         """Bring to its place what the optimizer has put in place of what it was given."""
         update, member, param = self._update, self._update.members[place], self._params[place]
-        left = update._adopt(member, dict(made), self._states[place], param.device, _NOTHING)
+        left = _without_unmade(update._adopt(member, dict(made), self._states[place], param.device, _NOTHING))
         if left:
             update.optimizer.state[member.parameter].update(left)
 
 
 _NOTHING: dict[str, Any] = {}
+_UNMADE = object()  # in place of state that an optimizer has not made
+
+
+def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if value is not _UNMADE}
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
