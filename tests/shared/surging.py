@@ -378,14 +378,14 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
     step, model, optimizer = make(name)
     begin = time.perf_counter()
     seen: dict[int, DemandEviction] = {}
-    arenas: dict[int, tuple[int, int]] = {}
+    arenas: dict[int, tuple[Arena, int, int]] = {}
     peak = 0
 
     def measure(arena: Arena, more: int = 0) -> None:
         nonlocal peak
         counters = arena.counters()
         peak = max(peak, arena.resident_bytes() + counters.live_bytes + more)
-        arenas[arena.address] = counters.beyond, counters.beyond_bytes
+        arenas[id(arena)] = arena, counters.beyond, counters.beyond_bytes
 
     class Measured(DemandEviction):
         def _serve(self, count: int, scope: int) -> int:
@@ -412,7 +412,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             exact,
             peak,
             session.off_plan,
-            (sum(n for n, _ in arenas.values()), sum(n for _, n in arenas.values())),
+            (sum(one[1] for one in arenas.values()), sum(one[2] for one in arenas.values())),
             sum(lender.evicted_bytes for lender in seen.values()),
             session.why_followed,
             seconds,

@@ -163,8 +163,9 @@ def exponential() -> surging.Made:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        scale = x[0, 0]
         for number, weight in enumerate(model):
-            scaled = torch.matrix_exp(weight * x[0, 0]) if number == 4 else weight
+            scaled = torch.matrix_exp(weight * scale) if number == 4 else weight
             x = torch.tanh(x @ scaled)
         loss = x.square().mean()
         loss.backward()

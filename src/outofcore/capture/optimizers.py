@@ -523,7 +523,7 @@ class UpdateOn:
         self, update: OptimizerUpdate, params: Tensors, grads: Sequence[torch.Tensor | None], states: States
     ) -> None:
         self._update = update
-        self.kept_by_optimizer = update.kept_by_optimizer
+        self.name, self.kept_by_optimizer = update.name, update.kept_by_optimizer
         self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
         self._placed = [dict(zip(m.names, own, strict=True)) for m, own in zip(update.members, states, strict=True)]
         self._kept = self._may_be_kept()

@@ -257,7 +257,12 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
   Arena& arena = *t.arena;
   if (t.unbounded) {
     const std::lock_guard<std::mutex> guard(mutex);
-    return serve_counted(arena, bytes);
+    void* pointer = serve_counted(arena, bytes);
+    if (arena.counters[kLive] + arena.counters[kLentLive] > arena.reserve) {
+      add(arena, kBeyond, 1);
+      add(arena, kBeyondBytes, bytes);
+    }
+    return pointer;
   }
   if (bytes < arena.large) {
     add(arena, kSmall, 1);

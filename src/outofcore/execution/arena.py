@@ -189,7 +189,7 @@ class Arena:
         self.native = native if native is not None else load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self.annex_bytes = 0 if self.native.library is None else round_up(annex, PAGE_BYTES)
-        self.lender: Lender | None = None
+        self._lender: Callable[[], Lender | None] = _nobody
         whole = self.bytes + self.annex_bytes
         try:
             self.address = map_anonymous(whole)
@@ -231,8 +231,17 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the memory, and of PyTorch's allocator if this is the last arena. May be called again."""
-        self._region = self.lender = None
+        self._region, self._lender = None, _nobody
         self._uninstall()
+
+    @property
+    def lender(self) -> Lender | None:
+        """What serves requests beyond the plan, as long as whoever made it keeps it; None: nothing does."""
+        return self._lender()
+
+    @lender.setter
+    def lender(self, lender: Lender) -> None:
+        self._lender = weakref.ref(lender)
 
     @property
     def region(self) -> Region:
@@ -565,6 +574,10 @@ def _exhausted() -> ArenaError:
 
 def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
     library.outofcore_table_free(table)
+
+
+def _nobody() -> None:
+    """Stands in for a lender."""
 
 
 def _nothing(scope: int = 0) -> None:

@@ -6,6 +6,7 @@ Collectives have a thread of their own, which blocks in each until the other pro
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Program, Timeline
+
+_log = logging.getLogger("outofcore")
 
 _Item = TypeVar("_Item", BoundCopy, BoundRun)
 
@@ -329,6 +332,8 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn) -> None:
     for tensor in update.kept_by_optimizer():
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and table.passes(tensor):
             moved.setdefault(internals.storage_key(tensor), []).append(tensor)
+    if moved:
+        _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
     for tensors in moved.values():
         with table.unbounded():
             own = internals.storage_bytes(tensors[0]).clone().untyped_storage()

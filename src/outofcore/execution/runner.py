@@ -46,6 +46,7 @@ class _Placed:
     copies: dict[int, int]  # of what leaves without a copy, where at home its bytes are
     undo: Undo
     left: tuple[tuple[int, Piece], ...]  # what is written to a home and stays there: the home, and where
+    lender: DemandEviction | None  # of requests beyond the plan
 
 
 class Runner:
@@ -173,10 +174,12 @@ class Runner:
             if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
         )
         undo = Undo(self.captured, self.program, slots)
+        lender = None
         if isinstance(arena, Arena) and arena.annex_bytes:
-            arena.lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
+            lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
+            arena.lender = lender
         copies = {storage: lasting[storage] for storage in self.program.clean}
-        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left)
+        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
         """Of each scope the bytes and the offset of the op's workspace."""
@@ -293,9 +296,7 @@ class Runner:
 
     @property
     def _lender(self) -> DemandEviction | None:
-        arena = None if self._placed is None else self._placed.arena
-        lender = arena.lender if isinstance(arena, Arena) else None
-        return lender if isinstance(lender, DemandEviction) else None
+        return None if self._placed is None else self._placed.lender
 
     @property
     def refused(self) -> tuple[Op, int] | None:
