@@ -287,8 +287,8 @@ class _Calls:
 
     def __call__(self, scope: int, run: BoundRun) -> None:
         """Call an op, and have its results where the plan has them."""
-        is_update = isinstance(run.func, UpdateOn)
-        if is_update and self.failure is not None:
+        update = run.func if isinstance(run.func, UpdateOn) else None
+        if update is not None and self.failure is not None:
             return
         self._starts[run.index] = perf_counter()
         if run.draws is not Draws.FREELY:
@@ -298,14 +298,14 @@ class _Calls:
         try:
             self._run(scope, run)
         except Exception as error:
-            if not is_update or isinstance(error, TransferError):
+            if update is None:
                 raise
             self.failure = error
         finally:
             if run.draws is Draws.AGAIN:
                 self._generators.after()
-        if is_update:
-            _keep_what_stays(self._table, run.func)
+        if update is not None:
+            _keep_what_stays(self._table, update)
         if self._lender is not None and self._lender.is_active:
             self.settle(self._lender)
         self._ends[run.index] = perf_counter()
