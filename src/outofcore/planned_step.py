@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -260,6 +260,46 @@ def _say_times(before: PlannedStep, again: PlannedStep, seconds: float) -> None:
     )
 
 
+def grown_requests(step: PlannedStep, seen: Mapping[int, Requests]) -> dict[int, Requests]:
+    """Those of the requests seen in a run, by op, that need more scratch memory than the plan has for the op.
+
+    Others fit into the op's workspace in another order. As needs only grow, planning for them again and again ends.
+    """
+    ops = step.costs.ops
+    return {op: requests for op, requests in seen.items() if requests.workspace_bytes > ops[op].workspace_bytes}
+
+
+def remember_requests(
+    step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
+) -> PlannedStep:
+    """The step with what ops turned out to ask for in its costs and profiles; its plan does not know of it yet.
+
+    Args:
+        step: planned.
+        requests: by op.
+        first: the ops that ask for it in their first run alone.
+    """
+    profiles, ops = list(step.profiles), list(step.costs.ops)
+    for index, seen in requests.items():
+        cost, op = ops[index], step.graph.ops[index]
+        # Never less than before: an op that asked for more may yet ask for less again.
+        ops[index] = replace(cost, workspace_bytes=max(cost.workspace_bytes, seen.workspace_bytes))
+        profiles[index] = replace(profiles[index], cost=ops[index])
+        if index in first:
+            profiles[index] = replace(profiles[index], first_requests=seen)
+        else:
+            profiles[index] = replace(profiles[index], requests=seen)
+        _log.info(
+            "op %d (%s, %s) asked for memory that no plan foresaw: scratch memory of %s, and not of %s",
+            index,
+            op.name,
+            op.source,
+            format_bytes(seen.workspace_bytes),
+            format_bytes(cost.workspace_bytes),
+        )
+    return replace(step, costs=replace(step.costs, ops=tuple(ops)), profiles=tuple(profiles))
+
+
 def with_requests(
     step: PlannedStep,
     surprises: Mapping[int, Requests],
@@ -277,25 +317,11 @@ def with_requests(
         stores: the homes, nearest first.
         quickly: as for ``plan``.
     """
-    profiles, ops = list(step.profiles), list(step.costs.ops)
-    for index, seen in surprises.items():
-        cost, op = ops[index], step.graph.ops[index]
-        # Never less than before: an op that asked for more may yet ask for less again.
-        ops[index] = replace(cost, workspace_bytes=max(cost.workspace_bytes, seen.workspace_bytes))
-        profiles[index] = replace(profiles[index], cost=ops[index], requests=seen)
-        _log.info(
-            "op %d (%s, %s) asked for memory that no plan foresaw: scratch memory of %s, and not of %s",
-            index,
-            op.name,
-            op.source,
-            format_bytes(seen.workspace_bytes),
-            format_bytes(cost.workspace_bytes),
-        )
-    costs = replace(step.costs, ops=tuple(ops))
+    wanted = remember_requests(step, surprises)
     try:
-        again = plan(step.captured, costs, tuple(profiles), step.budget, policy, stores, quickly=quickly)
+        again = plan(wanted.captured, wanted.costs, wanted.profiles, step.budget, policy, stores, quickly=quickly)
     except (BudgetError, SpillError, ValidationError) as error:
-        _log.warning("the plan stays as it is, and such requests are served from the reserve: %s", error)
+        _log.warning("the plan stays as it is, although ops asked for memory that it does not foresee: %s", error)
         return None
     _log.info(
         "planned again for %d ops: %.3f s predicted by %s",

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from outofcore import planning
 from outofcore._torch_internals import function_modes, tree_flatten
-from outofcore.analysis import live_bytes
+from outofcore.analysis import live_bytes, placed_bytes
 from outofcore.background import Answer, BackgroundPlanner, plan_job
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
@@ -42,10 +42,12 @@ from outofcore.capture.snapshot import Snapshot
 from outofcore.capture.variants import Variants
 from outofcore.costs import Costs, Home
 from outofcore.errors import (
+    ArenaError,
     BudgetError,
     CaptureError,
     GraphError,
     InputError,
+    SpillError,
     StateError,
     TransferError,
     ValidationError,
@@ -53,11 +55,12 @@ from outofcore.errors import (
 from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
+from outofcore.execution.demand_eviction import describe
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.opening import OpenHome
-from outofcore.execution.runner import Runner
+from outofcore.execution.runner import Runner, UpdateError
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
 from outofcore.graph import StorageKind
@@ -65,12 +68,14 @@ from outofcore.planned_step import (
     Cause,
     PlannedStep,
     check_spill,
+    grown_requests,
     is_wrong,
     job_of,
     measured_costs,
     plan,
     plan_in_core,
     quick_policy,
+    remember_requests,
     with_answer,
     with_requests,
     with_times,
@@ -109,6 +114,18 @@ class _NotFollowedError(Exception):
     """This system cannot follow a loop; the cause says why."""
 
 
+class _TooSmallError(Exception):
+    """No plan of a step has room for what its ops ask for: nothing has been touched.
+
+    Args:
+        refusal: what the user is told.
+    """
+
+    def __init__(self, refusal: BudgetError) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
 class Outcome(Enum):
     """What a call that raises has made of the model: the note that the exception gets."""
 
@@ -127,6 +144,11 @@ class Outcome(Enum):
     STOPPED = (
         "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
         "The model is whole, and the step can be called again."
+    )
+    # The code of an optimizer raised; all other instructions of the step were run to their end.
+    UPDATE_STOPPED = (
+        "The optimizer stopped in the middle of its step, as it would in plain PyTorch: updates before that are done, "
+        "the rest is not. The model is whole, and the step can be called again."
     )
     # It raised after something that lasts had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
@@ -208,6 +230,10 @@ class _Known:
         measured: the timelines by which its prediction is to be judged, where others run the step as well.
         watch: what its steps tell of the plan; None: not begun.
         facts: for other processes, where there are any.
+        surges: how many of those that the session knows its plan has taken up.
+        wanted: the step with what its ops have asked for, for which no plan has been found yet; None: it is ``step``.
+        too_small: why no plan has room for what an op has asked for; None: there is one, or nothing is known.
+        has_exceeded: whether an op has exceeded the budget, for which no other plan has been made since.
     """
 
     step: PlannedStep
@@ -216,6 +242,10 @@ class _Known:
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
     watch: Watch | None = None
+    surges: int = 0
+    wanted: PlannedStep | None = None
+    too_small: BudgetError | None = None
+    has_exceeded: bool = False
 
     @property
     def arena_bytes(self) -> int:
@@ -318,6 +348,9 @@ class Session:
         weakref.finalize(self, self._planner.close).atexit = False
         self._is_ahead = False  # whether a step is planned for which nobody waits
         self._clock = time.perf_counter
+        self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
+        self._surge_count = 0
+        self._is_outgrown = False  # whether an optimizer came to keep more than when the step was first planned
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
         self._tell: Tell = silent
@@ -355,6 +388,10 @@ class Session:
                 return self._call_followed(args, kwargs, why)
         try:
             known = self._known_or_built(signature, args, kwargs, on_progress, change)
+        except BudgetError as error:
+            if not self._is_outgrown:
+                raise
+            return self._call_beyond(error, args, kwargs)
         except CaptureError as error:
             # The first call is refused; a later one can go on, since the step has been right so far.
             if not change or not self._may_follow:
@@ -373,6 +410,8 @@ class Session:
         try:
             with torch.inference_mode(mode=False):
                 return self._go(known, signature, leaves)
+        except _TooSmallError as error:
+            return self._call_beyond(error.refusal, args, kwargs)
         except BaseException:
             lazy = known.step.captured.lazy
             if lazy is not None and self.outcome is not Outcome.MADE:
@@ -462,19 +501,132 @@ class Session:
                 known.runner.leave()
 
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
-        if known is not self._active:
-            with Deferred("the move of the model to its place"):
-                self._activate(known)
-        self._signature = signature
-        self.began_ns = time.time_ns()
-        with Deferred("the step that runs"):
-            result = self._run(known, leaves)
-            if self._shards is not None:
-                self._shards.show_gradients()
-            for effect in known.step.captured.effects:
-                effect.apply()
-        self._judge(known)
-        return result
+        must_grow = known.has_exceeded
+        while True:
+            self._plan_for_surges(known, must_grow=must_grow)
+            if known is not self._active:
+                with Deferred("the move of the model to its place"):
+                    self._activate(known)
+            self._signature = signature
+            self.began_ns = time.time_ns()
+            try:
+                with Deferred("the step that runs"):
+                    result = self._run(known, leaves)
+                    if self._shards is not None:
+                        self._shards.show_gradients()
+                    for effect in known.step.captured.effects:
+                        effect.apply()
+            except ArenaError as error:
+                if self.outcome is not Outcome.UNDONE or not self._note_surges(known):
+                    raise self._explained(known, error) from error
+                must_grow = True
+                continue  # by a plan that has room for what was asked for
+            self._judge(known)
+            return result
+
+    # Requests beyond the plan
+
+    def _note_surges(self, known: _Known) -> bool:
+        """Remember what ops have asked for in the last run beyond their plan; whether any has."""
+        runner = known.runner
+        if runner is None or self._shards is not None:
+            return False
+        seen = runner.surprises()
+        step = known.wanted or known.step
+        grown = grown_requests(step, seen)
+        if runner.refused is not None and known.wanted is None and (op := runner.refused[0].id) not in grown:
+            # It has room for them in another order; so that planning again ends, it gets more.
+            requests = seen.get(op, step.profiles[op].requests)
+            more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
+            grown[op] = replace(requests, workspace_bytes=more)
+        if not grown:
+            return False
+        step = known.wanted = remember_requests(step, grown, runner.first_ops)
+        for op, requests in grown.items():
+            family, before = step.graph.ops[op].family, 0
+            if family in self._surges:
+                before = self._surges[family].workspace_bytes
+            if family and op not in runner.first_ops and requests.workspace_bytes > before:
+                self._surges[family] = requests
+        if self._cache is not None:
+            facts = self.backend.facts()
+            keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
+        self._surge_count += 1
+        known.surges = -1
+        known.has_exceeded |= runner.has_exceeded
+        return True
+
+    def _plan_for_surges(self, known: _Known, *, must_grow: bool) -> None:
+        """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
+
+        Args:
+            known: the step.
+            must_grow: whether it cannot go on with the plan that it has.
+
+        Raises:
+            _TooSmallError: it cannot, and no plan has room for what was asked for.
+        """
+        if known.surges != self._surge_count:
+            is_own, known.surges = known.surges < 0, self._surge_count
+            step = known.wanted or known.step
+            wanted = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
+            grown = grown_requests(step, wanted)
+            if grown or is_own:
+                known.wanted = remember_requests(step, grown)
+                self._plan_again(known, known.wanted)
+        if must_grow and known.too_small is not None:
+            raise _TooSmallError(known.too_small)
+
+    def _plan_again(self, known: _Known, step: PlannedStep) -> None:
+        before = known.step
+        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
+            self._leave_arena()
+        try:
+            again = plan(
+                step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores, quickly=True
+            )
+        except (BudgetError, SpillError, ValidationError) as error:
+            known.too_small = self._too_small(step, error)
+            _log.info("no plan has room for what ops have asked for; it is evicted for on demand: %s", error)
+            return
+        _log.info(
+            "planned again for memory that ops asked for: %.3f s predicted by %s",
+            again.planned.timeline.step_seconds,
+            again.planned.plan.policy,
+        )
+        known.wanted, known.too_small, known.has_exceeded = None, None, False
+        self._exchange(known, replace(again, causes=before.causes, most=before.most))
+
+    def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
+        if isinstance(error, BudgetError):
+            return in_terms_of_the_budget(error, self.budget, step.budget)
+        return BudgetError(f"no plan has room for what an op asks for beyond what it was measured with: {error}")
+
+    def _explained(self, known: _Known, error: ArenaError) -> Exception:
+        """The refusal of a request, for people."""
+        runner = known.runner
+        if runner is None or runner.refused is None:
+            return error
+        op, count = runner.refused
+        if runner.refusal is not None:
+            return runner.refusal
+        if known.too_small is not None:
+            return known.too_small
+        return BudgetError(
+            f"{describe(op)} asked for {format_bytes(count)} beyond its plan, which the budget of "
+            f"{format_bytes(self.budget)} cannot hold beside what the op works on; raise the budget"
+        )
+
+    def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
+        alone = not self.home.shared and not (self._ranks is not None and self._ranks.joined)
+        if self._loop is None or not alone or self._dynamic is False:
+            raise refusal
+        _log.warning("the step runs as an eager loop from now on: %s", refusal)
+        try:
+            return self._call_followed(args, kwargs, "an op asks for more memory than any plan has room for")
+        except _NotFollowedError as error:
+            raise refusal from error
 
     # Calls that are followed
 
@@ -550,7 +702,9 @@ class Session:
         if others:
             self._leave_program()  # what now has the name of something else must not take its place: it may come back
             self.keeper.forget_all()
-        if any(known.runner is not None and known.runner.is_outdated() for known in self._known.values()):
+        runners = [known.runner for known in self._known.values() if known.runner is not None]
+        if any(runner.is_outdated() for runner in runners):
+            self._is_outgrown = any(runner.is_outgrown() for runner in runners)
             _log.info("all that was captured is forgotten: an optimizer has lost state, or it lies otherwise in memory")
             self.forget_plans()
 
@@ -1004,13 +1158,11 @@ class Session:
         if self._shards is not None and self._ranks is not None:
             self._judge_together(known, self._ranks)
             return
-        surprises = known.runner.surprises()
+        if self._note_surges(known):
+            return  # the next call has a plan with it
         known.runs += 1
         # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
         warming = known.runs == 1
-        if surprises and not warming and Cause.MEMORY not in known.step.causes:
-            self._plan_for_requests(known, surprises)
-            return
         if known.watch is None:
             planned = known.step.planned
             known.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=known.step.is_quick)
@@ -1024,17 +1176,6 @@ class Session:
         if watch.asks and not self._planner.is_busy:
             self._plan_for_times(known, watch)
         self._take_plan()
-
-    def _plan_for_requests(self, known: _Known, surprises: Mapping[int, Requests]) -> None:
-        """Plan again with the requests of the last run that no plan foresaw."""
-        before = known.step
-        known.step = replace(before, causes=before.causes | {Cause.MEMORY})
-        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
-            self._leave_arena()
-        again = with_requests(known.step, surprises, self.policy, self.home.stores)
-        if again is not None:
-            self._keep(before, again, surprises.keys())
-            self._exchange(known, again)
 
     def _plan_for_times(self, known: _Known, watch: Watch) -> None:
         """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
@@ -1188,8 +1329,12 @@ class Session:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
-            result, self.timeline = runner.run(self.engine, leaves)
+            together = self._ranks is not None and self._ranks.joined
+            result, self.timeline = runner.run(self.engine, leaves, may_refuse=not together)
             self.outcome = Outcome.MADE
+        except UpdateError as error:
+            self.outcome = Outcome.UPDATE_STOPPED
+            raise (error.__cause__ or error) from None
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             if self._ranks is not None and self._ranks.joined:
@@ -1252,7 +1397,7 @@ def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] |
     """
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
-    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states)
+    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)
 
 
 def versions() -> str:

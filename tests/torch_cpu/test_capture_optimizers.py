@@ -112,16 +112,27 @@ def test_an_update_keeps_no_tensor_that_it_was_given() -> None:
     assert all(storage.expired() for storage in memory)
 
 
-def test_state_unlike_that_of_the_capture_is_refused() -> None:
-    optimizer, _ = adam()
+def test_state_unlike_that_of_the_capture_stays_with_the_user() -> None:
+    optimizer, parameter = adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
-    with pytest.raises(StateError, match="exp_avg_sq"):
-        update(params, grads, [adam_states()[0][:2]])
+    assert not update.is_outgrown
+    update(params, grads, [adam_states()[0][:2]])
+    assert update.is_outgrown
+    assert set(optimizer.state[parameter]) == {"exp_avg_sq"}
+    optimizer, parameter = adam()
     update, params, grads = update_of(optimizer, ADAM)
     wrong = adam_states()
     wrong[0][1] = torch.zeros(4, 3)
-    with pytest.raises(StateError, match="exp_avg"):
-        update(params, grads, wrong)
+    update(params, grads, wrong)
+    assert update.is_outgrown
+    assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+def test_new_state_of_a_range_is_refused() -> None:
+    optimizer, _ = adam()
+    update, params, grads = update_of(optimizer, ("step", "exp_avg"))
+    with pytest.raises(StateError, match="exp_avg_sq"):
+        update.of_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
 
 
 def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:

@@ -433,8 +433,12 @@ class StepRecorder:
         }
         for (group, state, _), layout in zip(pending.members, found, strict=True):
             own: list[int] = []
-            for name, shape in layout.tensors.items():
+            for name, learnt in layout.tensors.items():
                 key = (pending.optimizer, id(state.real), name)
+                real = optimizer.state.get(state.real, {}).get(name)
+                # It may grow yet; then the step is captured again.
+                is_real = isinstance(real, torch.Tensor) and self._sharding is None
+                shape = shape_of(real) if is_real else learnt
                 if key not in known:
                     known[key] = self._bind(pending.optimizer, state, name, shape)
                 own.append(known[key])

@@ -222,6 +222,9 @@ class OptimizerUpdate:
         optimizer: the user's.
         members: the parameters, in the order of the arguments.
         forgotten: how often ``forget`` was called.
+        is_outgrown: whether the optimizer keeps state that it did not keep, or kept otherwise, when the step was
+            captured. It is in the user's ``optimizer.state``, as in plain PyTorch, and takes memory beside the plan
+            until the step is captured again.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str, int]]) -> None:
@@ -230,6 +233,7 @@ class OptimizerUpdate:
         self.members = tuple(members)
         self._created = created
         self.forgotten = 0
+        self.is_outgrown = False
 
     @classmethod
     def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
@@ -269,6 +273,24 @@ class OptimizerUpdate:
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
+    def made(self) -> Iterator[tuple[int, str]]:
+        """State that updates of the capture have made in its place: the id of the parameter, and the name."""
+        return ((parameter, name) for parameter, name, _ in self._created)
+
+    def kept_by_optimizer(self) -> Iterator[torch.Tensor]:
+        """Tensors that the user's optimizer keeps, in its state, settings and attributes, but for parameters."""
+        optimizer = self.optimizer
+        for member in self.members:
+            yield from _tensors_in(optimizer.state.get(member.parameter, {}))
+        if is_torchs_own(optimizer):
+            return
+        for key, value in optimizer.state.items():
+            if not isinstance(key, torch.Tensor):
+                yield from _tensors_in(value)
+        for group in optimizer.param_groups:
+            yield from _tensors_in([value for name, value in group.items() if name != "params"])
+        yield from _tensors_in([value for name, value in optimizer.__dict__.items() if name not in _SHADOWED])
+
     def _present(self, member: Member) -> list[bool]:
         entries = self.optimizer.state.get(member.parameter, {})
         return [
@@ -288,15 +310,16 @@ class OptimizerUpdate:
         """Update ``params`` and ``states`` in place.
 
         Raises:
-            StateError: the optimizer made state that it did not make when the step was captured.
+            StateError: the optimizer made state of a range that it did not make when the step was captured.
         """
         present = [self._present(member) for member in self.members]
         own = [self._own_entries(member) for member in self.members]
         shadow, left = self._run(params, grads, states, present, own)
         for member, entries in zip(self.members, left, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
-            if entries and member.is_last:
-                self.optimizer.state[member.parameter].update(entries)
+            rest = _without_unmade(entries)
+            if rest and member.is_last:
+                self.optimizer.state[member.parameter].update(rest)
         if not is_torchs_own(self.optimizer):
             self._mirror(shadow)
 
@@ -351,28 +374,34 @@ class OptimizerUpdate:
         ``own`` is what stays with the user: also what another step has made for a parameter that has no gradient here.
 
         Returns:
-            the rest, with None under the name of state that is still to be made.
+            the rest, with None or ``_UNMADE`` under the name of state that is still to be made. State that has no place
+            is there, too.
+
+        Raises:
+            StateError: it is that of a range, which the user could not see.
         """
         for name, tensor in zip(member.names, given, strict=True):
-            made = entries.get(name)
-            if made is None:
-                entries[name] = None
+            made = entries.setdefault(name, _UNMADE)
+            if made is None or made is _UNMADE:
                 continue
             if not isinstance(made, torch.Tensor) or made.shape != tensor.shape or made.dtype != tensor.dtype:
-                raise self._other_state(name)
+                self._outgrow(member, name)
+                continue
             if made is not tensor:
                 tensor.copy_(made)
             del entries[name]
         for name, made in entries.items():
             if isinstance(made, torch.Tensor) and made.device == device and made is not own.get(name):
-                raise self._other_state(name)
+                self._outgrow(member, name)
         return entries
 
-    def _other_state(self, name: str) -> StateError:
-        return StateError(
-            f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured: the "
-            "plan has no place for it; compile the step again"
-        )
+    def _outgrow(self, member: Member, name: str) -> None:
+        if member.start or not member.is_last:
+            raise StateError(
+                f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured, "
+                "and updates a parameter range by range; leave out its attribute outofcore_elementwise"
+            )
+        self.is_outgrown = True
 
     def _mirror(self, shadow: Optimizer) -> None:
         """Bring what the step changed besides tensors, such as a count in an attribute, to the user's optimizer."""
@@ -458,7 +487,7 @@ class Rehearsal:
         """Rehearse the update that makes the state."""
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
-        _, self._left = self._update._run(params, grads, states, absent, [{} for _ in members])
+        self._left = self._run(params, grads, states, absent, [{} for _ in members])
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Rehearse an update of state that exists."""
@@ -470,7 +499,14 @@ class Rehearsal:
             tensor.fill_(1)
         left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
-        self._update._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+
+    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
+        before = self._update.is_outgrown
+        try:
+            return [_without_unmade(left) for left in self._update._run(params, grads, states, *given)[1]]
+        finally:
+            self._update.is_outgrown = before  # nothing of it is kept
 
 
 class UpdateOn:
@@ -487,6 +523,7 @@ class UpdateOn:
         self, update: OptimizerUpdate, params: Tensors, grads: Sequence[torch.Tensor | None], states: States
     ) -> None:
         self._update = update
+        self.name, self.kept_by_optimizer = update.name, update.kept_by_optimizer
         self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
         self._placed = [dict(zip(m.names, own, strict=True)) for m, own in zip(update.members, states, strict=True)]
         self._kept = self._may_be_kept()
@@ -589,12 +626,29 @@ class UpdateOn:
     def _take_over(self, place: int, made: dict[str, Any]) -> None:
         """Bring to its place what the optimizer has put in place of what it was given."""
         update, member, param = self._update, self._update.members[place], self._params[place]
-        left = update._adopt(member, dict(made), self._states[place], param.device, _NOTHING)
+        left = _without_unmade(update._adopt(member, dict(made), self._states[place], param.device, _NOTHING))
         if left:
             update.optimizer.state[member.parameter].update(left)
 
 
 _NOTHING: dict[str, Any] = {}
+_UNMADE = object()  # in place of state that an optimizer has not made
+
+
+def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if value is not _UNMADE}
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value and in the lists, tuples and dicts that it is made of."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:

@@ -1,7 +1,9 @@
 // An allocator for PyTorch that serves planned requests at planned addresses, on the CPU or (OUTOFCORE_CUDA) on CUDA.
 //
-// While a thread is inside a scope, its k-th request gets the k-th planned address. Every other request
-// goes to the allocator that was there before (the stock allocator). Called by ctypes with the GIL held.
+// While a thread is inside a scope, its k-th request gets the k-th planned address. A request off the plan gets bytes of
+// the op's own workspace if it fits there, else of the stock allocator as long as the reserve lasts. Beyond that the
+// lender of the arena decides (demand_eviction.py): it makes room, or lets the request exceed the budget, or refuses it.
+// Outside of scopes the stock allocator serves. Called by ctypes with the GIL held; ops may run without it.
 
 #ifdef OUTOFCORE_CUDA
 #include "device_cuda.h"
@@ -27,7 +29,27 @@
 namespace {
 
 // In the order of the fields of ``ArenaCounters`` in arenas.py.
-enum Counter { kServed, kSmall, kLarge, kLargeBytes, kLive, kPeak, kRefused, kUnclaimed, kLastScope, kCounters };
+enum Counter {
+  kServed,
+  kSmall,
+  kLarge,
+  kLargeBytes,
+  kLive,
+  kPeak,
+  kRefused,
+  kUnclaimed,
+  kLastScope,
+  kLent,
+  kLentLive,
+  kBeyond,
+  kBeyondBytes,
+  kCounters
+};
+
+// Answers a request of ``bytes`` that the reserve cannot hold: an address in the arena, or one of these.
+using Lender = void (*)(int64_t bytes, int64_t scope, int64_t* answer);
+constexpr int64_t kRefuse = 0;
+constexpr int64_t kExceed = 1;  // the stock allocator is to serve it, beyond the budget
 
 struct Arena {
   // Both 0: not in use. Who looks for a pointer takes no lock: ``end`` is set last and cleared first, so that no pointer
@@ -36,6 +58,7 @@ struct Arena {
   std::atomic<int64_t> holders{0};         // its owner, and each planned piece that is still referred to
   int64_t large = 0;                       // off-plan requests of at least this size are held to the reserve
   std::atomic<int64_t> reserve{0};
+  std::atomic<Lender> lender{nullptr};
   std::atomic<int64_t> counters[kCounters] = {};
 };
 struct Request {
@@ -60,10 +83,16 @@ struct Log {
     }
   }
 };
+struct Piece {
+  char* address;
+  int64_t bytes;
+};
 struct Table {
   Arena* arena;
   std::vector<int64_t> first;
   std::vector<Request> requests;
+  std::vector<Piece> workspaces;     // by scope; empty: not told
+  std::vector<Piece> unplanned;      // pieces of the workspace in use that no request was planned for, of this visit
   Log visit;                         // what the thread has done in the scope that it is in
   bool surprised = false;            // whether that went off the plan by a large request
   std::map<int64_t, Log> surprises;  // by scope: the last visit that did
@@ -77,6 +106,7 @@ struct Thread {
   int64_t visit;  // numbers each stay in a scope, from 1
   Table* table;   // null: outside of any scope
   Log* log;
+  bool unbounded;  // whether its requests are served by the stock allocator and only counted
 };
 struct OffPlan {
   Arena* arena;
@@ -94,6 +124,7 @@ int installs = 0;
 // Never destroyed: tensors outlive static destructors.
 std::mutex& mutex = *new std::mutex;
 std::unordered_map<void*, OffPlan>& off_plan = *new std::unordered_map<void*, OffPlan>;
+std::unordered_map<void*, OffPlan>& lent = *new std::unordered_map<void*, OffPlan>;  // by the lenders of arenas
 std::atomic<int64_t> off_plan_live{0};
 
 void add(Arena& arena, Counter counter, int64_t count) {
@@ -105,6 +136,7 @@ void drop_holder(Arena& arena) {
   const std::lock_guard<std::mutex> guard(mutex);
   const uintptr_t end = arena.end.exchange(0);
   const uintptr_t base = arena.base.exchange(0);
+  arena.lender = nullptr;
   device::give_back(stock.load(), base, end);
 }
 
@@ -114,13 +146,16 @@ bool holds(const Arena& arena, uintptr_t address) {
   return address >= base && address < arena.end.load() && base == arena.base.load();
 }
 
-bool overlap(const Request& a, const Request& b) {
+template <class A, class B>
+bool overlap(const A& a, const B& b) {
   return a.address != nullptr && b.address != nullptr && a.address < b.address + b.bytes &&
          b.address < a.address + a.bytes;
 }
 
 // Whether a piece that is still in use lies where this request would go: the op does not keep to its plan.
 bool taken(const Thread& t, const Request& request) {
+  for (const Piece& piece : t.table->unplanned)
+    if (overlap(piece, request)) return true;
   if (!request.reuses) return false;
   for (const Request* other = t.first; other != &request; ++other)
     if (other->in_use_in == t.visit && overlap(*other, request)) return true;
@@ -134,6 +169,49 @@ void mark_free(Thread& t, const void* pointer) {
       return;
     }
   }
+  auto& pieces = t.table->unplanned;
+  for (auto piece = pieces.begin(); piece != pieces.end(); ++piece) {
+    if (piece->address == pointer) {
+      pieces.erase(piece);
+      return;
+    }
+  }
+}
+
+// Forgets a piece that a lender handed out.
+void take_back(void* pointer) {
+  const std::lock_guard<std::mutex> guard(mutex);
+  if (const auto found = lent.find(pointer); found != lent.end()) {
+    add(*found->second.arena, kLentLive, -found->second.bytes);
+    lent.erase(found);
+  }
+}
+
+// A piece of the op's workspace that is not in use: where the op keeps to its needs, but not to the order of its
+// requests. Null: there is none.
+void* from_workspace(Thread& t, int64_t bytes) {
+  constexpr int64_t kAlign = 4096;
+  Table& table = *t.table;
+  if (table.workspaces.empty()) return nullptr;
+  const Piece& whole = table.workspaces[static_cast<size_t>(t.scope)];
+  Piece fresh{whole.address, bytes};
+  for (bool moved = true; moved;) {
+    moved = false;
+    const auto behind = [&](const auto& other) {
+      if (!overlap(fresh, other)) return;
+      const auto end = reinterpret_cast<uintptr_t>(other.address) + static_cast<uintptr_t>(other.bytes);
+      fresh.address = reinterpret_cast<char*>((end + kAlign - 1) / kAlign * kAlign);
+      moved = true;
+    };
+    for (const Request* other = t.first; other != t.end; ++other)
+      if (other->in_use_in == t.visit) behind(*other);
+    for (const Piece& other : table.unplanned) behind(other);
+  }
+  if (whole.address == nullptr || fresh.address + bytes > whole.address + whole.bytes) return nullptr;
+  table.unplanned.push_back(fresh);
+  t.arena->holders.fetch_add(1, std::memory_order_relaxed);
+  add(*t.arena, kServed, 1);
+  return fresh.address;
 }
 
 // Frees what any thread frees, also what was allocated before: it scans the arenas, of which there are one or two.
@@ -145,6 +223,7 @@ void release(void* pointer) noexcept {
   for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
     if (holds(arenas[i], address)) {
       if (thread.arena == &arenas[i]) mark_free(thread, pointer);
+      if (arenas[i].counters[kLentLive] != 0) take_back(pointer);
       return drop_holder(arenas[i]);
     }
   }
@@ -159,21 +238,8 @@ void release(void* pointer) noexcept {
   stock.load()->raw_deallocate(pointer);
 }
 
-void* serve_off_plan(const Thread& t, int64_t bytes) {
-  Arena& arena = *t.arena;
-  if (bytes < arena.large) {
-    add(arena, kSmall, 1);
-    return stock.load()->raw_allocate(bytes);
-  }
-  const std::lock_guard<std::mutex> guard(mutex);
-  const int64_t live = arena.counters[kLive] + bytes;
-  arena.counters[kLastScope] = t.scope;
-  t.table->surprised = true;
-  if (live > arena.reserve) {
-    add(arena, kRefused, 1);
-    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
-                live - bytes, " such bytes in use that exceeds the reserve of ", arena.reserve.load(), " bytes");
-  }
+// Serves a request by the stock allocator, and counts it as long as it lives. The mutex is held.
+void* serve_counted(Arena& arena, int64_t bytes) {
   void* pointer = stock.load()->raw_allocate(bytes);
   try {
     off_plan[pointer] = {&arena, bytes};
@@ -182,14 +248,69 @@ void* serve_off_plan(const Thread& t, int64_t bytes) {
     throw;
   }
   ++off_plan_live;
-  add(arena, kLarge, 1);
-  add(arena, kLargeBytes, bytes);
-  arena.counters[kLive] = live;
+  const int64_t live = arena.counters[kLive] += bytes;
   if (live > arena.counters[kPeak]) arena.counters[kPeak] = live;
   return pointer;
 }
 
+void* serve_off_plan(Thread& t, int64_t bytes) {
+  Arena& arena = *t.arena;
+  if (t.unbounded) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    void* pointer = serve_counted(arena, bytes);
+    if (arena.counters[kLive] + arena.counters[kLentLive] > arena.reserve) {
+      add(arena, kBeyond, 1);
+      add(arena, kBeyondBytes, bytes);
+    }
+    return pointer;
+  }
+  if (bytes < arena.large) {
+    add(arena, kSmall, 1);
+    return stock.load()->raw_allocate(bytes);
+  }
+  if (void* pointer = from_workspace(t, bytes); pointer != nullptr) return pointer;
+  arena.counters[kLastScope] = t.scope;
+  t.table->surprised = true;
+  {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (arena.counters[kLive] + arena.counters[kLentLive] + bytes <= arena.reserve) {
+      void* pointer = serve_counted(arena, bytes);
+      add(arena, kLarge, 1);
+      add(arena, kLargeBytes, bytes);
+      return pointer;
+    }
+  }
+  // It evicts, waits for copies and needs Python, and so no lock is held.
+  int64_t answer = kRefuse;
+  if (const Lender lender = arena.lender.load(); lender != nullptr) lender(bytes, t.scope, &answer);
+  if (answer == kRefuse) {
+    add(arena, kRefused, 1);
+    // The log has it as if it had come and gone: the next plan is to hold it.
+    constexpr int64_t kNowhere = 8;
+    t.table->visit.add({0, bytes, kNowhere});
+    t.table->visit.add({1, 0, kNowhere});
+    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
+                arena.counters[kLive].load(), " such bytes in use that exceeds the reserve of ", arena.reserve.load(),
+                " bytes");
+  }
+  const std::lock_guard<std::mutex> guard(mutex);
+  add(arena, kLarge, 1);
+  add(arena, kLargeBytes, bytes);
+  if (answer == kExceed) {
+    add(arena, kBeyond, 1);
+    add(arena, kBeyondBytes, bytes);
+    return serve_counted(arena, bytes);
+  }
+  auto* pointer = reinterpret_cast<void*>(answer);
+  lent[pointer] = {&arena, bytes};
+  arena.holders.fetch_add(1, std::memory_order_relaxed);
+  add(arena, kLent, 1);
+  add(arena, kLentLive, bytes);
+  return pointer;
+}
+
 void* serve(Thread& t, int64_t bytes) {
+  if (t.unbounded) return serve_off_plan(t, bytes);
   for (Request* request = t.next; request != t.end; ++request) {
     if (request->bytes == bytes && !taken(t, *request)) {
       t.next = request + 1;
@@ -233,6 +354,7 @@ void leave(Thread& t) noexcept {
   table->surprised = false;
   table->visit.events.clear();
   table->visit.lost = false;
+  table->unplanned.clear();
 }
 
 PlannedAllocator& allocator = *new PlannedAllocator;  // never destroyed: storages keep a pointer to it
@@ -282,11 +404,12 @@ EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large,
   const std::lock_guard<std::mutex> guard(mutex);
   for (int i = 0; i < kArenas; ++i) {
     Arena& arena = arenas[i];
-    if (arena.base != 0 || arena.counters[kLive] != 0) continue;
+    if (arena.base != 0 || arena.counters[kLive] != 0 || arena.counters[kLentLive] != 0) continue;
     for (auto& counter : arena.counters) counter = 0;
     arena.counters[kLastScope] = -1;
     arena.large = large;
     arena.reserve = reserve;
+    arena.lender = nullptr;
     arena.holders = 1;
     arena.base = base;
     arena.end = base + bytes;
@@ -298,6 +421,16 @@ EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large,
 
 EXPORT void outofcore_arena_drop(Arena* arena) noexcept { drop_holder(*arena); }
 EXPORT void outofcore_arena_reserve(Arena* arena, int64_t reserve) noexcept { arena->reserve = reserve; }
+EXPORT void outofcore_arena_lender(Arena* arena, Lender lender) noexcept { arena->lender = lender; }
+// Writes the addresses of pieces that the lender handed out and that are in use, as many as there is room for; returns how
+// many there are.
+EXPORT int64_t outofcore_arena_lent(const Arena* arena, int64_t* addresses, int64_t capacity) noexcept {
+  const std::lock_guard<std::mutex> guard(mutex);
+  int64_t count = 0;
+  for (const auto& [pointer, piece] : lent)
+    if (piece.arena == arena && count++ < capacity) addresses[count - 1] = reinterpret_cast<int64_t>(pointer);
+  return count;
+}
 // Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t outofcore_arena_counters(const Arena* arena, int64_t* counters, int64_t capacity) noexcept {
   for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = arena->counters[i];
@@ -307,7 +440,7 @@ EXPORT int64_t outofcore_arena_counters(const Arena* arena, int64_t* counters, i
 // Scope s has requests first[s] up to first[s + 1]; an address of 0 stands for the stock allocator. Null: no memory.
 EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* first,
                                   const int64_t* requests) noexcept try {
-  std::unique_ptr<Table> table(new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, false, {}});
+  std::unique_ptr<Table> table(new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, {}, {}, false, {}});
   for (int64_t i = 0; i < first[scopes]; ++i)
     table->requests.push_back({requests[2 * i], reinterpret_cast<char*>(requests[2 * i + 1]), false, 0});
   for (int64_t s = 0; s < scopes; ++s)
@@ -318,6 +451,29 @@ EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* f
 } catch (...) {
   return nullptr;
 }
+// Tells for each scope the address and bytes of its workspace. 0: done; -1: no memory.
+EXPORT int64_t outofcore_table_workspaces(Table* table, const int64_t* workspaces) noexcept try {
+  table->workspaces.clear();
+  for (size_t s = 0; s + 1 < table->first.size(); ++s)
+    table->workspaces.push_back({reinterpret_cast<char*>(workspaces[2 * s]), workspaces[2 * s + 1]});
+  return 0;
+} catch (...) {
+  table->workspaces.clear();
+  return -1;
+}
+// Whether memory was handed out in the scope that the calling thread is in, is in use, and will be others' when it ends.
+EXPORT int outofcore_passes(void* pointer) noexcept {
+  const Thread& t = thread;
+  if (t.arena == nullptr) return 0;
+  for (const Request* request = t.first; request != t.end; ++request)
+    if (request->address == pointer && request->in_use_in == t.visit) return 1;
+  for (const Piece& piece : t.table->unplanned)
+    if (piece.address == pointer) return 1;
+  const std::lock_guard<std::mutex> guard(mutex);
+  return lent.find(pointer) != lent.end();
+}
+// Has the stock allocator serve the calling thread from now on, and count it; or no more.
+EXPORT void outofcore_unbounded(int is_on) noexcept { thread.unbounded = is_on != 0; }
 EXPORT void outofcore_table_free(Table* table) noexcept {
   if (thread.table == table) leave(thread);  // an exception may have come before the end of the scope
   delete table;

@@ -2,7 +2,7 @@
 
 With the native allocator (``arena.cpp``, see ``execution.native``) PyTorch itself is handed the planned
 addresses: results and scratch memory of an op appear where the plan has them, with no copy and no
-page fault, and a request that the plan does not foresee fails instead of growing.
+page fault. A request that the plan does not foresee gets room that is free or is made free (``demand_eviction``).
 
 Without it (no C++ compiler) the arena's memory and addresses are the same, but PyTorch allocates by
 malloc: whoever runs the ops compares a result's address with the planned one and copies it there. What is
@@ -15,11 +15,13 @@ an arena may be under way during a fork; between steps none is.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import TracebackType
@@ -40,6 +42,8 @@ DEFAULT_RESERVE = 16 * MIB
 
 # In place of an offset: a request that is left to the stock allocator and may be absent (``requests.Elsewhere``).
 STOCK = -1
+# Answers of a lender, as in ``arena.cpp``.
+REFUSE, EXCEED = 0, 1
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
 
@@ -60,13 +64,57 @@ class ArenaCounters:
 
     served: int = 0  # requests served at their planned address
     small: int = 0  # off-plan requests below 64 KiB
-    large: int = 0  # off-plan requests of 64 KiB and more that the reserve could hold
+    large: int = 0  # off-plan requests of 64 KiB and more that were served
     large_bytes: int = 0  # their bytes, all added up
-    live_bytes: int = 0  # their bytes in use now
-    peak_live_bytes: int = 0  # the most bytes of theirs in use at once
-    refused: int = 0  # off-plan requests that the reserve could not hold
+    live_bytes: int = 0  # bytes in use now that the stock allocator has served within scopes
+    peak_live_bytes: int = 0  # the most of those at once
+    refused: int = 0  # off-plan requests that nothing could hold
     unclaimed: int = 0  # planned requests that had not come when their scope ended
     last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
+    lent: int = 0  # of the large ones, those that got an address in the arena's annex
+    lent_live_bytes: int = 0  # their bytes in use now
+    beyond: int = 0  # of the large ones, those that exceeded the budget, so that a step could end
+    beyond_bytes: int = 0  # their bytes, all added up
+
+
+class Lender(Protocol):
+    """Makes room for requests beyond the plan: see ``demand_eviction``.
+
+    Attributes:
+        is_active: whether the op that runs has been lent memory; then ``settle`` must follow it.
+        flag: the address of a number that is not 0 then.
+    """
+
+    is_active: bool
+    flag: int
+
+    def begin(
+        self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
+    ) -> None:
+        """Start serving the requests of a step.
+
+        Args:
+            starts: by instruction, when it began, or 0.
+            ends: likewise, when it ended.
+            pause: lets no copy begin, and returns when none is under way.
+            resume: lets them begin again.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Bring back what the op that has ended evicted. Its scope has ended; no other instruction has begun.
+
+        Raises:
+            TransferError: it cannot be read.
+        """
+        ...
+
+    def end(self) -> None:
+        """Settle, and serve no more.
+
+        Raises: as ``settle``.
+        """
+        ...
 
 
 class Memory(Protocol):
@@ -125,7 +173,8 @@ class Arena:
     Args:
         count: bytes of planned memory.
         reserve: bytes beyond it for off-plan requests of 64 KiB and more; a request that would exceed it
-            fails (see ``as_arena_error``).
+            is the lender's, and without one fails (see ``as_arena_error``).
+        annex: bytes of addresses behind it that a lender can hand out; they take no memory until they are used.
         native: the native allocator; by default that of this process.
 
     The memory lives until ``close``, and then as long as any view of it or tensor placed in it.
@@ -134,11 +183,16 @@ class Arena:
         ArenaError: the system does not give the memory, or the allocator cannot be put under PyTorch.
     """
 
-    def __init__(self, count: int, *, reserve: int = DEFAULT_RESERVE, native: Native | None = None) -> None:
+    def __init__(
+        self, count: int, *, reserve: int = DEFAULT_RESERVE, annex: int = 0, native: Native | None = None
+    ) -> None:
         self.native = native if native is not None else load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
+        self.annex_bytes = 0 if self.native.library is None else round_up(annex, PAGE_BYTES)
+        self._lender: Callable[[], Lender | None] = _nobody
+        whole = self.bytes + self.annex_bytes
         try:
-            self.address = map_anonymous(self.bytes)
+            self.address = map_anonymous(whole)
         except OSError as error:
             raise ArenaError(
                 f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
@@ -146,21 +200,24 @@ class Arena:
         self._handle: int | None = None
         library = self.native.library
         if library is None:
-            self._region: Region | None = Region(self.address, self.bytes)
+            self._region: Region | None = Region(self.address, whole)
             self._uninstall: Callable[[], object] = _nothing
             return
         try:
             install(library)
         except ArenaError:
-            unmap(self.address, self.bytes)
+            unmap(self.address, whole)
             raise
-        self._handle = library.outofcore_arena_open(self.address, self.bytes, LARGE_BYTES, reserve)
+        if self.annex_bytes and hasattr(mmap, "MADV_NOHUGEPAGE"):  # pages that nobody asked for would count
+            with contextlib.suppress(OSError):
+                advise_pages(self.address + self.bytes, self.annex_bytes, mmap.MADV_NOHUGEPAGE)
+        self._handle = library.outofcore_arena_open(self.address, whole, LARGE_BYTES, reserve)
         if self._handle is None:
             library.outofcore_uninstall()
-            unmap(self.address, self.bytes)
+            unmap(self.address, whole)
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
         # The library unmaps the pages itself, since tensors that it placed there may live longer.
-        self._region = Region(self.address, self.bytes, functools.partial(_drop, library, self._handle))
+        self._region = Region(self.address, whole, functools.partial(_drop, library, self._handle))
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
 
@@ -174,8 +231,17 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the memory, and of PyTorch's allocator if this is the last arena. May be called again."""
-        self._region = None
+        self._region, self._lender = None, _nobody
         self._uninstall()
+
+    @property
+    def lender(self) -> Lender | None:
+        """What serves requests beyond the plan, as long as whoever made it keeps it; None: nothing does."""
+        return self._lender()
+
+    @lender.setter
+    def lender(self, lender: Lender) -> None:
+        self._lender = weakref.ref(lender)
 
     @property
     def region(self) -> Region:
@@ -242,14 +308,36 @@ class Arena:
         self._check(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
 
+    def discard_annex(self, address: int, count: int) -> None:
+        """Give back the physical memory of whole pages of the annex."""
+        advise_pages(address, count, mmap.MADV_DONTNEED)
+
     def resident_bytes(self) -> int:
-        """Bytes of the arena that are in physical memory."""
+        """Bytes of the arena and its annex that are in physical memory."""
         return self.region.resident_bytes()
 
     def set_reserve(self, reserve: int) -> None:
         """Change the bytes allowed for off-plan requests."""
         if self.native.library is not None and self._region is not None:
             self.native.library.outofcore_arena_reserve(self._handle, reserve)
+
+    def set_lender(self, lender: object) -> None:
+        """Have a native callback ``void (bytes, scope, answer)`` serve what the reserve cannot hold; None: nobody does.
+
+        Its answer is an address in the annex, ``REFUSE`` or ``EXCEED``. Whoever gives it keeps it alive.
+        """
+        if self.native.library is not None and self._region is not None:
+            pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
+            self.native.library.outofcore_arena_lender(self._handle, pointer)
+
+    def lent(self) -> set[int]:
+        """The addresses that the lender handed out and that are in use."""
+        library = self.native.library
+        if library is None or self._region is None:
+            return set()
+        count = library.outofcore_arena_lent(self._handle, None, 0)
+        found = (ctypes.c_int64 * count)()
+        return set(found[: library.outofcore_arena_lent(self._handle, found, count)])
 
     def counters(self) -> ArenaCounters:
         """What the scopes have been asked for so far.
@@ -282,6 +370,8 @@ class ScopeTable:
     Args:
         arena: where the addresses lie.
         scopes: (bytes, offset in the arena) of each request; an offset of ``STOCK`` leaves it to the stock allocator.
+        workspaces: of each scope (bytes, offset) of the op's workspace, which also serves requests off the plan that
+            fit there; no bytes: the op has none. Left out, none of them does.
 
     Raises:
         ArenaError: a request does not lie in the arena or has no bytes.
@@ -293,7 +383,12 @@ class ScopeTable:
     # The functions that these two call, and what the first is given first; None: they call nothing.
     native: tuple[int | None, int | None, int] | None
 
-    def __init__(self, arena: Memory, scopes: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(
+        self,
+        arena: Memory,
+        scopes: Sequence[Sequence[tuple[int, int]]],
+        workspaces: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self._region = arena.region  # the arena's pages must outlive the table
         requests = np.zeros((sum(len(scope) for scope in scopes), 2), np.int64)
         row = 0
@@ -319,6 +414,9 @@ class ScopeTable:
         if table is None:
             raise _exhausted()
         self._table = table
+        if workspaces:
+            places = np.array([(arena.address + at, size) if size else (0, 0) for size, at in workspaces], np.int64)
+            library.outofcore_table_workspaces(table, np.ascontiguousarray(places).ctypes.data)
         weakref.finalize(self, _free_table, library, table, self._region).atexit = False
         self.begin = functools.partial(library.outofcore_begin, ctypes.c_void_p(table))
         self.end = library.outofcore_end
@@ -327,6 +425,21 @@ class ScopeTable:
             ctypes.cast(library.outofcore_end, ctypes.c_void_p).value,
             table,
         )
+
+    def passes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of the scope that the calling thread is in, which others use when it ends."""
+        return self._library is not None and bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
+
+    @contextlib.contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """In this context requests get memory of the process, which is counted as long as it is in use."""
+        if self._library is not None:
+            self._library.outofcore_unbounded(1)
+        try:
+            yield
+        finally:
+            if self._library is not None:
+                self._library.outofcore_unbounded(0)
 
     def surprises(self) -> dict[int, list[Event]]:
         """By scope, what its thread did with the allocator in the last visit that went off the plan.
@@ -398,7 +511,7 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
     told = text[text.index(_REFUSAL) + len(_REFUSAL) :].splitlines()[0]
     return ArenaError(
         f"the step asked for memory that its plan does not foresee: {told}; the op took another path than when "
-        "it was profiled: compile the step again, and with a larger budget if that does not help"
+        "it was profiled: call the step again, and with a larger budget if that does not help"
     )
 
 
@@ -461,6 +574,10 @@ def _exhausted() -> ArenaError:
 
 def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
     library.outofcore_table_free(table)
+
+
+def _nobody() -> None:
+    """Stands in for a lender."""
 
 
 def _nothing(scope: int = 0) -> None:

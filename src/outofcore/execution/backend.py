@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import storage_key
-from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT
+from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.capture.captured import Captured
 from outofcore.errors import ArenaError, BudgetError
 from outofcore.execution.arena import Arena, Memory, Recorder
@@ -20,7 +20,7 @@ from outofcore.execution.engines import Engine
 from outofcore.execution.homes import HomeStore
 from outofcore.units import format_bytes
 
-_RESERVE_SHARE = 64  # off-plan requests may take a 64th of the budget
+_ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them lie apart
 
 
 class Backend(Protocol):
@@ -155,9 +155,9 @@ class CpuBackend:
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
         """See ``Backend.arena``: pages that nothing touches take no memory, but addresses may be limited as well."""
-        if room > count:
+        for size, annex in ((max(room, count), _ANNEX * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
-                return Arena(room, reserve=reserve)
+                return Arena(size, reserve=reserve, annex=annex)
         return Arena(count, reserve=reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CpuEngine:
@@ -166,7 +166,7 @@ class CpuBackend:
 
     def reserve(self, budget: int) -> int:
         """See ``Backend.reserve``."""
-        return max(budget // _RESERVE_SHARE, LARGE_BYTES)
+        return 0  # what the plan leaves of the budget: see ``DemandEviction``
 
     def beside(self, budget: int, given: int, moved: int) -> int:
         """See ``Backend.beside``: memory of the process is not the arena's concern."""

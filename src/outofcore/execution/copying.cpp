@@ -135,6 +135,19 @@ struct Copying {
       if (sleeper->queue == queue && sleeper->number <= number) sleeper->woken.notify_one();
   }
 
+  // Waits until copies may begin; false: the step was given up.
+  bool enter() {
+    std::unique_lock<std::mutex> lock(mutex);
+    gate.wait(lock, [&] { return !paused || failed.load(); });
+    if (failed.load()) return false;
+    ++moving;
+    return true;
+  }
+  void exit() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (--moving == 0) gate.notify_all();
+  }
+
   // Gives the step up; whether it was not given up before.
   bool fail(const Failure& how) {
     const std::lock_guard<std::mutex> guard(mutex);
@@ -142,6 +155,7 @@ struct Copying {
     failure = how;
     failed.store(true);
     for (Sleeper* sleeper : sleepers) sleeper->woken.notify_one();
+    gate.notify_all();
     return true;
   }
 
@@ -209,9 +223,10 @@ struct Copying {
       const Copy& one = queue.first[at];
       for (int64_t k = one.first_wait; k < one.first_wait + one.waits; ++k)
         if (wait(work.waits[k].queue, work.waits[k].number, -1) != 0) return;
-      if (failed.load()) return;
+      if (!enter()) return;
       starts[one.index] = now();
       copy(one, bounce);
+      exit();
       if (failed.load() && failure.copy == one.index) return;  // it was not made
       ends[one.index] = now();
       publish(queue.number, one.number);
@@ -238,7 +253,7 @@ struct Copying {
   const Called called;
   const uint64_t* const secrets;
   std::mutex mutex;
-  std::condition_variable begun, idle;
+  std::condition_variable begun, idle, gate;
   std::vector<Sleeper*> sleepers;
   std::atomic<int> asleep{0};
   std::atomic<bool> failed{false};
@@ -246,7 +261,8 @@ struct Copying {
   Work work{};
   double *starts = nullptr, *ends = nullptr;
   uint64_t rounds = 0;
-  int64_t running = 0;
+  int64_t running = 0, moving = 0;  // queues at work; copies under way
+  bool paused = false;
   bool ends_all = false;
   std::vector<std::thread> threads;
 };
@@ -321,6 +337,7 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
     for (auto& done : all.done) done.store(0);
     all.failed.store(false);
     all.failure = {};
+    all.paused = false;
     all.work = *work;
     for (int64_t k = 0; k < work->summed; ++k) work->sums[k].bytes = -1;
     all.starts = starts;
@@ -344,6 +361,14 @@ EXPORT void outofcore_copying_publish(Copying* copying, int64_t queue, int64_t n
 }
 // Gives the step up; 1: it was not given up before.
 EXPORT int outofcore_copying_stop(Copying* copying) noexcept { return copying->fail({-1, -1, 0, kStopped}); }
+// Lets no copy begin from now on, and returns when those under way have ended; or lets them begin again.
+EXPORT int outofcore_copying_pause(Copying* copying, int is_on) noexcept {
+  std::unique_lock<std::mutex> lock(copying->mutex);
+  copying->paused = is_on != 0;
+  if (is_on == 0) copying->gate.notify_all();
+  else copying->gate.wait(lock, [&] { return copying->moving == 0; });
+  return 0;
+}
 // 0: no thread is at work any more; 1: the seconds are over.
 EXPORT int outofcore_copying_idle(Copying* copying, double seconds) noexcept {
   std::unique_lock<std::mutex> lock(copying->mutex);

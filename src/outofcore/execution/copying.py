@@ -263,6 +263,7 @@ class Copying:
         callback = native_callback(called, ctypes.c_int64, failed=1)
         self._wait = without_lock(library, "outofcore_copying_wait")
         self._idle = without_lock(library, "outofcore_copying_idle")
+        self._pause = without_lock(library, "outofcore_copying_pause")
         handle = library.outofcore_copying_new(queues, ctypes.cast(callback, ctypes.c_void_p), secrets())
         if handle is None:
             raise MemoryError("there is no memory for the copies of a step")
@@ -329,6 +330,14 @@ class Copying:
 
     def passed(self, queue: int, number: int) -> None:
         """Of what nobody waits for nobody is told."""
+
+    def pause(self) -> None:
+        """Let no copy begin, and return when none is under way."""
+        self._pause(self.handle, 1)
+
+    def resume(self) -> None:
+        """Let copies begin again."""
+        self._pause(self.handle, 0)
 
     def fail(self, error: BaseException) -> None:
         """Give the step up, unless it was given up before."""

@@ -6,6 +6,7 @@ Collectives have a thread of their own, which blocks in each until the other pro
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from outofcore import _torch_internals as internals
+from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
-from outofcore.execution.arena import Arena, Memory, ScopeTable, as_arena_error
+from outofcore.execution.aliases import set_data
+from outofcore.execution.arena import Arena, Lender, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
@@ -30,6 +33,8 @@ from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Program, Timeline
+
+_log = logging.getLogger("outofcore")
 
 _Item = TypeVar("_Item", BoundCopy, BoundRun)
 
@@ -120,6 +125,8 @@ class _Worker(threading.Thread, Generic[_Item]):
         self._progress: _Queues = _Progress(0)
         self._do = do
         self._condition = threading.Condition()
+        self._gate = threading.Condition()
+        self._paused = self._moving = False
         self._work: Sequence[_Item] | None = None
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
@@ -130,6 +137,19 @@ class _Worker(threading.Thread, Generic[_Item]):
             self._progress, self._starts, self._ends = queues, starts, ends
             self._work = work
             self._condition.notify_all()
+
+    def pause(self, *, waits: bool = True) -> None:
+        """Let nothing begin; ``waits``: and return when nothing is under way."""
+        with self._gate:
+            self._paused = True
+            while waits and self._moving:
+                self._gate.wait(_SIGNALS_SECONDS)
+
+    def resume(self) -> None:
+        """Let it begin again."""
+        with self._gate:
+            self._paused = False
+            self._gate.notify_all()
 
     def finish(self) -> None:
         """Return when the work of this step is done or given up."""
@@ -168,9 +188,18 @@ class _Worker(threading.Thread, Generic[_Item]):
                 progress.wait(one.waits)
             elif progress.failure is not None:
                 return
-            starts[one.index] = perf_counter()
-            self._do(one)
-            ends[one.index] = perf_counter()
+            with self._gate:
+                while self._paused:
+                    self._gate.wait()
+                self._moving = True
+                starts[one.index] = perf_counter()
+            try:
+                self._do(one)
+                ends[one.index] = perf_counter()
+            finally:
+                with self._gate:
+                    self._moving = False
+                    self._gate.notify_all()
             (progress.publish if one.awaited else progress.passed)(queue, one.number)
 
 
@@ -235,34 +264,82 @@ class _Calls:
         starts: by instruction, are told when its op began.
         ends: likewise, when it ended.
         taken: takes down what is called; None: that was done, or is not to be.
+        lender: of the arena; None: there is none.
+
+    Attributes:
+        failure: what the code of an optimizer raised. Updates are left out from then on, and everything else goes on.
     """
 
-    def __init__(self, table: ScopeTable, starts: array[float], ends: array[float], taken: _Replayed | None) -> None:
-        self._table = table
+    def __init__(
+        self,
+        table: ScopeTable,
+        starts: array[float],
+        ends: array[float],
+        taken: _Replayed | None,
+        lender: Lender | None,
+    ) -> None:
+        self._table, self._lender = table, lender
         self._starts, self._ends = starts, ends
         self._taken = taken
         self._generators = GeneratorStates((torch.default_generator,))
         self._elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
+        self.failure: Exception | None = None
 
     def __call__(self, scope: int, run: BoundRun) -> None:
         """Call an op, and have its results where the plan has them."""
+        update = run.func if isinstance(run.func, UpdateOn) else None
+        if update is not None and self.failure is not None:
+            return
         self._starts[run.index] = perf_counter()
         if run.draws is not Draws.FREELY:
             self._generators.before(run)
         self._table.begin(scope)
         self._elsewhere.clear()
-        expected = self._taken is not None and self._taken.replay.expect(run)
         try:
-            out = run.func(*run.args, **run.kwargs)
+            self._run(scope, run)
+        except Exception as error:
+            if update is None:
+                raise
+            self.failure = error
         finally:
             if run.draws is Draws.AGAIN:
                 self._generators.after()
+        if update is not None:
+            _keep_what_stays(self._table, update)
+        if self._lender is not None and self._lender.is_active:
+            self.settle(self._lender)
+        self._ends[run.index] = perf_counter()
+
+    def settle(self, lender: Lender) -> None:
+        """Have the arena as the plan has it, after an op that was lent memory."""
+        self._table.end()
+        self._elsewhere.clear()
+        lender.settle()
+
+    def _run(self, scope: int, run: BoundRun) -> None:
+        expected = self._taken is not None and self._taken.replay.expect(run)
+        out = run.func(*run.args, **run.kwargs)
         if expected and self._taken is not None:
             self._taken.taken[scope] = self._taken.replay.take(scope, run, scope)
         if run.results:
             leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
             self._elsewhere = place_results(run, leaves)
-        self._ends[run.index] = perf_counter()
+
+
+def _keep_what_stays(table: ScopeTable, update: UpdateOn) -> None:
+    """Give memory of their own to tensors that an optimizer has made and keeps, and for which no plan has a place."""
+    moved: dict[int, list[torch.Tensor]] = {}
+    for tensor in update.kept_by_optimizer():
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and table.passes(tensor):
+            moved.setdefault(internals.storage_key(tensor), []).append(tensor)
+    if moved:
+        _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
+    for tensors in moved.values():
+        with table.unbounded():
+            own = internals.storage_bytes(tensors[0]).clone().untyped_storage()
+        for tensor in tensors:
+            data = torch.empty(0, dtype=tensor.dtype)
+            set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
 
 
 class CpuEngine:
@@ -274,6 +351,9 @@ class CpuEngine:
         homes: where blocks go to and come from, nearest first.
         replay: whether native code may call ops.
         copying: whether native code may copy (see ``copying``); else Python's threads do.
+
+    Attributes:
+        update_failure: see ``Engine.update_failure``.
     """
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True, copying: bool = True) -> None:
@@ -290,6 +370,7 @@ class CpuEngine:
         self._copiers: list[_Worker[BoundCopy]] = []
         self._communicator: _Worker[BoundRun] | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
+        self.update_failure: Exception | None = None
         self._seconds = self._all_seconds = 0.0  # that the last step took, and all together
         self._steps = 0
         self._starts: array[float] = array("d")
@@ -297,7 +378,7 @@ class CpuEngine:
 
     def reached(self) -> Reached:
         """How far the last step came."""
-        return Reached([at > 0 for at in self._starts], [at > 0 for at in self._ends])
+        return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:
         """End the threads."""
@@ -370,6 +451,8 @@ class CpuEngine:
         begin = perf_counter()
         # Whose end is waited for is known before it begins: a signal may come in between.
         resting: list[Callable[[], None]] = []
+        lender: Lender | None = None
+        self.update_failure = None
         try:
             if copying is not None:
                 copies = self._copies_of(bound, arena)
@@ -384,8 +467,9 @@ class CpuEngine:
                 communicator = self._talking()
                 resting.append(communicator.finish)
                 communicator.begin(bound.collectives, queues, starts, ends)
+            lender = self._lender_of(arena, copying, inline)
             with internals.below_autograd():
-                self._compute(bound, queues, table, starts, ends, inline)
+                self.update_failure = self._compute(bound, queues, table, starts, ends, inline, lender)
             if inline is not None:
                 inline.finish(starts, ends)
         except BaseException as error:
@@ -394,10 +478,17 @@ class CpuEngine:
         finally:
             table.end()
             try:
-                _finish(resting, queues)
+                if lender is not None:
+                    lender.end()
+            except BaseException as error:
+                queues.fail(error)
+                raise
             finally:
-                failure = queues.failure
-                queues.let_go()
+                try:
+                    _finish(resting, queues)
+                finally:
+                    failure = queues.failure
+                    queues.let_go()
         if failure is not None:
             raise _explained(failure)
         end = perf_counter()
@@ -407,6 +498,30 @@ class CpuEngine:
         return Timeline(
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
+
+    def _lender_of(self, arena: Arena, copying: Copying | None, inline: _Inline | None) -> Lender | None:
+        """What serves requests beyond the plan of the step that runs; it is told how to stop the other queues."""
+        lender, communicator = arena.lender, self._communicator
+        if lender is None:
+            return None
+        copiers = self._copiers if copying is None and inline is None else []
+
+        def pause() -> None:
+            if communicator is not None:  # other processes may come to the end of a collective later than we can wait
+                communicator.pause(waits=False)
+            for copier in copiers:
+                copier.pause()
+            if copying is not None:
+                copying.pause()
+
+        def resume() -> None:
+            if copying is not None:
+                copying.resume()
+            for copier in (*copiers, *([communicator] if communicator is not None else [])):
+                copier.resume()
+
+        lender.begin(self._starts, self._ends, pause, resume)
+        return lender
 
     def _talking(self) -> _Worker[BoundRun]:
         """The thread of collectives, started."""
@@ -455,20 +570,24 @@ class CpuEngine:
         starts: array[float],
         ends: array[float],
         inline: _Inline | None,
-    ) -> None:
+        lender: Lender | None,
+    ) -> Exception | None:
+        """Run all ops; returns what the code of an optimizer has raised."""
         replayed = self._replay(bound)
         if replayed is None or replayed.until is not None:
-            self._run_all(bound, queues, _Calls(table, starts, ends, None), replayed, table, starts, ends, inline)
-        else:
-            with replayed.replay.watching():
-                calls = _Calls(table, starts, ends, replayed)
-                self._run_all(bound, queues, calls, None, table, starts, ends, inline)
-            for number, run in enumerate(bound.runs):
-                if replayed.taken[number]:
-                    waits = [(queue % self._queues, count) for queue, count in run.waits]
-                    replayed.replay.order(number, waits, run.number if run.awaited else None)
-            replayed.until = spans(bound.runs, replayed.taken)
-            replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
+            calls = _Calls(table, starts, ends, None, lender)
+            self._run_all(bound, queues, calls, replayed, table, starts, ends, inline, lender)
+            return calls.failure
+        with replayed.replay.watching():
+            calls = _Calls(table, starts, ends, replayed, lender)
+            self._run_all(bound, queues, calls, None, table, starts, ends, inline, lender)
+        for number, run in enumerate(bound.runs):
+            if replayed.taken[number]:
+                waits = [(queue % self._queues, count) for queue, count in run.waits]
+                replayed.replay.order(number, waits, run.number if run.awaited else None)
+        replayed.until = spans(bound.runs, replayed.taken)
+        replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
+        return calls.failure
 
     def _run_all(
         self,
@@ -480,40 +599,46 @@ class CpuEngine:
         starts: array[float],
         ends: array[float],
         inline: _Inline | None,
+        lender: Lender | None,
     ) -> None:
         runs = bound.runs
         natively = queues if isinstance(queues, Copying) else None
         until = None
         if replayed is not None:
             until = replayed.until if natively is None else replayed.ordered
+        stops = None if lender is None else lender.flag
         index = 0
         while index < len(runs):
             run = runs[index]
-            if replayed is not None and until is not None and until[index] > index and natively is not None:
-                try:
-                    index = replayed.replay.run(index, until[index], table, starts, ends, queues=natively)
-                except StateError as error:
-                    raise _explained(queues.failure or error) from error
-                except RuntimeError as error:
-                    raise as_arena_error(error) or error from error
-                continue
-            if run.waits and inline is not None:
-                inline.wait(run.waits, starts, ends)
-            elif run.waits:
-                try:
-                    queues.wait(run.waits)
-                except StateError as error:
-                    raise _explained(queues.failure or error) from error
+            is_replayed = replayed is not None and until is not None and until[index] > index
+            if not (is_replayed and natively is not None):
+                if run.waits and inline is not None:
+                    inline.wait(run.waits, starts, ends)
+                elif run.waits:
+                    try:
+                        queues.wait(run.waits)
+                    except StateError as error:
+                        raise _explained(queues.failure or error) from error
+            is_told = False
             try:
                 if replayed is not None and until is not None and until[index] > index:
-                    index = replayed.replay.run(index, until[index], table, starts, ends)
+                    index = replayed.replay.run(index, until[index], table, starts, ends, queues=natively, stops=stops)
+                    is_told = natively is not None
+                    if lender is not None and lender.is_active:
+                        table.end()
+                        replayed.replay.let_go()
+                        call.settle(lender)
+                        is_told = False
                     run = runs[index - 1]
                 else:
                     call(index, run)
                     index += 1
+            except StateError as error:
+                raise _explained(queues.failure or error) from error
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
-            (queues.publish if run.awaited else queues.passed)(COMPUTE, run.number)
+            if not is_told:
+                (queues.publish if run.awaited else queues.passed)(COMPUTE, run.number)
         if replayed is not None:
             replayed.replay.let_go()
 

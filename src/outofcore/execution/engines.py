@@ -26,7 +26,14 @@ class Port(NamedTuple):
 
 
 class Engine(Protocol):
-    """Runs bound programs."""
+    """Runs bound programs.
+
+    Attributes:
+        update_failure: what the code of an optimizer raised in the last step. Its later updates were left out, and
+            everything else was done.
+    """
+
+    update_failure: Exception | None
 
     def run(
         self,

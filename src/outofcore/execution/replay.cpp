@@ -301,9 +301,11 @@ EXPORT int64_t replay_order(Replay* replay, int64_t number, int64_t count, const
 // Runs entries from ``first`` on, up to ``end`` or until so many seconds are over. ``begin`` opens the scope of an op with
 // ``table``; ``close``, if it is given, ends it. ``starts`` and ``ends`` are told when ops began and ended; null: nothing
 // is. ``queues``, if they are given, are waited for and told with the two functions that follow. Returns the entry after
-// the last one that has run; -1: the one at ``replay_at`` has failed.
+// the last one that has run; -1: the one at ``replay_at`` has failed. ``stops``, if it is given and not 0 after an op, has
+// it return at once: nobody has been told of that op.
 EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double seconds, Begin begin, End close, void* table,
-                          double* starts, double* ends, void* queues, WaitFor wait, Publish publish) noexcept {
+                          double* starts, double* ends, void* queues, WaitFor wait, Publish publish,
+                          const volatile int64_t* stops) noexcept {
   int64_t at = first;
   const double until = now() + seconds;
   replay->failure = kNone;
@@ -340,6 +342,7 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
       place(*replay, *entry.call, stack);
       stack.clear();
       if (ends != nullptr) ends[entry.instruction] = now();
+      if (stops != nullptr && *stops != 0) return at + 1;
       if (queues != nullptr && entry.publishes != 0) publish(queues, 0, entry.publishes);
       if (ends != nullptr && ends[entry.instruction] > until) return at + 1;
     }

@@ -77,6 +77,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             _POINTER,
             _POINTER,
             _POINTER,
+            _POINTER,
         ),
     ),
     "replay_order": (_COUNT, (_POINTER, _COUNT, _COUNT, _POINTER, _COUNT)),
@@ -310,6 +311,7 @@ class Replay:
         *,
         ends_scopes: bool = False,
         queues: Copying | None = None,
+        stops: int | None = None,
     ) -> int:
         """Run entries from ``first`` on, up to ``end``; returns the one after the last that has run.
 
@@ -323,6 +325,7 @@ class Replay:
             ends: likewise, when it ended.
             ends_scopes: whether each scope ends with its op, or when the next begins.
             queues: are waited for and told, as ``order`` has said; None: whoever calls does that.
+            stops: the address of a number; if it is not 0 after an op, that was the last, and no queue is told of it.
 
         Raises:
             Exception: as the op that failed raised.
@@ -341,6 +344,7 @@ class Replay:
             None if starts is None else starts.buffer_info()[0],
             None if ends is None else ends.buffer_info()[0],
             *((None, None, None) if queues is None else (queues.handle, *queues.functions)),
+            stops,
         )
         if reached < 0:
             raise self._error()

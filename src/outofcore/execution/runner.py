@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +14,23 @@ from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured, LeafKind, StateBinding
 from outofcore.capture.optimizers import OptimizerUpdate, StateOrder
 from outofcore.costs import Costs
-from outofcore.errors import StateError
+from outofcore.errors import OutOfCoreError, StateError
 from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
-from outofcore.execution.arena import Memory, ScopeTable
+from outofcore.execution.arena import Arena, Memory, ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
+from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.undo import Undo
-from outofcore.graph import StorageKind
+from outofcore.graph import Op, StorageKind
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
+
+
+class UpdateError(Exception):
+    """The code of an optimizer raised in the middle of its step; the cause says what. Never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class _Placed:
     copies: dict[int, int]  # of what leaves without a copy, where at home its bytes are
     undo: Undo
     left: tuple[tuple[int, Piece], ...]  # what is written to a home and stays there: the home, and where
+    lender: DemandEviction | None  # of requests beyond the plan
 
 
 class Runner:
@@ -54,6 +60,7 @@ class Runner:
         first_requests: the same for the first run of ops that then ask for other memory.
         keeper: the states of all captures of this step.
         states: of this capture by storage, where the keeper has adopted it before.
+        budget: bytes that its arena and all requests may take; requests beyond the plan are served within it.
     """
 
     def __init__(
@@ -65,10 +72,12 @@ class Runner:
         first_requests: dict[int, Requests],
         keeper: StateKeeper,
         states: dict[int, State] | None = None,
+        budget: int = 0,
     ) -> None:
         self.captured = captured
         self.program = program
         self._costs = costs
+        self._budget = budget
         self._requests = requests
         self._first_requests = first_requests
         self._keeper = keeper
@@ -76,8 +85,9 @@ class Runner:
         self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
         self._kept: Bound | None = None  # to the arena that it was last in, which still is there
+        self._ran_first = False  # whether the last run was the first of some update
         self._begun = False  # whether the last run got to its first instruction
-        self._table: ScopeTable | None = None  # of the last run, if it was not the first of some update
+        self._table: ScopeTable | None = None  # of the last run
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
@@ -150,11 +160,12 @@ class Runner:
                 block = self.program.blocks[instruction.block]
                 if block.storage in lasting:
                     slots[index] = (Piece(lasting[block.storage], block.bytes),)
-        table = ScopeTable(arena, scopes(self.captured, self.program, self._requests))
+        workspaces = self._workspaces()
+        table = ScopeTable(arena, scopes(self.captured, self.program, self._requests), workspaces)
         first_table = None
         if self._first_requests:
             first = [self._first_requests.get(i, r) for i, r in enumerate(self._requests)]
-            first_table = ScopeTable(arena, scopes(self.captured, self.program, first))
+            first_table = ScopeTable(arena, scopes(self.captured, self.program, first), workspaces)
         for storage, value in self.captured.constants.items():
             self._load_constant(storage, value, arena)
         left = tuple(
@@ -163,8 +174,20 @@ class Runner:
             if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
         )
         undo = Undo(self.captured, self.program, slots)
+        lender = None
+        if isinstance(arena, Arena) and arena.annex_bytes:
+            lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
+            arena.lender = lender
         copies = {storage: lasting[storage] for storage in self.program.clean}
-        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left)
+        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left, lender)
+
+    def _workspaces(self) -> list[tuple[int, int]]:
+        """Of each scope the bytes and the offset of the op's workspace."""
+        if self.captured.device.type != "cpu":  # where ops run later than they are called
+            return []
+        runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
+        blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
+        return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _lasting(self) -> dict[int, int]:
         """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
@@ -199,15 +222,19 @@ class Runner:
         self.make_way()
         self._kept = None
 
-    def run(self, engine: Engine, leaves: Sequence[Any]) -> tuple[Any, Timeline]:
+    def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step.
 
         Args:
             engine: runs the instructions.
             leaves: the flattened arguments of the step, of the signature that was captured.
+            may_refuse: whether a request that the budget cannot hold may end a step that can be undone.
 
         Returns:
             What the user's step returns, in memory of its own, and when everything ran.
+
+        Raises:
+            UpdateError: the code of an optimizer raised; what else the step does is done.
         """
         placed, captured = self._placed, self.captured
         if placed is None:
@@ -218,9 +245,11 @@ class Runner:
         self._state_order.begin(is_made=to_publish)
         ports, results = self._ports(leaves)
         table = self._table = placed.table
+        self._ran_first = False
         if placed.first_table is not None:
             if any(update.is_first() for update in self._updates):
-                table, self._table = placed.first_table, None
+                table = self._table = placed.first_table
+                self._ran_first = True
             else:
                 self._placed = placed = replace(placed, first_table=None)
                 self._first_requests = {}
@@ -228,6 +257,9 @@ class Runner:
             slots.home.start()
         self._keeper.notice_writes()
         placed = self._bring_home(placed)
+        lender = self._lender
+        if lender is not None:
+            lender.may_refuse = may_refuse
         placed.undo.begin(placed.arena)
         self._begun = True
         try:
@@ -242,6 +274,9 @@ class Runner:
         self._show_gradients(placed.arena, results)
         if to_publish:
             self._publish()
+        if engine.update_failure is not None:
+            self._state_order.end()
+            raise UpdateError from engine.update_failure
         self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
@@ -258,6 +293,25 @@ class Runner:
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec), timeline
+
+    @property
+    def _lender(self) -> DemandEviction | None:
+        return None if self._placed is None else self._placed.lender
+
+    @property
+    def refused(self) -> tuple[Op, int] | None:
+        """The op whose request the budget could not hold in the last run, and its bytes; None: there was none."""
+        return None if self._lender is None else self._lender.refused
+
+    @property
+    def has_exceeded(self) -> bool:
+        """Whether a request in the last run exceeded the budget."""
+        return self._lender is not None and self._lender.has_exceeded
+
+    @property
+    def refusal(self) -> OutOfCoreError | None:
+        """Why nothing could be evicted for that request, if that is why it was refused."""
+        return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
         """Note on an error which op raised it: no line of the user's is on the stack."""
@@ -288,7 +342,10 @@ class Runner:
                 block = self.program.blocks[instruction.block]
                 if block.storage in moved:
                     slots[index] = (Piece(moved[block.storage], block.bytes),)
-        self._placed = replace(placed, slots=slots, copies=copies, undo=Undo(self.captured, self.program, slots))
+        undo = Undo(self.captured, self.program, slots)
+        if self._lender is not None:
+            self._lender.undo = undo
+        self._placed = replace(placed, slots=slots, copies=copies, undo=undo)
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
@@ -300,7 +357,7 @@ class Runner:
         if self._placed is None or not self._begun:
             return True
         reached = engine.reached()
-        if reached is None:
+        if reached is None or (self._lender is not None and self._lender.is_lost):
             return False
         for index in self._staying:
             parameter, state = self._gradients[index]
@@ -323,6 +380,11 @@ class Runner:
             if isinstance(store, CheckedHome):
                 store.read_back(piece.offset)
 
+    @property
+    def first_ops(self) -> Set[int]:
+        """The ops that asked in the last run for what they ask for once: updates that make their state."""
+        return self._first_requests.keys() if self._ran_first else frozenset()
+
     def surprises(self) -> dict[int, Requests]:
         """What ops asked for in the last run, those alone that asked for 64 KiB or more that no plan foresaw."""
         if self._placed is None or self._table is None:
@@ -330,7 +392,10 @@ class Runner:
         found: dict[int, Requests] = {}
         for scope, events in self._table.surprises().items():
             run = self._placed.bound.runs[scope]
-            seen = requests_seen(run, self._requests[run.op], events, self.captured.alignment)
+            planned = self._requests[run.op]
+            if self._ran_first:
+                planned = self._first_requests.get(run.op, planned)
+            seen = requests_seen(run, planned, events, self.captured.alignment)
             # Of several runs of an op, the one that needs the most.
             if run.op not in found or seen.workspace_bytes > found[run.op].workspace_bytes:
                 found[run.op] = seen
@@ -377,15 +442,22 @@ class Runner:
 
     def _publish(self) -> None:
         """Let the user see optimizer state that an update brought into being."""
-        for binding, owner, _ in self._owned.replaced(self._keeper.tensor):
+        made = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
+        for binding, owner, live in self._owned.replaced(self._keeper.tensor):
+            if live is not None or (id(owner.parameter), owner.name) not in made:
+                continue  # its update was left out, or it has another form now
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
+
+    def is_outgrown(self) -> bool:
+        """Whether an optimizer keeps state that the plan has no place for."""
+        return any(update.is_outgrown for update in self._updates)
 
     def is_outdated(self) -> bool:
         """Whether the step is to be captured anew: optimizer state that the last run left is gone, or lies otherwise.
 
         Its plan may have no room to make that anew, and kernels may add up in another order.
         """
-        return self._owned.is_other(begun=self._begun)
+        return self._owned.is_other(begun=self._begun) or self.is_outgrown()
 
     def _take_over(self) -> bool:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown.

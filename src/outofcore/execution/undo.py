@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -32,6 +33,11 @@ class Reached:
 
     started: Sequence[bool]
     done: Sequence[bool]
+
+    @classmethod
+    def at(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
+        """By the times at which instructions began and ended; 0: they did not yet."""
+        return cls([time > 0 for time in starts], [time > 0 for time in ends])
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,17 @@ class Undo:
             self._aside.copy_(arena.view(first, last - first))
         self._drawn = [generator.get_state() for generator in self._generators]
 
+    def is_possible(self, reached: Reached) -> bool:
+        """Whether a step that came so far can be undone."""
+        if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
+            return False
+        return not any(reached.started[index] for stray in self._lost(reached) for index in stray.others)
+
+    def _lost(self, reached: Reached) -> list[_Stray]:
+        """What left the arena and did not come back."""
+        left = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
+        return [stray for stray in left if stray.back is None or not reached.done[stray.back]]
+
     def undo(self, arena: Memory, homes: Sequence[Slots], reached: Reached) -> bool:
         """Have everything as it was when the step started; False: it is too late for that.
 
@@ -109,16 +126,9 @@ class Undo:
         Raises:
             TransferError: what left the arena cannot be brought back.
         """
-        if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
+        if not self.is_possible(reached):
             return False
-        lost = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
-        for stray in lost:
-            back = stray.back is not None and reached.done[stray.back]
-            if not back and any(reached.started[index] for index in stray.others):
-                return False
-        for stray in lost:
-            if stray.back is not None and reached.done[stray.back]:
-                continue
+        for stray in self._lost(reached):
             at = stray.block.offset
             for piece in stray.pieces:
                 arena.load(at, piece.bytes, homes[stray.home].home, piece.offset)

@@ -1,0 +1,315 @@
+"""Demand eviction: room for a request that no plan foresaw, made while the op that asks runs.
+
+What an op needs may depend on values: a matrix exponential of larger numbers, an optimizer that factorises a matrix
+every tenth step. Such a request gets an address in the arena's *annex*, which has addresses and no memory. For each
+page that it takes, one of the arena gives its memory back: first pages that hold nothing at this point of the program,
+then pages that the op does not touch. The bytes of those are written to a home, and are read back when the op has
+ended, before any other instruction begins. So the arena with its annex, and what was served outside of them, never
+exceed the budget, and no instruction sees a difference.
+
+Which pages hold nothing is read off the program and off how far its queues are. No copy is under way meanwhile.
+
+Where all that cannot be evicted is not enough, the request is refused as long as the step can be undone: it is planned
+again with the request and called again. Later than that the step must end as it would have, since parameters have been
+updated: the request exceeds the budget, and a warning names the op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outofcore.capture.captured import Captured
+from outofcore.compiling import native_callback
+from outofcore.errors import OutOfCoreError, SpillError
+from outofcore.execution.arena import EXCEED, REFUSE, Arena
+from outofcore.execution.slots import Piece, Slots
+from outofcore.execution.undo import Reached, Undo
+from outofcore.graph import Op
+from outofcore.program import Block, CopyIn, CopyOut, Program, Run
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
+
+_log = logging.getLogger("outofcore")
+
+# What a page of the arena holds.
+_FREE, _HELD, _PINNED = 0, 1, 2
+_Pages = npt.NDArray[np.uint8]
+
+
+class DemandEviction:
+    """Serves the requests of one program's ops that are beyond its plan.
+
+    Args:
+        captured: the step.
+        program: placed in the arena.
+        arena: with an annex.
+        budget: bytes of the arena, its annex and what lives outside of them.
+        slots: of the homes, nearest first.
+        undo: says how long a request can be refused.
+
+    Attributes:
+        undo: the same.
+        is_active: whether the op that runs has been lent memory.
+        flag: the address of a number that is not 0 then.
+        may_refuse: False where other processes wait for the step to end: no request is refused then.
+        refused: the op whose request was refused in this step, and the bytes it asked for.
+        error: why evicting failed, if that is why it was refused.
+        peak_bytes: the most bytes that were in use when memory was lent, with all that was held.
+        evicted_bytes: written to a home so far.
+    """
+
+    def __init__(
+        self, captured: Captured, program: Program, arena: Arena, budget: int, slots: Sequence[Slots], undo: Undo
+    ) -> None:
+        self._captured, self._program, self._arena, self._budget = captured, program, arena, budget
+        self._slots, self.undo = slots, undo
+        self._instructions = [
+            index for index, i in enumerate(program.instructions) if isinstance(i, Run) and not i.communicates
+        ]  # by scope
+        self._users: list[list[int]] | None = None  # by block
+        self._starts: array[float] = array("d")
+        self._ends: array[float] = array("d")
+        self._pause: Callable[[], object] = _nothing
+        self._resume: Callable[[], object] = _nothing
+        self._flag = ctypes.c_int64(0)
+        self.flag = ctypes.addressof(self._flag)
+        self.is_active = False
+        self.may_refuse = True
+        self.refused: tuple[Op, int] | None = None
+        self.error: OutOfCoreError | None = None
+        self.peak_bytes = self.evicted_bytes = 0
+        self._is_lost = False
+        self._exceeding: set[int] = set()  # ops of this step
+        self._pages: _Pages = np.zeros(0, np.uint8)
+        self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, where
+        self._lent: dict[int, int] = {}  # bytes by address
+        this = weakref.ref(self)
+
+        def serve(count: int, scope: int) -> int:
+            lender = this()
+            return REFUSE if lender is None else lender._serve(count, scope)
+
+        # No collector of garbage sees through it: it must not refer to what refers to it.
+        self._callback = native_callback(serve, ctypes.c_int64, ctypes.c_int64, failed=REFUSE)
+        planned = round_up(program.arena_bytes, PAGE_BYTES)
+        arena.discard(planned, arena.bytes - planned)
+        arena.set_reserve(max(budget - planned, 0))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether bytes that were evicted could not be read back: the step cannot be undone."""
+        return self._is_lost
+
+    @property
+    def has_exceeded(self) -> bool:
+        """Whether a request of the last step exceeded the budget."""
+        return bool(self._exceeding)
+
+    def begin(
+        self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
+    ) -> None:
+        """See ``Lender.begin``."""
+        self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
+        self.refused, self.error, self._is_lost = None, None, False
+        self._exceeding.clear()
+        self._arena.set_lender(self._callback)
+
+    def end(self) -> None:
+        """See ``Lender.end``."""
+        self._arena.set_lender(None)
+        try:
+            self.settle()
+        finally:
+            self._pause = self._resume = _nothing
+
+    def settle(self) -> None:
+        """See ``Lender.settle``."""
+        if not self.is_active:
+            return
+        self._reap()
+        try:
+            for offset, home, piece in self._evicted:
+                self._arena.load(offset, piece.bytes, self._slots[home].home, piece.offset)
+        except BaseException:
+            self._is_lost = True
+            raise
+        finally:
+            for _, home, piece in self._evicted:
+                self._slots[home].give(piece.offset, piece.bytes)
+            self._evicted = []
+            self.is_active, self._flag.value = False, 0
+            self._resume()
+
+    # Serving
+
+    def _serve(self, count: int, scope: int) -> int:
+        """The answer to a request of the op of a scope."""
+        try:
+            address = self._lend(round_up(count, PAGE_BYTES), scope)
+        except OutOfCoreError as error:
+            self.error, address = error, None
+        if address is not None:
+            return address
+        op = self._op(scope)
+        if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
+            self.refused = op, count
+            return REFUSE
+        if op.id not in self._exceeding:
+            self._exceeding.add(op.id)
+            _log.warning(
+                "%s asked for %s and more beyond its plan after parameters had been updated, which exceeds the budget "
+                "of %s in this step, so that it can end; the next one is planned with it",
+                describe(op),
+                format_bytes(count),
+                format_bytes(self._budget),
+            )
+        return EXCEED
+
+    def _op(self, scope: int) -> Op:
+        run = self._program.instructions[self._instructions[scope]]
+        if not isinstance(run, Run):
+            raise TypeError(f"scope {scope} is not that of an op; please report it")
+        return self._captured.graph.ops[run.op]
+
+    def _lend(self, count: int, scope: int) -> int | None:
+        """An address for so many whole pages; None: they cannot be had."""
+        self._activate()
+        self._reap()
+        address = self._fit(count)
+        held = int(np.count_nonzero(self._pages)) * PAGE_BYTES
+        # What lies outside, a library's cache perhaps, is not ours to evict.
+        used = held + sum(self._lent.values()) + self._arena.counters().live_bytes
+        missing = max(used + count - self._budget, 0)
+        if address is None or missing > int(np.count_nonzero(self._pages == _HELD)) * PAGE_BYTES:
+            return None
+        self._evict(missing)
+        self._lent[address] = count
+        self.peak_bytes = max(self.peak_bytes, used + count - missing)
+        return address
+
+    def _activate(self) -> None:
+        """Stop the copies, see what each page holds, and give back the memory of those that hold nothing."""
+        if self.is_active:
+            return
+        self._pause()
+        self.is_active, self._flag.value = True, 1
+        self._pages = self._survey()
+        for first, last in _runs(self._pages == _FREE):
+            self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
+
+    def _reap(self) -> None:
+        """Forget pieces that are no longer in use, and give their memory back."""
+        live = self._arena.lent()
+        for address in [address for address in self._lent if address not in live]:
+            self._arena.discard_annex(address, self._lent.pop(address))
+
+    def _fit(self, count: int) -> int | None:
+        """The lowest free address in the annex; None: there is no such stretch."""
+        start = self._arena.address + self._arena.bytes
+        end = start + self._arena.annex_bytes
+        for address, size in sorted(self._lent.items()):
+            if address - start >= count:
+                break
+            start = address + size
+        return start if end - start >= count else None
+
+    def _evict(self, count: int) -> None:
+        """Write bytes of pages that the op does not touch to a home, and give their memory back.
+
+        Raises:
+            SpillError: no home has room for them.
+            TransferError: they cannot be written.
+        """
+        for first, last in sorted(_runs(self._pages == _HELD), key=lambda run: run[0] - run[1]):
+            if count <= 0:
+                return
+            size = min((last - first) * PAGE_BYTES, round_up(count, PAGE_BYTES))
+            home, pieces = self._room(size)
+            at = first * PAGE_BYTES
+            for piece in pieces:
+                self._arena.save(at, piece.bytes, self._slots[home].home, piece.offset)
+                self._evicted.append((at, home, piece))
+                self._arena.discard(at, piece.bytes)
+                self._pages[at // PAGE_BYTES : (at + piece.bytes) // PAGE_BYTES] = _FREE
+                at += piece.bytes
+            count -= size
+            self.evicted_bytes += size
+
+    def _room(self, count: int) -> tuple[int, tuple[Piece, ...]]:
+        failure: SpillError | None = None
+        for home, slots in enumerate(self._slots):
+            try:
+                return home, slots.take_pieces(count)
+            except SpillError as error:
+                failure = error
+        raise failure or SpillError("there is no home that an op's surroundings could be evicted to")
+
+    # What the arena holds
+
+    def _survey(self) -> _Pages:
+        pages = np.zeros(self._arena.bytes // PAGE_BYTES, np.uint8)
+        # Small blocks share pages: what is pinned must stay.
+        for block in self._program.blocks:
+            if block.bytes and self._holds(block):
+                pages[block.offset // PAGE_BYTES : -(-(block.offset + block.bytes) // PAGE_BYTES)] = _HELD
+        for index, instruction in enumerate(self._program.instructions):
+            if self._starts[index] > 0 and self._ends[index] <= 0:
+                for number in blocks_of(instruction):
+                    block = self._program.blocks[number]
+                    if block.bytes:
+                        pages[block.offset // PAGE_BYTES : -(-(block.offset + block.bytes) // PAGE_BYTES)] = _PINNED
+        return pages
+
+    def _holds(self, block: Block) -> bool:
+        """Whether bytes of a block are yet to be used; what cannot be told from the program is."""
+        users = self._uses[block.id]
+        if not block.wraps:
+            waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
+            return self._starts[block.born] > 0 and waits
+        if block.born == block.dies == 0 or self._starts[block.born] > 0:
+            return True
+        return self._is_awaited([user for user in users if user < block.dies])
+
+    def _is_awaited(self, users: Sequence[int]) -> bool:
+        return not users or any(self._ends[user] <= 0 for user in users)
+
+    @property
+    def _uses(self) -> list[list[int]]:
+        if self._users is None:
+            self._users = [[] for _ in self._program.blocks]
+            for index, instruction in enumerate(self._program.instructions):
+                for number in blocks_of(instruction):
+                    self._users[number].append(index)
+        return self._users
+
+
+def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
+    """The blocks that an instruction touches."""
+    if not isinstance(instruction, Run):
+        return (instruction.block,)
+    return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
+
+
+def describe(op: Op) -> str:
+    """An op with its module and the user's line, for people."""
+    where = ", ".join(filter(None, (op.module, op.source)))
+    return f"{op.name} ({where})" if where else op.name
+
+
+def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The stretches of pages that are chosen, as first and last + 1."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
+    return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
+
+
+def _nothing() -> None:
+    """Stands in for queues where none runs."""
+
+
+__all__ = ["DemandEviction", "blocks_of", "describe"]

@@ -1,0 +1,375 @@
+"""Ops and optimizers that need more memory than when they were measured, as normal operation.
+
+Every run is compared with plain PyTorch bit for bit. The longer version, with a table, is benchmarks/surges.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import surging
+import torch
+import torch.nn.functional as F
+from effort import some_of
+from surging import Matrixwise
+from torch import nn
+
+import outofcore
+from outofcore.errors import BudgetError, SpillError
+from outofcore.execution import cpu
+from outofcore.execution.native import load_native
+from outofcore.execution.replay import load_replay
+from outofcore.profiling.scratch import Contents
+from outofcore.session import Outcome
+from outofcore.units import KIB, MIB
+
+pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+# Bytes of scratch memory that the operator below asks for, and how many pieces of them one after the other.
+SCRATCH, PIECES = [128 * KIB], [1]
+ROWS, COLUMNS = 256, 256
+
+
+@torch.library.custom_op("outofcore_tests::greedy", mutates_args=())
+def greedy(x: torch.Tensor) -> torch.Tensor:
+    """Doubles, by way of as much scratch memory as it is told to ask for."""
+    scratch = [torch.full((SCRATCH[0] // 4,), 2.0) for _ in range(PIECES[0])]
+    return x * scratch[-1][: x.shape[-1]]
+
+
+@greedy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("outofcore_tests::greedy_backward", mutates_args=())
+def greedy_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """The same for the gradient, with scratch memory that never changes."""
+    return gradient * 2
+
+
+@greedy_backward.register_fake
+def _(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+greedy.register_autograd(lambda context, gradient: greedy_backward(gradient))
+
+
+@pytest.fixture(autouse=True)
+def _modest() -> Iterator[None]:
+    SCRATCH[0], PIECES[0] = 128 * KIB, 1
+    yield
+    SCRATCH[0], PIECES[0] = 128 * KIB, 1
+
+
+def layers(count: int = 6) -> surging.Made:
+    """Layers of 256 KiB, with the operator in the middle."""
+    torch.manual_seed(0)
+    sides = [nn.Sequential(*(nn.Linear(ROWS, COLUMNS, bias=False) for _ in range(count // 2))) for _ in range(2)]
+    model = nn.ModuleList(sides)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(sides[1](greedy(sides[0](x))), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer
+
+
+def inputs(number: int) -> torch.Tensor:
+    return torch.randn(64, ROWS, generator=torch.Generator().manual_seed(number))
+
+
+def run(step: Any, needs: list[int], pieces: int = 1) -> list[float]:
+    found = []
+    for number, need in enumerate(needs):
+        SCRATCH[0], PIECES[0] = need, pieces
+        found.append(step(inputs(number)).item())
+    return found
+
+
+def used_bytes(session: Any) -> int:
+    return session.arena.resident_bytes() + session.arena.counters().live_bytes
+
+
+@pytest.mark.parametrize("name", some_of(surging.names(), lambda n: n in {"whitening", "warmup", "surges", "secant"}))
+@pytest.mark.parametrize("factor", [1.1, 2.0])
+def test_run_with_surges_is_exact(name: str, factor: float) -> None:
+    budget = int(surging.smallest_budget(name) * factor)
+    outcome = surging.compare(name, budget, 6)
+    assert outcome.exact
+    assert outcome.peak <= budget + outcome.beyond[1]
+    # A request exceeds the budget in one step at most: then it is planned for, or the calls are run as an eager loop.
+    assert outcome.beyond == (0, 0) or factor < 2 or outcome.followed
+
+
+@pytest.mark.parametrize("copying", [True, False])
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_surge_evicts_what_the_op_does_not_touch(
+    copying: bool, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is resident by plan, and a request takes most of the budget."""
+    needs = [128 * KIB, 128 * KIB, 3 * MIB // pieces, 128 * KIB, 3 * MIB // pieces]
+    expected, model, optimizer = layers()
+    losses = run(expected, needs, pieces)
+    states = surging.contents(model, optimizer)
+    step, model, optimizer = layers()
+    with outofcore.compile(step, model, optimizer, budget="8MiB", cache=False) as compiled:
+        session = compiled._session
+        session.engine._copies_natively = copying
+        found = run(compiled, needs[:2], pieces)
+        assert compiled.planned.plan.policy == "keep-all"
+        # No more than its own plan needs, so that there is nothing to spare.
+        lender = session.arena.lender
+        lender._budget = session.runner.program.arena_bytes
+        session.arena.set_reserve(0)
+        sizes: list[int] = []
+        serve = lender._lend
+
+        def watch(count: int, scope: int) -> int | None:
+            address = serve(count, scope)
+            sizes.append(used_bytes(session) + count)
+            return address
+
+        monkeypatch.setattr(lender, "_lend", watch)
+        for number in (2,):
+            SCRATCH[0], PIECES[0] = needs[number], pieces
+            found.append(compiled(inputs(number)).item())
+        assert lender.evicted_bytes >= 256 * KIB
+        assert len(sizes) >= pieces
+        assert max(sizes) <= lender._budget
+        assert session.arena.counters().beyond == 0
+        assert session.arena.counters().lent_live_bytes == 0
+        for number in (3, 4):
+            SCRATCH[0], PIECES[0] = needs[number], pieces
+            found.append(compiled(inputs(number)).item())
+        assert found == losses
+        assert session.kinds == 1
+        assert all(map(torch.equal, surging.contents(model, optimizer), states))
+
+
+def exponential() -> surging.Made:
+    """Layers, and a matrix exponential, whose scratch memory depends on how large its argument is."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(ROWS, COLUMNS) / ROWS for _ in range(9)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = x[0, 0]
+        for number, weight in enumerate(model):
+            scaled = torch.matrix_exp(weight * scale) if number == 4 else weight
+            x = torch.tanh(x @ scaled)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model, optimizer
+
+
+@pytest.mark.skipif(load_replay() is None, reason="ops cannot be called from native code here")
+@pytest.mark.parametrize("copying", [True, False])
+def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
+    monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
+    monkeypatch.setattr(cpu, "replay_if_there", lambda **_: load_replay())
+
+    def modest(contents: Contents, target: torch.Tensor, dtype: torch.dtype) -> None:
+        target.zero_()
+        if dtype.is_floating_point:
+            target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype).fill_(1e-6)
+
+    monkeypatch.setattr(Contents, "fill_bytes", modest)
+    scales = [1e-3] * 4 + [100.0, 1e-3]
+    plain, plain_model, plain_optimizer = exponential()
+    step, model, optimizer = exponential()
+    with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
+        session = compiled._session
+        session.engine._copies_natively = copying
+        for number, scale in enumerate(scales):
+            x = inputs(number)
+            x[0, 0] = scale
+            if number == 4:
+                lender = session.arena.lender
+                lender._budget = session.runner.program.arena_bytes
+                session.arena.set_reserve(0)
+                op = next(op.id for op in compiled.captured.graph.ops if "matrix_exp" in op.name)
+                bound = session.runner._placed.bound
+                scope = next(scope for scope, run in enumerate(bound.runs) if run.op == op)
+                assert session.engine._replayed[bound].taken[scope]
+            assert torch.equal(compiled(x), plain(x))
+            if number == 4:
+                assert session.arena.counters().lent
+                assert session.arena.counters().beyond == 0
+        mine, other = surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer)
+        assert all(map(torch.equal, mine, other))
+
+
+def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixture) -> None:
+    """The call that is refused is undone and run again as an eager loop, within the budget or refused there."""
+    caplog.set_level(logging.INFO, "outofcore")
+    needs = [128 * KIB] * 2 + [3 * MIB] + [128 * KIB] * 2
+    losses = run(layers()[0], needs)
+    step, model, optimizer = layers()
+    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
+    step, model, optimizer = layers()
+    with outofcore.compile(step, model, optimizer, budget=budget + 3 * MIB - 64 * KIB, cache=False) as compiled:
+        assert run(compiled, needs) == losses
+    step, model, optimizer = layers()
+    with outofcore.compile(step, model, optimizer, budget=int(budget * 1.1), cache=False) as compiled:
+        found = run(compiled, needs[:2])
+        SCRATCH[0] = 64 * MIB
+        before = surging.contents(model, optimizer)
+        for _ in range(2):
+            with pytest.raises(BudgetError):
+                compiled(inputs(2))
+            assert compiled._session.why_followed
+            assert not compiled._session.torn
+        assert all(map(torch.equal, surging.contents(model, optimizer), before))
+        assert sum("runs as an eager loop from now on" in r.getMessage() for r in caplog.records) == 1
+        SCRATCH[0] = 128 * KIB
+        found += [compiled(inputs(number)).item() for number in range(2, 5)]
+        assert found == losses
+
+
+def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, optimizer = layers()
+    with outofcore.compile(
+        step, model, optimizer, budget="6MiB", policy="offload-all", home="host", cache=False
+    ) as compiled:
+        run(compiled, [128 * KIB] * 2)
+        before = surging.contents(model, optimizer)
+        slots = compiled._session.keeper.slots[0]
+
+        def full(count: int) -> Any:
+            raise SpillError("the home is full")
+
+        monkeypatch.setattr(slots, "take_pieces", full)
+        compiled._session.arena.lender._budget = compiled._session.runner.program.arena_bytes
+        compiled._session.arena.set_reserve(0)
+        monkeypatch.setattr("outofcore.session.plan", lambda *_: (_ for _ in ()).throw(SpillError("no room at home")))
+        with pytest.raises((SpillError, BudgetError), match=r"home") as caught:
+            run(compiled, [5 * MIB])
+        assert any(Outcome.UNDONE.value in note or Outcome.UNCHANGED.value in note for note in caught.value.__notes__)
+        assert all(map(torch.equal, surging.contents(model, optimizer), before))
+        monkeypatch.undo()
+        run(compiled, [128 * KIB])
+
+
+def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outofcore")
+
+    def requests(compiled: Any) -> int:
+        return compiled._session.off_plan
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(ROWS, COLUMNS)
+        scale = nn.Parameter(torch.ones(ROWS, COLUMNS))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (F.linear(x, greedy(model.weight) * scale) + model.bias).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        model.register_parameter("scale", scale)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path, dynamic=False)
+
+    with made() as compiled:
+        compiled(torch.ones(8, ROWS))
+        compiled(torch.ones(16, ROWS))
+        SCRATCH[0] = MIB
+        compiled(torch.ones(8, ROWS))
+        once = requests(compiled)
+        assert once
+        for rows in (16, 24, 8):
+            compiled(torch.ones(rows, ROWS))
+        assert requests(compiled) == once
+        assert compiled._session.kinds == 3
+    with made() as compiled:
+        SCRATCH[0] = MIB
+        compiled(torch.ones(8, ROWS))
+        assert requests(compiled) == 0
+
+
+ARMED = [False]
+
+
+class Raising(Matrixwise):
+    """Raises for the second matrix when it is armed."""
+
+    def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        state["seen"] = state.get("seen", 0) + 1
+        if ARMED[0] and parameter.shape[0] == 2 * ROWS:
+            raise ValueError("the user's own")
+        return gradient
+
+
+def raising() -> surging.Made:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(ROWS, COLUMNS), nn.Linear(COLUMNS, 2 * ROWS), nn.Linear(2 * ROWS, ROWS))
+    optimizer = Raising(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, model, optimizer
+
+
+def test_exception_of_an_optimizer_leaves_what_plain_pytorch_leaves() -> None:
+    both = []
+    for is_plain in (True, False):
+        step, model, optimizer = raising()
+        compiled: Any = step
+        if not is_plain:
+            compiled = outofcore.compile(step, model, optimizer, budget="16MiB", cache=False)
+        found: list[Any] = []
+        for number in range(5):
+            ARMED[0] = number == 2
+            try:
+                found.append(compiled(inputs(number)).item())
+            except ValueError as error:
+                found.append(str(error))
+                if not is_plain:
+                    assert Outcome.UPDATE_STOPPED.value in error.__notes__
+            found += surging.contents(model, optimizer)
+        both.append(found)
+        if not is_plain:
+            compiled.close()
+    assert len(both[0]) == len(both[1])
+    for plain, ours in zip(*both, strict=True):
+        assert torch.equal(plain, ours) if isinstance(plain, torch.Tensor) else plain == ours
+
+
+def test_state_born_late_is_shown_kept_and_planned_for() -> None:
+    plain, plain_model, plain_optimizer = surging.make("warmup")
+    step, model, optimizer = surging.make("warmup")
+    with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
+        for number, x in enumerate(surging.batches(8)):
+            assert torch.equal(compiled(x), plain(x))
+            for mine, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+                assert optimizer.state[mine].keys() == plain_optimizer.state[other].keys(), number
+                assert list(optimizer.state[mine]) == list(plain_optimizer.state[other])
+            assert all(
+                map(torch.equal, surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer))
+            )
+        # From the fifth call on it is part of the plan.
+        names = [binding.key for binding in compiled.captured.states]
+        assert any(name.endswith("moment") for name in names)
+        assert compiled._session.arena.counters().live_bytes == 0
