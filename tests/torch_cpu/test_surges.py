@@ -256,7 +256,9 @@ def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.Monkey
         monkeypatch.setattr(slots, "take_pieces", full)
         compiled._session.arena.lender._budget = compiled._session.runner.program.arena_bytes
         compiled._session.arena.set_reserve(0)
-        monkeypatch.setattr("outofcore.session.plan", lambda *_: (_ for _ in ()).throw(SpillError("no room at home")))
+        monkeypatch.setattr(
+            "outofcore.session.plan", lambda *_, **__: (_ for _ in ()).throw(SpillError("no room at home"))
+        )
         with pytest.raises((SpillError, BudgetError), match=r"home") as caught:
             run(compiled, [5 * MIB])
         assert any(Outcome.UNDONE.value in note or Outcome.UNCHANGED.value in note for note in caught.value.__notes__)
