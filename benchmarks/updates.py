@@ -43,7 +43,6 @@ def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[An
         work = workload(model, {})
         own = work.build()
         optimizer = work.optimizer(own)
-        # Plans that are compared by running them would take turns of their own.
         step = outofcore.compile(
             work.make_step(own, optimizer), own, optimizer, budget=budget, policy="auto", dynamic=False
         )

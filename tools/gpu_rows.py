@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 GIB = 1 << 30
 STEPS, WARM_UP = 4, 10
-# Plans are not compared by running them: that would not be over in so few steps.
 POLICY = "auto"
 PRESET = "h200"
 PREDICTIONS = ROOT / "benchmarks" / "results" / "gpu-predictions.json"

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from outofcore.errors import SpillError, TransferError
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.links import LinkReport, Rates, forget_link, known_link, measure_link, measure_memory_bandwidth
+from outofcore.profiling.links import LinkReport, Rates, keep_link, known_link, measure_link, measure_memory_bandwidth
 from outofcore.units import GIB, MIB
 
 
@@ -213,7 +214,7 @@ def vars_of(found: LinkReport) -> dict[str, object]:
     return {name: getattr(found, name) for name in LinkReport.__dataclass_fields__}
 
 
-def test_an_old_a_refuted_and_a_damaged_link_are_measured_anew(
+def test_an_old_and_a_damaged_link_are_measured_anew(
     tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, home = Cache(tmp_path), HostHome(GIB)
@@ -225,16 +226,32 @@ def test_an_old_a_refuted_and_a_damaged_link_are_measured_anew(
     # That one was measured in a future that this clock does not know.
     assert known_link(home, cache).latency_s == 3
     assert known_link(home, cache).latency_s == 3
-    forget_link(home, cache)
-    assert known_link(home, cache).latency_s == 4
     shelf = cache.shelf("links", links.machine_facts())
     ((key, value),) = shelf.read().items()
     for wrong in ({"alone": 3}, {"latency_s": -1.0}, {"compute_both_s": None}):
         shelf.write({key: {**value, **wrong}})
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             known_link(home, cache)
-    assert len(counted) == 7
+    assert len(counted) == 6
     assert caplog.text.count("measured anew") == 3
+
+
+@pytest.mark.usefixtures("counted")
+def test_what_steps_have_shown_of_a_link_is_kept(tmp_path: Path) -> None:
+    cache, home = Cache(tmp_path), HostHome(GIB)
+    before = known_link(home, cache).home
+    after = replace(
+        before,
+        bytes_per_s_out=before.bytes_per_s_out / 2,
+        bytes_per_s_in=before.bytes_per_s_in * 3,
+        compute_slowdown=0.4,
+    )
+    keep_link(home, cache, before, after)
+    found = known_link(home, cache).home
+    assert found.compute_slowdown == pytest.approx(0.4)
+    assert found.bytes_per_s_out == pytest.approx(after.bytes_per_s_out)
+    assert found.bytes_per_s_in == pytest.approx(after.bytes_per_s_in)
+    assert (found.contention, found.latency_s) == (pytest.approx(before.contention), before.latency_s)
 
 
 @pytest.mark.parametrize("busy", [range(3, 6), range(6), range(2, 9), range(12, 18)])

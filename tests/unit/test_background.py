@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_step_plans import BUDGET, COSTS, GRAPH, WINDOW
+from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore.background import BackgroundPlanner, PlanJob, Running, plan_job
 from outofcore.costs import OpCost

@@ -7,28 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from weights_in_turn import BUDGET, COSTS, GRAPH, LAYERS, WINDOW, chain
 
-from outofcore.costs import Costs, Home, OpCost
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.costs import Home, OpCost
 from outofcore.planning import Planned, in_core_budget, plan_step, policy_of
 from outofcore.planning.policy import OffloadAll, Own
 from outofcore.step_plans import StepPlans
 from outofcore.units import MIB
-
-LAYERS = 5
-WINDOW = policy_of("window")
-
-
-def chain(count: int = LAYERS) -> StepGraph:
-    """Weights, each used in turn and then once more the other way round."""
-    storages = tuple(Storage(i, MIB, StorageKind.PARAMETER, f"w{i}") for i in range(count))
-    order = [*range(count), *reversed(range(count))]
-    return StepGraph(storages, tuple(Op(n, "use", (i,), (i,), (), source=f"{n}") for n, i in enumerate(order)))
-
-
-GRAPH = chain()
-COSTS = Costs((OpCost(0.01),) * 2 * LAYERS, (Home("disk", None, 1e9, 1e9),))
-BUDGET = in_core_budget(GRAPH, COSTS) // 2
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ libraries. On a GPU, which it has never run on, ``streams.h`` says who waits for
 and ``gpu.py`` what is asked of PyTorch.
 
 ``record.h`` writes down each step, and knows where in such a record the loop is. ``records.py`` makes a graph of one,
-``outofcore.background`` plans it in another process, ``plan_store.py`` keeps plans for the next one, and ``observed.h``
-and ``observed.py`` tell what happened in the last step. ``calls.py`` follows the calls of a compiled step whose inputs come
-in many sizes.
+``outofcore.background`` plans it in another process, ``plan_store.py`` keeps plans for the next one, and
+``observed.h`` and ``observed.py`` tell what happened in the last step. ``calls.py`` follows the calls of a compiled
+step whose inputs come in many sizes.
 
 Autograd need not keep what can be made again: ``lineage.h`` knows how the bytes of a storage came about, ``recipes.h``
 makes them again, ``recipes.py`` puts a recipe where autograd has saved a tensor, ``remaking.py`` says for which
