@@ -350,7 +350,6 @@ class Session:
         self._clock = time.perf_counter
         self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
         self._surge_count = 0
-        self._is_outgrown = False  # whether an optimizer came to keep more than when the step was first planned
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
         self._tell: Tell = silent
@@ -389,7 +388,7 @@ class Session:
         try:
             known = self._known_or_built(signature, args, kwargs, on_progress, change)
         except BudgetError as error:
-            if not self._is_outgrown:
+            if self.timeline is None:  # else it has run within the budget, and an optimizer may keep more by now
                 raise
             return self._call_beyond(error, args, kwargs)
         except CaptureError as error:
@@ -702,9 +701,7 @@ class Session:
         if others:
             self._leave_program()  # what now has the name of something else must not take its place: it may come back
             self.keeper.forget_all()
-        runners = [known.runner for known in self._known.values() if known.runner is not None]
-        if any(runner.is_outdated() for runner in runners):
-            self._is_outgrown = any(runner.is_outgrown() for runner in runners)
+        if any(known.runner is not None and known.runner.is_outdated() for known in self._known.values()):
             _log.info("all that was captured is forgotten: an optimizer has lost state, or it lies otherwise in memory")
             self.forget_plans()
 

@@ -158,19 +158,12 @@ class Whitening(Matrixwise):
 
 
 class Kronecker(Matrixwise):
-    """A damped inverse that is kept in an attribute, and not in the state, from the third step on."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.inverses: dict[int, torch.Tensor] = {}
-        self.count = 0
+    """A damped inverse, made anew every third step and first at the third."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        number = state.setdefault("number", self.count)
-        self.count = max(self.count, number + 1)
         if self.is_due(state):
-            self.inverses[number] = torch.linalg.inv(gradient @ gradient.t() + torch.eye(len(gradient)))
-        return self.inverses[number] @ gradient if number in self.inverses else gradient
+            state["inverse"] = torch.linalg.inv(gradient @ gradient.t() + torch.eye(len(gradient)))
+        return state["inverse"] @ gradient if "inverse" in state else gradient
 
 
 class Secant(Matrixwise):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -321,7 +321,7 @@ class Arena:
         if self.native.library is not None and self._region is not None:
             self.native.library.outofcore_arena_reserve(self._handle, reserve)
 
-    def set_lender(self, lender: object) -> None:
+    def set_lender(self, lender: Any) -> None:
         """Have a native callback ``void (bytes, scope, answer)`` serve what the reserve cannot hold; None: nobody does.
 
         Its answer is an address in the annex, ``REFUSE`` or ``EXCEED``. Whoever gives it keeps it alive.

@@ -448,16 +448,12 @@ class Runner:
                 continue  # its update was left out, or it has another form now
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
-    def is_outgrown(self) -> bool:
-        """Whether an optimizer keeps state that the plan has no place for."""
-        return any(update.is_outgrown for update in self._updates)
-
     def is_outdated(self) -> bool:
         """Whether the step is to be captured anew: optimizer state that the last run left is gone, or lies otherwise.
 
         Its plan may have no room to make that anew, and kernels may add up in another order.
         """
-        return self._owned.is_other(begun=self._begun) or self.is_outgrown()
+        return self._owned.is_other(begun=self._begun) or any(update.is_outgrown for update in self._updates)
 
     def _take_over(self) -> bool:
         """Take note of gradients and optimizer state that the user has put in place of the ones shown.
