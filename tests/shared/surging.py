@@ -6,6 +6,7 @@ models have ops whose scratch memory depends on values. Sizes are such that a st
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -390,6 +391,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
 
     with (
         mock.patch("outofcore.execution.runner.DemandEviction", Measured),
+        mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE),  # bytes that nobody asked for would count
         outofcore.compile(step, model, optimizer, budget=budget, cache=cache, **settings) as compiled,
     ):
         session, found = compiled._session, []
