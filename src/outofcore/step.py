@@ -166,8 +166,9 @@ class Step(Generic[P, R]):
         Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
         long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch
         leaves it at an op that raises, where the call was followed, or at an optimizer that does; or else, where a
-        device or a home failed, part old and part new, and then the step refuses to go on. Ctrl-C and SIGTERM take
-        effect when the step has ended, or before it while it is profiled and planned; a second one at once.
+        copy, a check or an op failed after parameters had been updated, part old and part new, and then the step
+        refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or before it while it is profiled and
+        planned; a second one at once.
         """
         self._check_usable()
         if is_followed():

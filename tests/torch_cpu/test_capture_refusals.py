@@ -334,3 +334,16 @@ def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
         return world.learn(x * (x.untyped_storage().nbytes() // 4))
 
     assert world.capture(step).calls
+
+
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_without_memory_of_the_usual_kind_are_refused(kind: str) -> None:
+    world = World()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        world.learn(x)
+        return getattr(x, kind)()
+
+    with pytest.raises(CaptureError, match="use dense tensors"):
+        world.capture(step)

@@ -170,6 +170,12 @@ def translated(error: Exception, function: str) -> CaptureError | None:
             )
         case NotImplementedError() if "Not available for 'meta' device type" in str(error):
             return value_read("untyped_storage")
+        case NotImplementedError() if "Cannot access storage of" in str(error):
+            return refusal(
+                f"{function or 'the step'} makes a tensor that has no memory of the usual kind, such as a sparse one",
+                "its bytes alone do not say what it holds",
+                "use dense tensors",
+            )
         case DynamicOutputShapeException():
             return refusal(
                 f"the size of the result of {error.func} depends on the values of its input",
