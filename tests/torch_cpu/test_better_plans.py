@@ -178,8 +178,10 @@ def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
             trained(compiled, 6)
             compiled._session.settle()
-        (path,) = tmp_path.glob("plan-*.json")
-        path.write_bytes(path.read_bytes()[:-50])
+        kept = list(tmp_path.glob("plan-*.json"))
+        assert kept
+        for path in kept:
+            path.write_bytes(path.read_bytes()[:-50])
 
 
 @pytest.mark.usefixtures("at_any_cost")

@@ -112,9 +112,14 @@ def test_a_step_that_failed_keeps_others_from_its_model() -> None:
     with outofcore.compile(train, model, optimizer, budget="1GiB") as training:
         evaluation = outofcore.compile(evaluate, model, budget="1GiB", home=training.home)
         training(batch(0))
+        before = optimizer.param_groups[0]["betas"]
         optimizer.param_groups[0]["betas"] = ("not a number", 0.9)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError):  # as plain PyTorch leaves the model, which is whole
             training(batch(1))
+        evaluation(batch(1))
+        optimizer.param_groups[0]["betas"] = before
+        training(batch(1))
+        training._session.torn = "TransferError: the disk is gone"
         with pytest.raises(StateError, match="half way"):
             evaluation(batch(1))
         evaluation.close()

@@ -262,7 +262,7 @@ def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
             again = plan(step.captured, step.costs, step.profiles, step.budget, policy, session.home.stores)
         except BudgetError:
             return  # of the smallest budget not every policy makes something
-        session._exchange(known, again, known.trial if draw.random() < 0.5 else None)
+        session._exchange(known, again)
         made.append(again.planned.plan.policy)
 
     monkeypatch.setattr(Session, "_judge", exchange)

@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -146,7 +146,7 @@ class Snapshot:
                 count = len(now) if count >= 0 else -1
             case Kind.LIST:
                 now = tuple(owner)
-                if len(now) != len(before) or not all(map(_is_equal, before, now)):
+                if not _are_equal(before, now):
                     return f"{label} has other items"
                 before = now
             case Kind.TYPE:
@@ -196,7 +196,7 @@ def _is_equal(before: Any, now: Any) -> bool:
     if isinstance(now, torch.Tensor):
         return False
     if isinstance(now, tuple):
-        return len(before) == len(now) and all(map(_is_equal, before, now))
+        return _are_equal(before, now)
     if isinstance(now, types.MethodType):  # made anew each time that it is looked up
         return before.__func__ is now.__func__ and before.__self__ is now.__self__
     if isinstance(now, np.generic):
@@ -204,6 +204,10 @@ def _is_equal(before: Any, now: Any) -> bool:
     if isinstance(now, float) and before == 0.0 == now:
         return str(before) == str(now)
     return isinstance(now, _SCALARS) and (before == now or (before != before and now != now))  # noqa: PLR0124
+
+
+def _are_equal(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True))
 
 
 def _told(before: Any, now: Any) -> str:
@@ -435,7 +439,8 @@ class _Walk:
             self._each(value, label, named=named)
         elif isinstance(value, set | collections.deque | bytearray | array):
             if len(value) <= _LONGEST_LIST:
-                self._call(lambda: value.copy() if not isinstance(value, array) else value.tobytes(), value, label)
+                before = list(value)
+                self._check(lambda: _are_equal(before, list(value)), value, label)
             if not isinstance(value, bytearray | array):
                 self._each(value, label, named=named)
         elif isinstance(value, np.ndarray):
@@ -450,7 +455,10 @@ class _Walk:
 
     def _call(self, read: Callable[[], Any], value: Any, label: str) -> None:
         before = read()
-        self._add(Kind.CALL, value, None, lambda: read() == before, label)
+        self._check(lambda: read() == before, value, label)
+
+    def _check(self, is_same: Callable[[], bool], value: Any, label: str) -> None:
+        self._add(Kind.CALL, value, None, is_same, label)
 
     def _each(self, values: Iterable[Any], label: str, *, named: bool) -> None:
         if len(values) <= _LOOK_THROUGH:  # type: ignore[arg-type]

@@ -249,10 +249,8 @@ class Substitute(TorchFunctionMode):
             stack.enter_context(around_engine(run_backward))
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
             stack.enter_context(patched(torch, "from_numpy", from_numpy))
-            for owner in (torch, torch.utils.dlpack, torch._C):
-                for name in ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned"):
-                    if hasattr(owner, name):
-                        stack.enter_context(patched(owner, name, to_dlpack))
+            for owner in (torch, torch.utils.dlpack):
+                stack.enter_context(patched(owner, "to_dlpack", to_dlpack))
             for name in _OF_STORAGES:
                 if hasattr(torch.UntypedStorage, name):
                     stack.enter_context(patched(torch.UntypedStorage, name, of_storage(name)))
