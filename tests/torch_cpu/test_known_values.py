@@ -27,7 +27,10 @@ def capture(change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
         loss.backward()
         return loss.detach()
 
-    return capture_step(step, [model], [], (torch.ones(6, 4),), {})
+    captured = capture_step(step, [model], [], (torch.ones(6, 4),), {})
+    for effect in captured.effects:  # what the step has noted down outside of itself
+        effect.apply()
+    return captured
 
 
 def last_position(x: torch.Tensor) -> int:

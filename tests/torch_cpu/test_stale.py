@@ -873,6 +873,15 @@ def test_a_change_is_seen_without_native_code(name: str, cache: Path, monkeypatc
     assert as_before(CASES[name], cache=cache) == as_before(CASES[name])
 
 
+def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outofcore.capture.snapshot._MOST_ENTRIES", 10)
+    world = World()
+    with outofcore.compile(world.plain, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as step:
+        for _ in range(4):
+            step(world.x)
+        assert "can read more values" in step.stats.why_followed
+
+
 def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:
     events = list[str]()
 

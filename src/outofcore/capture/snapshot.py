@@ -101,7 +101,7 @@ class Snapshot:
         walk.run()
         self._entries = walk.entries
         self._relevant = walk.relevant
-        self._held = [(owner, key, value) for _, owner, key, value, _, _ in walk.entries]
+        self._is_whole = len(walk.entries) < _MOST_ENTRIES
         self._table = np.array(
             [
                 (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
@@ -115,6 +115,8 @@ class Snapshot:
 
     def change(self) -> str | None:
         """What has changed, in words; None: nothing that makes a difference."""
+        if not self._is_whole:
+            return f"the step can read more values than the {_MOST_ENTRIES} that are compared, and perhaps another one"
         library, start, count = load_comparing(), 0, len(self._entries)
         address = self._table.ctypes.data
         while True:
@@ -154,7 +156,6 @@ class Snapshot:
             case Kind.CALL:
                 return f"the contents of {label} changed"
         self._entries[place] = kind, owner, key, before, count, label
-        self._held[place] = owner, key, before
         self._table[place, 3:] = 0 if before is _ABSENT else id(before), count
         return None
 
