@@ -35,7 +35,7 @@ setup: $(STAMP)  ## make .venv with everything pinned
 
 PYTEST := -m pytest -q --color=no --numprocesses=auto --maxprocesses=4 --dist=worksteal tests
 
-test: setup  ## run the tests that each change waits for: nine minutes on two cores
+test: setup  ## run the tests that each change waits for: twenty minutes on two cores
 	$(BIN)/python $(PYTEST)
 
 test-all: setup  ## run everything: all tests at full effort, databases, growth, the CUDA stub, the newest packages; a day
