@@ -813,7 +813,7 @@ def test_a_step_whose_values_change_from_call_to_call_is_followed(
         assert [r.message for r in caplog.records if "followed from now on: args.beta" in r.message]
 
 
-def test_a_plan_is_kept_where_only_a_number_changes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
     world, args = World(), argparse.Namespace(beta=1.0, unread=0)
     step = world.scaled(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
@@ -880,6 +880,18 @@ def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pyt
         for _ in range(4):
             step(world.x)
         assert "can read more values" in step.stats.why_followed
+
+
+def test_a_generator_that_the_loop_alone_draws_from_changes_nothing(cache: Path) -> None:
+    world, holder = World(), types.SimpleNamespace(rng=random.Random(0), draws=False)
+    step = world.scaled(lambda: holder.rng.random() if holder.draws else 1.0)
+    with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
+        compiled(world.x)
+        captured = compiled.captured
+        for _ in range(4):
+            holder.rng.random()
+            compiled(world.x)
+        assert compiled.captured is captured
 
 
 def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:

@@ -19,7 +19,6 @@ from outofcore.capture.mirror import check_argument, is_plain_leaf, leaf_names
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.replicas import parallel_models, phase
 
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
 # Numbers among the settings of optimizers are read anew in each step. Where one of these is 0, there is less state, or
 # updates take less memory.

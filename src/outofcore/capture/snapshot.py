@@ -16,7 +16,6 @@ import enum
 import functools
 import gc
 import logging
-import random
 import sys
 import threading
 import types
@@ -447,10 +446,6 @@ class _Walk:
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject:
                 self._call(lambda: (value.shape, value.tobytes()), value, label)
-        elif isinstance(value, random.Random):
-            self._call(value.getstate, value, label)
-        elif isinstance(value, np.random.Generator):
-            self._call(lambda: repr(value.bit_generator.state), value, label)
         elif isinstance(value, contextvars.ContextVar):
             self._call(lambda: id(value.get(None)), value, label)
 
