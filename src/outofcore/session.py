@@ -233,7 +233,7 @@ class _Known:
         surges: how many of those that the session knows its plan has taken up.
         wanted: the step with what its ops have asked for, for which no plan has been found yet; None: it is ``step``.
         too_small: why no plan has room for what an op has asked for; None: there is one, or nothing is known.
-        has_exceeded: whether an op has exceeded the budget, for which no other plan has been made since.
+        has_overflowed: whether a home has served an op that the budget cannot hold, and no other plan was made since.
     """
 
     step: PlannedStep
@@ -245,7 +245,7 @@ class _Known:
     surges: int = 0
     wanted: PlannedStep | None = None
     too_small: BudgetError | None = None
-    has_exceeded: bool = False
+    has_overflowed: bool = False
 
     @property
     def arena_bytes(self) -> int:
@@ -500,7 +500,7 @@ class Session:
                 known.runner.leave()
 
     def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
-        must_grow = known.has_exceeded
+        must_grow = known.has_overflowed
         while True:
             self._plan_for_surges(known, must_grow=must_grow)
             if known is not self._active:
@@ -552,7 +552,7 @@ class Session:
             keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
         self._surge_count += 1
         known.surges = -1
-        known.has_exceeded |= runner.has_exceeded
+        known.has_overflowed |= runner.has_overflowed
         return True
 
     def _plan_for_surges(self, known: _Known, *, must_grow: bool) -> None:
@@ -593,7 +593,7 @@ class Session:
             again.planned.timeline.step_seconds,
             again.planned.plan.policy,
         )
-        known.wanted, known.too_small, known.has_exceeded = None, None, False
+        known.wanted, known.too_small, known.has_overflowed = None, None, False
         self._exchange(known, replace(again, causes=before.causes, most=before.most))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:

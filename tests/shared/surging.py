@@ -351,6 +351,7 @@ class Outcome:
         off_plan: requests that no plan foresaw.
         beyond: of them, those that exceeded the budget, and their bytes.
         evicted: bytes that left for requests.
+        overflow: bytes of a home that ops worked on since the budget could not hold them.
         followed: why the calls were run as an eager loop; empty: they were not.
         seconds: that all calls took.
     """
@@ -360,6 +361,7 @@ class Outcome:
     off_plan: int
     beyond: tuple[int, int]
     evicted: int
+    overflow: int
     followed: str
     seconds: float
 
@@ -383,11 +385,15 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
 
     class Measured(DemandEviction):
         def _serve(self, count: int, scope: int) -> int:
-            seen[id(self)] = self
             answer = super()._serve(count, scope)
             # Nothing of it has been touched yet.
-            measure(self._arena, round_up(count, PAGE_BYTES) if answer != REFUSE else 0)
+            is_home = answer in self._faces
+            measure(self._arena, 0 if is_home or answer == REFUSE else round_up(count, PAGE_BYTES))
             return answer
+
+        def begin(self, *args: Any) -> None:
+            seen[id(self)] = self
+            super().begin(*args)
 
     with (
         mock.patch("outofcore.execution.runner.DemandEviction", Measured),
@@ -409,6 +415,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             session.off_plan,
             (sum(one[1] for one in arenas.values()), sum(one[2] for one in arenas.values())),
             sum(lender.evicted_bytes for lender in seen.values()),
+            sum(lender.overflow_bytes for lender in seen.values()),
             session.why_followed,
             seconds,
         )

@@ -46,7 +46,7 @@ enum Counter {
   kCounters
 };
 
-// Answers a request of ``bytes`` that the reserve cannot hold: an address in the arena, or one of these.
+// Answers a request of ``bytes`` that the reserve cannot hold: an address (of the arena or not), or one of these.
 using Lender = void (*)(int64_t bytes, int64_t scope, int64_t* answer);
 constexpr int64_t kRefuse = 0;
 constexpr int64_t kExceed = 1;  // the stock allocator is to serve it, beyond the budget
@@ -125,7 +125,7 @@ int installs = 0;
 std::mutex& mutex = *new std::mutex;
 std::unordered_map<void*, OffPlan>& off_plan = *new std::unordered_map<void*, OffPlan>;
 std::unordered_map<void*, OffPlan>& lent = *new std::unordered_map<void*, OffPlan>;  // by the lenders of arenas
-std::atomic<int64_t> off_plan_live{0};
+std::atomic<int64_t> off_plan_live{0}, lent_live{0};
 
 void add(Arena& arena, Counter counter, int64_t count) {
   arena.counters[counter].fetch_add(count, std::memory_order_relaxed);
@@ -178,13 +178,16 @@ void mark_free(Thread& t, const void* pointer) {
   }
 }
 
-// Forgets a piece that a lender handed out.
-void take_back(void* pointer) {
+// Forgets a piece that a lender handed out; null: it is none.
+Arena* take_back(void* pointer) {
   const std::lock_guard<std::mutex> guard(mutex);
-  if (const auto found = lent.find(pointer); found != lent.end()) {
-    add(*found->second.arena, kLentLive, -found->second.bytes);
-    lent.erase(found);
-  }
+  const auto found = lent.find(pointer);
+  if (found == lent.end()) return nullptr;
+  Arena* arena = found->second.arena;
+  add(*arena, kLentLive, -found->second.bytes);
+  lent.erase(found);
+  --lent_live;
+  return arena;
 }
 
 // A piece of the op's workspace that is not in use: where the op keeps to its needs, but not to the order of its
@@ -223,10 +226,12 @@ void release(void* pointer) noexcept {
   for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
     if (holds(arenas[i], address)) {
       if (thread.arena == &arenas[i]) mark_free(thread, pointer);
-      if (arenas[i].counters[kLentLive] != 0) take_back(pointer);
+      if (lent_live != 0) take_back(pointer);
       return drop_holder(arenas[i]);
     }
   }
+  if (lent_live != 0)  // in memory of a home
+    if (Arena* arena = take_back(pointer); arena != nullptr) return drop_holder(*arena);
   if (off_plan_live.load(std::memory_order_relaxed) != 0) {
     const std::lock_guard<std::mutex> guard(mutex);
     if (const auto found = off_plan.find(pointer); found != off_plan.end()) {
@@ -303,6 +308,7 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
   }
   auto* pointer = reinterpret_cast<void*>(answer);
   lent[pointer] = {&arena, bytes};
+  ++lent_live;
   arena.holders.fetch_add(1, std::memory_order_relaxed);
   add(arena, kLent, 1);
   add(arena, kLentLive, bytes);

@@ -42,7 +42,7 @@ DEFAULT_RESERVE = 16 * MIB
 
 # In place of an offset: a request that is left to the stock allocator and may be absent (``requests.Elsewhere``).
 STOCK = -1
-# Answers of a lender, as in ``arena.cpp``.
+# Answers of a lender that are no addresses, as in ``arena.cpp``.
 REFUSE, EXCEED = 0, 1
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
@@ -71,9 +71,9 @@ class ArenaCounters:
     refused: int = 0  # off-plan requests that nothing could hold
     unclaimed: int = 0  # planned requests that had not come when their scope ended
     last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
-    lent: int = 0  # of the large ones, those that got an address in the arena's annex
+    lent: int = 0  # of the large ones, those that the lender gave an address
     lent_live_bytes: int = 0  # their bytes in use now
-    beyond: int = 0  # of the large ones, those that exceeded the budget, so that a step could end
+    beyond: int = 0  # of the large ones, those that exceeded the budget since no home had room
     beyond_bytes: int = 0  # their bytes, all added up
 
 
@@ -99,6 +99,10 @@ class Lender(Protocol):
             pause: lets no copy begin, and returns when none is under way.
             resume: lets them begin again.
         """
+        ...
+
+    def keep(self, count: int) -> torch.Tensor | None:
+        """Memory for what an optimizer keeps, where the budget has no room for it; None: any will do."""
         ...
 
     def settle(self) -> None:
@@ -190,6 +194,7 @@ class Arena:
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self.annex_bytes = 0 if self.native.library is None else round_up(annex, PAGE_BYTES)
         self._lender: Callable[[], Lender | None] = _nobody
+        self.reserve = reserve
         whole = self.bytes + self.annex_bytes
         try:
             self.address = map_anonymous(whole)
@@ -318,13 +323,15 @@ class Arena:
 
     def set_reserve(self, reserve: int) -> None:
         """Change the bytes allowed for off-plan requests."""
+        self.reserve = reserve
         if self.native.library is not None and self._region is not None:
             self.native.library.outofcore_arena_reserve(self._handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
         """Have a native callback ``void (bytes, scope, answer)`` serve what the reserve cannot hold; None: nobody does.
 
-        Its answer is an address in the annex, ``REFUSE`` or ``EXCEED``. Whoever gives it keeps it alive.
+        Its answer is ``REFUSE``, ``EXCEED``, or an address in the annex or elsewhere, where the memory stays as long as
+        ``lent`` names it. Whoever gives it keeps it alive.
         """
         if self.native.library is not None and self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)

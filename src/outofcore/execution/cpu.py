@@ -305,7 +305,7 @@ class _Calls:
             if run.draws is Draws.AGAIN:
                 self._generators.after()
         if update is not None:
-            _keep_what_stays(self._table, update)
+            _keep_what_stays(self._table, update, self._lender)
         if self._lender is not None and self._lender.is_active:
             self.settle(self._lender)
         self._ends[run.index] = perf_counter()
@@ -326,7 +326,7 @@ class _Calls:
             self._elsewhere = place_results(run, leaves)
 
 
-def _keep_what_stays(table: ScopeTable, update: UpdateOn) -> None:
+def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None) -> None:
     """Give memory of their own to tensors that an optimizer has made and keeps, and for which no plan has a place."""
     moved: dict[int, list[torch.Tensor]] = {}
     for tensor in update.kept_by_optimizer():
@@ -336,7 +336,9 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn) -> None:
         _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
     for tensors in moved.values():
         with table.unbounded():
-            own = internals.storage_bytes(tensors[0]).clone().untyped_storage()
+            before = internals.storage_bytes(tensors[0])
+            there = None if lender is None else lender.keep(before.numel())
+            own = (before.clone() if there is None else there.copy_(before)).untyped_storage()
         for tensor in tensors:
             data = torch.empty(0, dtype=tensor.dtype)
             set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))

@@ -9,9 +9,10 @@ exceed the budget, and no instruction sees a difference.
 
 Which pages hold nothing is read off the program and off how far its queues are. No copy is under way meanwhile.
 
-Where all that cannot be evicted is not enough, the request is refused as long as the step can be undone: it is planned
+Where all that can be evicted is not enough, the request is refused as long as the step can be undone: it is planned
 again with the request and called again. Later than that the step must end as it would have, since parameters have been
-updated: the request exceeds the budget, and a warning names the op.
+updated: the op gets memory of a home, host memory or pages of a file that the system writes out, and a warning names
+the op. The same holds for what an optimizer has made and keeps. The budget is exceeded only where no home has room.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from outofcore.capture.captured import Captured
 from outofcore.compiling import native_callback
 from outofcore.errors import OutOfCoreError, SpillError
 from outofcore.execution.arena import EXCEED, REFUSE, Arena
+from outofcore.execution.memory import lasting_tensor
 from outofcore.execution.slots import Piece, Slots
 from outofcore.execution.undo import Reached, Undo
 from outofcore.graph import Op
@@ -62,6 +65,7 @@ class DemandEviction:
         error: why evicting failed, if that is why it was refused.
         peak_bytes: the most bytes that were in use when memory was lent, with all that was held.
         evicted_bytes: written to a home so far.
+        overflow_bytes: of homes, that ops worked on so far.
     """
 
     def __init__(
@@ -83,12 +87,15 @@ class DemandEviction:
         self.may_refuse = True
         self.refused: tuple[Op, int] | None = None
         self.error: OutOfCoreError | None = None
-        self.peak_bytes = self.evicted_bytes = 0
+        self.peak_bytes = self.evicted_bytes = self.overflow_bytes = 0
         self._is_lost = False
-        self._exceeding: set[int] = set()  # ops of this step
+        self._overflowing: set[int] = set()  # ops of this step
         self._pages: _Pages = np.zeros(0, np.uint8)
         self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, where
-        self._lent: dict[int, int] = {}  # bytes by address
+        self._lent: dict[int, int] = {}  # bytes of the annex by address
+        self._faces: dict[int, tuple[torch.Tensor, Slots, int]] = {}  # memory of homes by address, and its slot
+        # An op that keeps its memory beyond the step, as a cache of its own, is never to lose it.
+        weakref.finalize(self, _strand, self._faces).atexit = False
         this = weakref.ref(self)
 
         def serve(count: int, scope: int) -> int:
@@ -107,9 +114,9 @@ class DemandEviction:
         return self._is_lost
 
     @property
-    def has_exceeded(self) -> bool:
-        """Whether a request of the last step exceeded the budget."""
-        return bool(self._exceeding)
+    def has_overflowed(self) -> bool:
+        """Whether the budget could not hold a request of the last step, which was served by a home."""
+        return bool(self._overflowing)
 
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
@@ -117,7 +124,7 @@ class DemandEviction:
         """See ``Lender.begin``."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused, self.error, self._is_lost = None, None, False
-        self._exceeding.clear()
+        self._overflowing.clear()
         self._arena.set_lender(self._callback)
 
     def end(self) -> None:
@@ -160,16 +167,45 @@ class DemandEviction:
         if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
             self.refused = op, count
             return REFUSE
-        if op.id not in self._exceeding:
-            self._exceeding.add(op.id)
+        home = self._overflow(count)
+        if op.id not in self._overflowing:
+            self._overflowing.add(op.id)
+            where = "lies beyond the budget" if home is None else f"lies in the home ({home.home.name})"
             _log.warning(
-                "%s asked for %s and more beyond its plan after parameters had been updated, which exceeds the budget "
-                "of %s in this step, so that it can end; the next one is planned with it",
+                "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
+                "cannot hold; so that the step can end it %s; the next step is planned with it",
                 describe(op),
                 format_bytes(count),
                 format_bytes(self._budget),
+                where,
             )
-        return EXCEED
+        return EXCEED if home is None else next(reversed(self._faces))
+
+    def _overflow(self, count: int) -> Slots | None:
+        """Have memory of a home for an op, the last of ``_faces``; None: no home has any."""
+        for face, slots, _ in self._faces.values():  # it is not touched now, and the system may write it out
+            slots.home.drop_cache(face)
+        found = _face(self._slots, count)
+        if found is None:
+            return None
+        face, slots, offset = found
+        self._faces[face.data_ptr()] = found
+        self.overflow_bytes += count
+        return slots
+
+    def keep(self, count: int) -> torch.Tensor | None:
+        """Memory for what an optimizer keeps and no plan has a place for; None: ordinary memory is to be had.
+
+        It is that of a home where the budget has no room.
+        """
+        if self._arena.counters().live_bytes + count <= self._arena.reserve:
+            return None
+        found = _face(self._slots, count)
+        if found is None:
+            return None
+        face, slots, offset = found
+        self.overflow_bytes += count
+        return lasting_tensor(face.data_ptr(), count, lambda: _give(slots, offset, face))
 
     def _op(self, scope: int) -> Op:
         run = self._program.instructions[self._instructions[scope]]
@@ -208,6 +244,9 @@ class DemandEviction:
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
             self._arena.discard_annex(address, self._lent.pop(address))
+        for address in [address for address in self._faces if address not in live]:
+            face, slots, offset = self._faces.pop(address)
+            slots.give(offset, face.numel())
 
     def _fit(self, count: int) -> int | None:
         """The lowest free address in the annex; None: there is no such stretch."""
@@ -287,6 +326,32 @@ class DemandEviction:
                 for number in blocks_of(instruction):
                     self._users[number].append(index)
         return self._users
+
+
+def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
+    """A new slot of a home as a tensor, the home and the offset; None: there is none."""
+    for slots in homes:
+        try:
+            offset = slots.take(count)
+        except SpillError:
+            continue
+        try:
+            return slots.home.face(offset, count), slots, offset
+        except OutOfCoreError:
+            slots.give(offset, count)
+    return None
+
+
+def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
+    slots.give(offset, face.numel())
+
+
+_stranded: list[object] = []
+
+
+def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
+    if faces:
+        _stranded.append(faces)
 
 
 def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:

@@ -283,3 +283,11 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def lasting_tensor(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
+    """A uint8 tensor over memory that ``release`` gives back when nothing refers to its storage any more."""
+    buffer = (ctypes.c_ubyte * count).from_address(address)
+    # Not at exit: tensors may be used until the very end of the process.
+    weakref.finalize(buffer, release).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8)

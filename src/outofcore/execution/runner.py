@@ -304,9 +304,9 @@ class Runner:
         return None if self._lender is None else self._lender.refused
 
     @property
-    def has_exceeded(self) -> bool:
-        """Whether a request in the last run exceeded the budget."""
-        return self._lender is not None and self._lender.has_exceeded
+    def has_overflowed(self) -> bool:
+        """Whether the budget could not hold a request of the last run, which a home has served."""
+        return self._lender is not None and self._lender.has_overflowed
 
     @property
     def refusal(self) -> OutOfCoreError | None:
