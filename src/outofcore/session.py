@@ -140,7 +140,7 @@ class Outcome(Enum):
         "The model and its optimizers are as they were before this step, which was undone. Other processes may have "
         "gone on with it: end this one, and let torchrun start all of them again."
     )
-    # It raised in a call that is run as it is, op by op.
+    # It raised in a call that is run as it is, op by op; or too late to be undone, at an op behind which updates stay.
     STOPPED = (
         "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
         "The model is whole, and the step can be called again."
@@ -150,7 +150,7 @@ class Outcome(Enum):
         "The optimizer stopped in the middle of its step, as it would in plain PyTorch: updates before that are done, "
         "the rest is not. The model is whole, and the step can be called again."
     )
-    # It raised after something that lasts had been updated.
+    # The device failed, or a home, after something that lasts had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
 
@@ -509,7 +509,7 @@ class Session:
             self._signature = signature
             self.began_ns = time.time_ns()
             try:
-                with Deferred("the step that runs"):
+                with Deferred("the step that runs", may_stop=partial(self._may_stop, known)):
                     result = self._run(known, leaves)
                     if self._shards is not None:
                         self._shards.show_gradients()
@@ -1338,14 +1338,26 @@ class Session:
                 self._apart = self.torn
             if self._undone(runner, error):
                 self.torn, self.outcome = "", Outcome.APART if self._apart else Outcome.UNDONE
+            elif self._stopped(runner, error):
+                self.torn, self.outcome = "", Outcome.STOPPED
             raise
         return result
+
+    def _may_stop(self, known: _Known) -> bool:
+        return known.runner is None or known.runner.may_stop(self.engine)
 
     def _undone(self, runner: Runner, error: BaseException) -> bool:
         try:
             return runner.undo(self.engine)
         except TransferError as another:
             error.add_note(f"It could not be undone: {another}")
+            return False
+
+    def _stopped(self, runner: Runner, error: BaseException) -> bool:
+        try:
+            return runner.stop(self.engine)
+        except TransferError as another:
+            error.add_note(f"It could not be stopped: {another}")
             return False
 
     def _leave_arena(self) -> None:

@@ -13,17 +13,18 @@ from collections.abc import Collection
 from outofcore.graph import StepGraph
 
 
-def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]:
+def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collection[int] = ()) -> tuple[int, ...]:
     """The ops with each movable one right after the last op that it has to follow.
 
     An op has to follow another that writes what it touches, or touches what it writes. Ops that are
     not movable keep their order; so do movable ones among those that end up in the same place. An op that changes
-    what persists does not move above a collective: as long as one may fail, the step can be undone.
+    what persists does not move above a collective, or another op that may fail: if it does, the step can be undone.
 
     Args:
         graph: the step.
         movable: ids of ops that may move. An op that draws random numbers must not be among them:
             the order of draws is part of the result.
+        failing: ids of other ops that may fail.
 
     Returns:
         the ids of all ops in their new order.
@@ -33,7 +34,7 @@ def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]
     start = (-1, 0)
     written: dict[int, tuple[int, int]] = {}
     touched: dict[int, tuple[int, int]] = {}
-    met = start  # the last collective so far
+    met = start  # the last op so far that may fail
     for op in graph.ops:
         writes = set(op.mutates) | set(op.creates)
         key = (op.id, 0)
@@ -42,8 +43,8 @@ def hoisted_order(graph: StepGraph, movable: Collection[int]) -> tuple[int, ...]
             if not graph.persistent.isdisjoint(op.mutates):
                 after = max(after, met)
             key = (after[0], op.id)
-        if op.communicates:
-            met = key
+        if op.communicates or op.id in failing:
+            met = max(met, key)
         keys.append(key)
         for storage in op.touched:
             touched[storage] = max(touched.get(storage, start), key)

@@ -28,6 +28,7 @@ from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers
+from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
 
@@ -250,10 +251,12 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
     """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
 
     Moved are optimizer updates that draw no random numbers, and ops that turn large storages into
-    small ones without changing any, such as the norm of a gradient. The results are the same, to the bit.
+    small ones without changing any, such as the norm of a gradient. The results are the same, to the bit. Ops that may
+    raise stay where they are, and updates behind them: so a step that raises leaves what plain PyTorch leaves, or less.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
+    raising = ops_that_may_raise(captured)
 
     def shrinks(op: Op) -> bool:
         return bool(op.creates) and not op.mutates and large.isdisjoint(op.creates) and not large.isdisjoint(op.reads)
@@ -261,9 +264,9 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
     movable = [
         op.id
         for op, call in zip(graph.ops, captured.calls, strict=True)
-        if not op.random and (isinstance(call.func, OptimizerUpdate) or shrinks(op))
+        if not op.random and op.id not in raising and (isinstance(call.func, OptimizerUpdate) or shrinks(op))
     ]
-    return hoisted_order(graph, movable)
+    return hoisted_order(graph, movable, raising)
 
 
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
@@ -317,10 +320,11 @@ def delayed(captured: Captured, most: int) -> Captured:
     row: list[tuple[Op, Call]] = []
     held: set[int] = set()
     at_once = captured.device.type != "cpu"
+    raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
         if _update(*pair, at_once=at_once) is None:
-            if not held.isdisjoint(op.touched):
+            if op.id in raising or not held.isdisjoint(op.touched):
                 row, held = [], set()
             continue
         if row and _follows(row, pair, most, at_once=at_once):

@@ -17,20 +17,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Deferred:
     """In ``with Deferred(what):`` signals that have a handler in Python are kept for its end.
 
-    A second one is not (or a third, see ``stops``): its handler runs at once, and if it raises, as Ctrl-C does, the
-    block is left half way. Any further ones are dropped until the block has cleaned up. Signals without such a handler,
-    as SIGTERM by default, do what they always do. Outside of the main thread, where handlers never run, this does
-    nothing.
+    A second one is not (or a third, see ``stops``), unless what happens must not be left half way: its handler runs at
+    once, and if it raises, as Ctrl-C does, the block is left. Any further ones are dropped until the block has cleaned
+    up. Signals without such a handler, as SIGTERM by default, do what they always do. Outside of the main thread, where
+    handlers never run, this does nothing.
 
     Args:
         what: goes on to its end, as the log tells.
         stops: which signal is not kept. While a step is captured PyTorch calls Python from places where it cannot take
             an exception and ends the process: there it is the third, so that two in a row do no harm.
+        may_stop: says whether what happens may be left half way now.
     """
 
-    def __init__(self, what: str, *, stops: int = 2) -> None:
+    def __init__(self, what: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
         self._what = what
         self._stops = stops
+        self._may_stop = may_stop
+        self._is_told = False  # whether a handler was called
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
@@ -52,14 +55,22 @@ class Deferred:
                 self._what,
                 "another one" if self._stops == 2 else "a third one",
             )
-        elif len(self._pending) == self._stops:
-            self._handlers[number](number, frame)
+        elif len(self._pending) >= self._stops and not self._is_told:
+            if self._may_stop():
+                self._is_told = True
+                self._handlers[number](number, frame)
+            elif len(self._pending) == self._stops:
+                _log.warning(
+                    "parameters are being updated, and would be part old and part new: %s is brought to its end all "
+                    "the same; SIGQUIT (Ctrl-\\) or SIGKILL ends the process",
+                    self._what,
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if 0 < len(self._pending) < self._stops:
+        if self._pending and not self._is_told:
             number, frame = self._pending[0]
             self._handlers[number](number, frame)

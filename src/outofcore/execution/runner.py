@@ -23,6 +23,7 @@ from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
+from outofcore.execution.stopping import can_stop, stop, stops_as_plain, updates_of
 from outofcore.execution.undo import Undo
 from outofcore.graph import Op, StorageKind
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
@@ -87,6 +88,7 @@ class Runner:
         self._kept: Bound | None = None  # to the arena that it was last in, which still is there
         self._ran_first = False  # whether the last run was the first of some update
         self._begun = False  # whether the last run got to its first instruction
+        self._makes_state = False  # whether the last run was to bring optimizer state into being
         self._table: ScopeTable | None = None  # of the last run
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
@@ -240,7 +242,7 @@ class Runner:
         if placed is None:
             raise StateError("the step was run before its program was in the arena")
         self._begun = False
-        to_publish = self._take_over()
+        to_publish = self._makes_state = self._take_over()
         self._keeper.read_shared()
         self._state_order.begin(is_made=to_publish)
         ports, results = self._ports(leaves)
@@ -359,13 +361,44 @@ class Runner:
         reached = engine.reached()
         if reached is None or (self._lender is not None and self._lender.is_lost):
             return False
+        self._let_gradients_go()
+        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
+
+    def _let_gradients_go(self) -> None:
+        """Take away the gradients that lie in the arena: other bytes may be there now."""
         for index in self._staying:
             parameter, state = self._gradients[index]
-            if state.place is Place.ARENA:  # other bytes may be there now
+            if state.place is Place.ARENA:
                 if parameter_of(parameter).grad is state.windows[0].tensor:
                     parameter_of(parameter).grad = None
                 self._keeper.taken(state)
-        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
+
+    def may_stop(self, engine: Engine) -> bool:
+        """Whether the step that runs can be left where it is: no update has begun."""
+        if not self._begun:
+            return True
+        reached = engine.reached()
+        return reached is not None and not any(reached.started[i] for i in updates_of(self.captured, self.program))
+
+    def stop(self, engine: Engine) -> bool:
+        """Have the model as plain PyTorch has it after a step that raised where this one did; False: that cannot be.
+
+        Raises:
+            TransferError: a copy failed.
+        """
+        placed, captured, program = self._placed, self.captured, self.program
+        reached = engine.reached()
+        if placed is None or reached is None or (self._lender is not None and self._lender.is_lost):
+            return False
+        if not (can_stop(captured, program, reached) and stops_as_plain(captured, program, reached)):
+            return False
+        self._let_gradients_go()
+        stop(captured, program, placed.slots, placed.arena, self._keeper.slots, reached)
+        self._keeper.write_shared(self._written)
+        if self._makes_state:
+            self._publish()
+        self._state_order.end()
+        return True
 
     def _check_left(self) -> None:
         """Nobody else has moved a state meanwhile, and what was left at a home is what was written there."""

@@ -1,0 +1,78 @@
+"""Operators that raise because of the values they are given: an index out of range, a matrix that is singular.
+
+An update must not run before such an op where plain PyTorch runs it after: if the op raised, the model would be updated
+in part. What is wrong with dtypes and shapes has raised when the step was captured. The tables were found by running
+PyTorch's operator database on the CPU, forward and backward, with indices out of range, infinities and what is not a
+number (torch 2.13), and by reading the checks of kernels. Any operator of others may raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outofcore._torch_internals import OpOverload, tree_flatten
+from outofcore.capture.captured import Call, Captured, Ref
+
+_OWN = frozenset({"aten", "prims", "prim"})
+# Where an earlier op was given the same index, it was in range, as it is in the backward pass of that op.
+_BY_INDEX = frozenset(
+    (
+        *("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_select", "index_add"),
+        *("index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add", "scatter_reduce", "take"),
+        *("put", "embedding", "embedding_renorm", "_embedding_bag", "_embedding_bag_forward_only"),
+        *("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "multilabel_margin_loss_forward"),
+        *("max_unpool2d", "max_unpool3d", "repeat_interleave", "segment_reduce", "_ctc_loss", "bincount"),
+        *("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack"),
+    )
+)
+_BY_VALUE = frozenset(
+    (
+        *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals", "linalg_eigvals"),
+        *("linalg_lstsq", "linalg_pinv", "cholesky", "multinomial", "bernoulli", "binomial", "poisson", "normal"),
+        *("binary_cross_entropy", "histc", "histogram", "_histogramdd_bin_edges", "masked_scatter"),
+        *("fake_quantize_per_channel_affine_cachemask", "quantize_per_channel"),
+        *("_assert_async", "_functional_assert_async", "_assert_scalar", "_functional_assert_scalar"),
+    )
+)
+# These raise for a divisor of 0 if all are integers.
+_OF_INTEGERS = frozenset({"div", "floor_divide", "remainder", "fmod"})
+
+
+def ops_that_may_raise(captured: Captured) -> frozenset[int]:
+    """The ids of the ops of a step that may raise because of values."""
+    known: set[int] = set()  # storages that were indices of an op before
+    found: set[int] = set()
+    for op, call in zip(captured.graph.ops, captured.calls, strict=True):
+        func = getattr(call.func, "run", call.func)  # of an op that writes its result over an argument
+        if isinstance(func, OpOverload):
+            space, _, name = func._schema.name.partition("::")
+            name = name.removesuffix("_")
+            indices = _integers(captured, call)
+            if space not in _OWN or name in _BY_VALUE or _checks_errors(func, call):
+                found.add(op.id)
+            elif name in _BY_INDEX:
+                if not known.issuperset(indices):
+                    found.add(op.id)
+                known |= indices
+            elif name in _OF_INTEGERS and indices.issuperset(op.reads):
+                found.add(op.id)
+        known.difference_update(op.mutates)
+    return frozenset(found)
+
+
+def _integers(captured: Captured, call: Call) -> set[int]:
+    """The storages of the integers that an op is given."""
+    leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
+    values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
+    return {one.storage for one in values if not one.dtype.is_floating_point and not one.dtype.is_complex}
+
+
+def _checks_errors(func: OpOverload, call: Call) -> bool:
+    if call.kwargs.get("check_errors"):
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("check_errors") if "check_errors" in names else len(call.args)
+    return place < len(call.args) and bool(call.args[place])
+
+
+__all__ = ["ops_that_may_raise"]

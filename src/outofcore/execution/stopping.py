@@ -1,0 +1,94 @@
+"""A step that stops half way, with its model whole: what persists is brought to where the end of the step has it.
+
+If an op raises after parameters were updated, as the second forward pass of a step with two losses may, the step cannot
+be undone. Plain PyTorch stops there: what came before is done, and the rest is not. So it is here, once the copies of
+what persists are made that were still to come, in their order and with no op between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outofcore.capture.captured import Captured
+from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.value_errors import ops_that_may_raise
+from outofcore.execution.arena import Memory
+from outofcore.execution.slots import Piece, Slots
+from outofcore.execution.undo import Reached
+from outofcore.program import CopyIn, CopyOut, Program, Run
+
+
+def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
+    """The instructions that run an optimizer's code."""
+    return tuple(
+        index
+        for index, one in enumerate(program.instructions)
+        if isinstance(one, Run) and isinstance(captured.calls[one.op].func, OptimizerUpdate)
+    )
+
+
+def stops_as_plain(captured: Captured, program: Program, reached: Reached) -> bool:
+    """Whether the updates that were made are those that plain PyTorch makes before it gets to where the step stopped.
+
+    That is so before all updates, and at an op behind which those stay that follow it in plain PyTorch.
+    """
+    started, done = reached.started, reached.done
+    if not any(started[index] for index in updates_of(captured, program)):
+        return True
+    runs = ((i, one) for i, one in enumerate(program.instructions) if isinstance(one, Run))
+    half_way = [one.op for i, one in runs if started[i] and not done[i]]
+    return len(half_way) == 1 and half_way[0] in ops_that_may_raise(captured)
+
+
+def can_stop(captured: Captured, program: Program, reached: Reached) -> bool:
+    """Whether the bytes of all that persists are still to be had.
+
+    They are not where an op would have written over all of a storage, so that the program let go of what it held.
+    """
+    if captured.ranges or captured.replicas:
+        return False
+    for index, one in enumerate(program.instructions):
+        if isinstance(one, Run) and not reached.done[index]:
+            op = captured.graph.ops[one.op]
+            is_update = isinstance(captured.calls[one.op].func, OptimizerUpdate)  # what it has yet to make has no bytes
+            overwritten = set(op.mutates) - set(op.reads)
+            if not is_update and not captured.graph.persistent.isdisjoint(overwritten):
+                return False
+    return True
+
+
+def stop(
+    captured: Captured,
+    program: Program,
+    slots: Mapping[int, tuple[Piece, ...]],
+    arena: Memory,
+    homes: Sequence[Slots],
+    reached: Reached,
+) -> None:
+    """Make the copies of what persists that are still to come.
+
+    Args:
+        captured: the step.
+        program: placed in the arena.
+        slots: by the index of a copy, where at its home its bytes are.
+        arena: as the step has left it.
+        homes: where its copies go to and come from.
+        reached: how far it came; nothing of it is under way any more.
+
+    Raises:
+        TransferError: a copy failed.
+    """
+    for index, copy in enumerate(program.instructions):
+        if not isinstance(copy, CopyIn | CopyOut) or reached.done[index] or index not in slots:
+            continue
+        block = program.blocks[copy.block]
+        if block.storage not in captured.graph.persistent:
+            continue
+        at, home = block.offset, homes[copy.home].home
+        move = arena.save if isinstance(copy, CopyOut) else arena.load
+        for piece in slots[index]:
+            move(at, piece.bytes, home, piece.offset)
+            at += piece.bytes
+
+
+__all__ = ["can_stop", "stop", "stops_as_plain", "updates_of"]

@@ -1,0 +1,225 @@
+"""Steps that raise in the middle: the model is as before, or as plain PyTorch leaves it there, and never in between."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from effort import some_of
+from torch import nn
+
+import outofcore
+from outofcore.capture.optimizers import UpdateOn
+from outofcore.capture.passes import leanest
+from outofcore.capture.value_errors import ops_that_may_raise
+from outofcore.errors import BudgetError
+from outofcore.execution.interrupts import Deferred
+from outofcore.session import Outcome
+
+WIDTH, WORDS = 160, 400
+LIMIT = [float("inf")]
+
+
+@torch.library.custom_op("outofcore_tests::limited", mutates_args=())
+def limited(x: torch.Tensor) -> torch.Tensor:
+    """A copy; it raises for values beyond a limit."""
+    if float(x.abs().max()) > LIMIT[0]:
+        raise ValueError("a value is beyond the limit")
+    return x.clone()
+
+
+limited.register_fake(torch.empty_like)
+
+
+class Limiting(torch.autograd.Function):
+    """Passes values on; the gradient is checked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return limited(gradient)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def made(kind: str) -> tuple[Callable[..., torch.Tensor], nn.Module, list[torch.optim.Optimizer]]:
+    """A step of two inputs, a batch and indices, that raises for an index that is out of range."""
+    torch.manual_seed(0)
+    table = nn.Embedding(WORDS, WIDTH)
+    model = nn.ModuleList([linear(), linear(), linear(), table])
+    first = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()], lr=1e-2)
+    second = torch.optim.SGD([*model[2].parameters(), *table.parameters()], lr=1e-2, momentum=0.9)
+
+    def two_losses(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        first.zero_grad()
+        second.zero_grad()
+        F.mse_loss(model[1](torch.tanh(model[0](x))), x).backward()
+        first.step()
+        loss = F.mse_loss(model[2](table(words) + model[0](x).detach()), x)
+        loss.backward()
+        second.step()
+        return loss.detach()
+
+    def accumulating(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        F.mse_loss(model[1](torch.tanh(model[0](x))), x).backward()
+        loss = F.mse_loss(model[2](table(words)), x)
+        loss.backward()
+        return loss.detach()
+
+    def in_backward(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        first.zero_grad()
+        second.zero_grad()
+        inner = Limiting.apply(torch.tanh(model[0](x)))
+        loss = F.mse_loss(model[2](model[1](inner) + table(words)), x)
+        loss.backward()
+        first.step()
+        second.step()
+        return loss.detach()
+
+    step = {"two losses": two_losses, "accumulating": accumulating, "in backward": in_backward}[kind]
+    return step, model, [first, second]
+
+
+def given(number: int, *, wrong: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    words = torch.randint(0, WORDS, (32,), generator=generator)
+    return torch.randn(32, WIDTH, generator=generator), words + WORDS if wrong else words
+
+
+def everything(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"{name}.grad"] = parameter.grad.clone()
+        for number, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}.{number}.{key}"] = value.clone()
+    return found
+
+
+@functools.cache
+def smallest(kind: str) -> int:
+    step, model, optimizers = made(kind)
+    with outofcore.compile(step, model, optimizers, budget="64KiB", cache=False) as compiled:
+        with pytest.raises(BudgetError) as refused:
+            compiled(*given(0))
+        return int(refused.value.smallest_budget or 0)
+
+
+@pytest.fixture(autouse=True)
+def _unlimited() -> Any:
+    yield
+    LIMIT[0] = float("inf")
+
+
+@pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
+@pytest.mark.parametrize("kind", ["two losses", "accumulating"])
+@pytest.mark.parametrize("early", [True, False])
+def test_step_that_raises_late_stops_as_plain_pytorch(kind: str, factor: float, early: bool) -> None:
+    """An index is out of range after updates, or after gradients were added up; the step goes on from there."""
+    plain, plain_model, plain_optimizers = made(kind)
+    step, model, optimizers = made(kind)
+    budget = int(smallest(kind) * factor)
+    told = []
+    with outofcore.compile(step, model, optimizers, budget=budget, cache=False, policy="offload-all") as compiled:
+        for number in range(5):
+            wrong = number == (1 if early else 3)
+            if not wrong:
+                assert torch.equal(compiled(*given(number)), plain(*given(number)))
+                continue
+            for one in (plain, compiled):
+                with pytest.raises(IndexError, match="out of range") as caught:
+                    one(*given(number, wrong=True))
+            told = caught.value.__notes__
+            ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+            if kind == "two losses":  # gradients that a step leaves are its own, and are gone or there
+                ours, theirs = ({k: v for k, v in one.items() if not k.endswith(".grad")} for one in (ours, theirs))
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+            assert not compiled._session.torn
+        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert any(Outcome.STOPPED.value in note for note in told)
+
+
+@pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
+def test_updates_do_not_move_before_an_op_that_raises(factor: float) -> None:
+    """The gradient of the first layers raises, when the last layers could have been updated."""
+    plain, plain_model, plain_optimizers = made("in backward")
+    step, model, optimizers = made("in backward")
+    budget = int(smallest("in backward") * factor)
+    with outofcore.compile(step, model, optimizers, budget=budget, cache=False) as compiled:
+        for number in range(2):
+            assert torch.equal(compiled(*given(number)), plain(*given(number)))
+        before = everything(model, optimizers)
+        LIMIT[0] = 0.0
+        with pytest.raises(ValueError, match="beyond the limit") as caught:
+            compiled(*given(2))
+        told = " ".join(caught.value.__notes__)
+        assert Outcome.UNDONE.value in told or Outcome.STOPPED.value in told  # where gradients had left already
+        after = everything(model, optimizers)
+        assert all(torch.equal(after[name], before[name]) for name in before if not name.endswith(".grad"))
+        LIMIT[0] = float("inf")
+        for number in range(2, 4):
+            assert torch.equal(compiled(*given(number)), plain(*given(number)))
+        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_updates_still_move_up_in_a_step_that_looks_up_words() -> None:
+    """An index that an earlier op had raises no more, so that it stops no update."""
+    step, model, optimizers = made("two losses")
+    with outofcore.compile(step, model, optimizers, budget="1GiB", cache=False) as compiled:
+        compiled(*given(0))
+        captured = leanest(compiled.captured)
+    names = [op.name for op in captured.graph.ops]
+    raising = [names[op] for op in sorted(ops_that_may_raise(captured))]
+    assert raising == ["aten.embedding.default"]
+    updates = [index for index, name in enumerate(names) if name.startswith("optimizer.")]
+    assert updates != list(range(updates[0], updates[0] + len(updates)))
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_ctrl_c_twice_waits_for_updates_that_have_begun(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, plain_model, plain_optimizers = made("in backward")
+    step, model, optimizers = made("in backward")
+    noted, calls = threading.Semaphore(0), []
+    note, update = Deferred._note, UpdateOn.__call__
+
+    def noting(self: Deferred, *args: Any) -> None:
+        noted.release()
+        note(self, *args)
+
+    def interrupting(self: UpdateOn, *args: Any) -> None:
+        update(self, *args)
+        calls.append(1)
+        if len(calls) == 1:
+            for _ in range(times):  # one after the other: two that come at once are one
+                os.kill(os.getpid(), signal.SIGINT)
+                assert noted.acquire(timeout=60)
+
+    with outofcore.compile(step, model, optimizers, budget=smallest("in backward"), cache=False) as compiled:
+        assert torch.equal(compiled(*given(0)), plain(*given(0)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Deferred, "_note", noting)
+            patch.setattr(UpdateOn, "__call__", interrupting)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                compiled(*given(1))
+        plain(*given(1))
+        assert any(Outcome.MADE.value in note for note in caught.value.__notes__)
+        assert torch.equal(compiled(*given(2)), plain(*given(2)))
+        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
