@@ -140,8 +140,10 @@ def plan(
         ValidationError: no plan passes.
     """
     graph, seconds = captured.graph, 0.0
-    found, is_quick = kept and kept.find(graph, costs, budget, policy), False
-    if not found:
+    known = kept and kept.find(graph, costs, budget, policy)
+    if known:
+        found, is_quick = known
+    else:
         begin = time.perf_counter()
         found = _planned_quickly(captured, costs, budget, policy) if quickly else None
         is_quick = found is not None
@@ -151,6 +153,8 @@ def plan(
             _check_last_home(graph, costs, budget, policy, stores)
             raise
         seconds = time.perf_counter() - begin
+        if kept and is_quick:
+            kept.keep(graph, costs, budget, policy, found, is_quick=True)
     check_spill(graph, costs, found, stores)
     return PlannedStep(captured, budget, costs, found, profiles, is_quick=is_quick, planning_seconds=seconds)
 

@@ -2,7 +2,8 @@
 
 One file for each step, budget and policy, in the folder of the measurements. Times are no part of its name: a plan
 stays right where they change, and is as good as they are alike. What is read is proved before it runs; a file that is
-damaged, or of another step, is left out of account.
+damaged, or of another step, is left out of account. A plan that a quick search has found is kept until there is the
+better one.
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ class StepPlans:
 
     folder: Path | None
 
-    def find(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-        """The plan of such a step, with its timeline under these costs, if one is kept and the validator passes it."""
-        path = self._path(graph, costs, budget, policy)
-        if path is None or not path.exists():
+    def find(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> tuple[Planned, bool] | None:
+        """The plan of such a step, with its timeline under these costs, if one is kept and the validator passes it.
+
+        Returns:
+            the plan, and whether a quick search has found it; None: there is none.
+        """
+        best = self._path(graph, costs, budget, policy)
+        if best is None:
+            return None
+        path = next((one for one in (best, _quick(best)) if one.exists()), None)
+        if path is None:
             return None
         try:
             found = read_plan(path, range(len(graph.storages)))
@@ -48,13 +56,16 @@ class StepPlans:
         except (OutOfCoreError, OSError) as error:
             _log.warning("a plan that was kept is made anew: %s", error)
             return None
-        return Planned(found.plan, found.program, simulate(graph, costs, found.program))
+        return Planned(found.plan, found.program, simulate(graph, costs, found.program)), path != best
 
-    def keep(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy, planned: Planned) -> None:
-        """Keep a plan for later processes."""
-        path = self._path(graph, costs, budget, policy)
-        if path is None:
+    def keep(
+        self, graph: StepGraph, costs: Costs, budget: int, policy: Policy, planned: Planned, *, is_quick: bool = False
+    ) -> None:
+        """Keep a plan for later processes; ``is_quick``: a quick search has found it."""
+        best = self._path(graph, costs, budget, policy)
+        if best is None or (is_quick and best.exists()):
             return
+        path = _quick(best) if is_quick else best
         file = PlanFile(budget, planned.plan, planned.program, planned.timeline.step_seconds)
         try:
             folder = private_folder(path.parent)
@@ -62,6 +73,8 @@ class StepPlans:
                 whole = Path(beside, path.name)
                 write_plan(whole, file, range(len(graph.storages)))
                 whole.replace(path)
+            if not is_quick:
+                _quick(best).unlink(missing_ok=True)
             kept = sorted(folder.glob("plan-*.json"), key=lambda one: one.stat().st_mtime)
             for one in kept[:-_MOST_FILES]:
                 one.unlink(missing_ok=True)
@@ -77,6 +90,10 @@ class StepPlans:
         homes = [home.name for home in costs.homes]
         text = repr((FORMAT, _version(), budget, policy, ops, graph.storages, graph.outputs, needs, homes))
         return self.folder / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _quick(path: Path) -> Path:
+    return path.with_stem(f"{path.stem}-quick")
 
 
 def _version() -> str:

@@ -25,15 +25,25 @@ def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planne
     plans = StepPlans(tmp_path)
     assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) is None
     plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == replace(planned, candidates=())
+    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), False)
     slower = replace(COSTS, ops=(OpCost(0.03),) * 2 * LAYERS)
     found = plans.find(GRAPH, slower, BUDGET, WINDOW)
     assert found is not None
-    assert found.program == planned.program
-    assert found.timeline.step_seconds >= 0.3
+    assert found[0].program == planned.program
+    assert found[0].timeline.step_seconds >= 0.3
     # The line of the user's that an op stands in may change.
     moved = replace(GRAPH, ops=tuple(replace(op, source="elsewhere") for op in GRAPH.ops))
     assert plans.find(moved, COSTS, BUDGET, WINDOW) is not None
+
+
+def test_a_plan_of_a_quick_search_is_kept_until_there_is_a_better_one(tmp_path: Path, planned: Planned) -> None:
+    plans = StepPlans(tmp_path)
+    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned, is_quick=True)
+    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), True)
+    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
+    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), False)
+    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned, is_quick=True)
+    assert len(list(tmp_path.glob("plan-*.json"))) == 1
 
 
 def test_the_plan_of_another_step_is_not_found(tmp_path: Path, planned: Planned) -> None:
