@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--factors", default="1.1,2", help="budgets, in smallest budgets (default: 1.1,2)")
     parser.add_argument("--only", default="", help="names of cases (default: all)")
     given = parser.parse_args()
-    print(_ROW.format("case", "times", "budget", "peak", "bits", "requests", "evicted", "at home", "ends as", "seconds"))
+    print(
+        _ROW.format("case", "times", "budget", "peak", "bits", "requests", "evicted", "at home", "ends as", "seconds")
+    )
     failed = False
     for name in given.only.split(",") if given.only else surging.names():
         smallest = surging.smallest_budget(name)

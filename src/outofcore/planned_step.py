@@ -132,7 +132,7 @@ def plan(
         policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
         quickly: whether a plan will do that a quick search finds, where it finds one.
-        kept: plans of earlier processes; None: none are used.
+        kept: plans of earlier processes, those of quick searches for ``quickly`` alone; None: none are used.
 
     Raises:
         BudgetError: the budget cannot hold the step.
@@ -141,7 +141,7 @@ def plan(
     """
     graph, seconds = captured.graph, 0.0
     known = kept and kept.find(graph, costs, budget, policy)
-    if known:
+    if known and (quickly or not known[1]):
         found, is_quick = known
     else:
         begin = time.perf_counter()

@@ -140,7 +140,7 @@ class Outcome(Enum):
         "The model and its optimizers are as they were before this step, which was undone. Other processes may have "
         "gone on with it: end this one, and let torchrun start all of them again."
     )
-    # It raised in a call that is run as it is, op by op; or too late to be undone, at an op behind which updates stay.
+    # It raised in a call that runs op by op; or too late to be undone, and no update has come before its turn.
     STOPPED = (
         "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
         "The model is whole, and the step can be called again."

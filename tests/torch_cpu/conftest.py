@@ -35,6 +35,12 @@ def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(autouse=True)
+def _plans_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of one worker share measurements, and no plans: some change how a step is planned."""
+    monkeypatch.setattr("outofcore.step_plans._version", lambda: request.node.nodeid)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tests of many tiny ops: threads that wait for each other beside other tests would take most of the time."""

@@ -188,7 +188,7 @@ class DemandEviction:
         found = _face(self._slots, count)
         if found is None:
             return None
-        face, slots, offset = found
+        face, slots, _ = found
         self._faces[face.data_ptr()] = found
         self.overflow_bytes += count
         return slots
