@@ -1354,6 +1354,8 @@ class Session:
             return False
 
     def _stopped(self, runner: Runner, error: BaseException) -> bool:
+        if self._apart:  # others have gone on
+            return False
         try:
             return runner.stop(self.engine)
         except TransferError as another:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
-from outofcore.errors import InputError, StateError
+from outofcore.errors import CaptureError, InputError, StateError
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any], Callable[..., Any]]:
@@ -114,7 +114,8 @@ def test_a_step_that_failed_keeps_others_from_its_model() -> None:
         training(batch(0))
         before = optimizer.param_groups[0]["betas"]
         optimizer.param_groups[0]["betas"] = ("not a number", 0.9)
-        with pytest.raises(TypeError):  # as plain PyTorch leaves the model, which is whole
+        # As plain PyTorch leaves the model, which is whole; or as it was, if what ran during the capture has read it.
+        with pytest.raises((TypeError, CaptureError)):
             training(batch(1))
         evaluation(batch(1))
         optimizer.param_groups[0]["betas"] = before
