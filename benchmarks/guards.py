@@ -111,7 +111,7 @@ def main(
             format_seconds(row["step_seconds"]),
             f"{share:.2%}",
         )
-    console.print(table)
+    console().print(table)
     if write:
         write_result("guards", {"models": rows}, date)
 
