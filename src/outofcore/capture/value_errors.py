@@ -1,9 +1,9 @@
 """Operators that raise because of the values they are given: an index out of range, a matrix that is singular.
 
-An update must not run before such an op where plain PyTorch runs it after: if the op raised, the model would be updated
-in part. What is wrong with dtypes and shapes has raised when the step was captured. The tables were found by running
-PyTorch's operator database on the CPU, forward and backward, with indices out of range, infinities and what is not a
-number (torch 2.13), and by reading the checks of kernels. Any operator of others may raise.
+An update must not run before such an op if plain PyTorch runs it after: should the op raise, only a part of the model
+would be updated. Wrong dtypes and shapes raise while the step is captured. The tables were found by running PyTorch's
+operator database (torch 2.13) on the CPU, forward and backward, with indices out of range, infinities and NaN, and by
+reading the checks of kernels. Any custom operator may raise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outofcore._torch_internals import OpOverload, tree_flatten
 from outofcore.capture.captured import Call, Captured, Ref
 
 _OWN = frozenset({"aten", "prims", "prim"})
-# Where an earlier op was given the same index, it was in range, as it is in the backward pass of that op.
+# These check indices. An index that passed the check of an earlier op passes again, as in that op's backward pass.
 _BY_INDEX = frozenset(
     (
         *("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_select", "index_add"),
@@ -47,14 +47,14 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
         if isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")
-            indices = _integers(captured, call)
             if space not in _OWN or name in _BY_VALUE or _checks_errors(func, call):
                 found.add(op.id)
             elif name in _BY_INDEX:
+                indices = _integers(captured, call)
                 if not known.issuperset(indices):
                     found.add(op.id)
                 known |= indices
-            elif name in _OF_INTEGERS and indices.issuperset(op.reads):
+            elif name in _OF_INTEGERS and _integers(captured, call).issuperset(op.reads):
                 found.add(op.id)
         known.difference_update(op.mutates)
     return frozenset(found)

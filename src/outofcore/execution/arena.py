@@ -71,9 +71,9 @@ class ArenaCounters:
     refused: int = 0  # off-plan requests that nothing could hold
     unclaimed: int = 0  # planned requests that had not come when their scope ended
     last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
-    lent: int = 0  # of the large ones, those that the lender gave an address
+    lent: int = 0  # large off-plan requests that the lender served
     lent_live_bytes: int = 0  # their bytes in use now
-    beyond: int = 0  # of the large ones, those that exceeded the budget since no home had room
+    beyond: int = 0  # large off-plan requests that exceeded the budget because no home had room
     beyond_bytes: int = 0  # their bytes, all added up
 
 

@@ -22,6 +22,7 @@ import logging
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -167,10 +168,10 @@ class DemandEviction:
         if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
             self.refused = op, count
             return REFUSE
-        home = self._overflow(count)
+        found = self._overflow(count)
         if op.id not in self._overflowing:
             self._overflowing.add(op.id)
-            where = "lies beyond the budget" if home is None else f"lies in the home ({home.home.name})"
+            where = "lies beyond the budget" if found is None else f"lies in the home ({found[1]})"
             _log.warning(
                 "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
                 "cannot hold; so that the step can end it %s; the next step is planned with it",
@@ -179,11 +180,11 @@ class DemandEviction:
                 format_bytes(self._budget),
                 where,
             )
-        return EXCEED if home is None else next(reversed(self._faces))
+        return EXCEED if found is None else found[0]
 
-    def _overflow(self, count: int) -> Slots | None:
-        """Have memory of a home for an op, the last of ``_faces``; None: no home has any."""
-        for face, slots, _ in self._faces.values():  # it is not touched now, and the system may write it out
+    def _overflow(self, count: int) -> tuple[int, str] | None:
+        """The address of memory of a home, and the home's name; None: no home has room."""
+        for face, slots, _ in self._faces.values():  # the system may write out what earlier requests got
             slots.home.drop_cache(face)
         found = _face(self._slots, count)
         if found is None:
@@ -191,7 +192,7 @@ class DemandEviction:
         face, slots, _ = found
         self._faces[face.data_ptr()] = found
         self.overflow_bytes += count
-        return slots
+        return face.data_ptr(), slots.home.name
 
     def keep(self, count: int) -> torch.Tensor | None:
         """Memory for what an optimizer keeps and no plan has a place for; None: ordinary memory is to be had.
@@ -205,7 +206,7 @@ class DemandEviction:
             return None
         face, slots, offset = found
         self.overflow_bytes += count
-        return lasting_tensor(face.data_ptr(), count, lambda: _give(slots, offset, face))
+        return lasting_tensor(face.data_ptr(), count, partial(_give, slots, offset, face))
 
     def _op(self, scope: int) -> Op:
         run = self._program.instructions[self._instructions[scope]]
@@ -343,13 +344,15 @@ def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int]
 
 
 def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
+    """Give a slot back whose face was in use until now."""
     slots.give(offset, face.numel())
 
 
-_stranded: list[object] = []
+_stranded: list[object] = []  # memory that outlives its lender, kept as long as the process
 
 
 def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
+    """Keep memory that ops still have when their lender is gone."""
     if faces:
         _stranded.append(faces)
 

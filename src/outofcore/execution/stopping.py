@@ -28,9 +28,9 @@ def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def stops_as_plain(captured: Captured, program: Program, reached: Reached) -> bool:
-    """Whether the updates that were made are those that plain PyTorch makes before it gets to where the step stopped.
+    """Whether plain PyTorch would have made the same updates before it raised at the same op.
 
-    That is so before all updates, and at an op behind which those stay that follow it in plain PyTorch.
+    It would if no update has begun, or if updates are never moved up past that op.
     """
     started, done = reached.started, reached.done
     if not any(started[index] for index in updates_of(captured, program)):
