@@ -7,7 +7,6 @@ session makes the runner of a planned step when it first brings the step's progr
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import logging
 import time
@@ -57,7 +56,7 @@ from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
 from outofcore.execution.demand_eviction import describe
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import trim_heap
+from outofcore.execution.memory import new_garbage_collected, trim_heap
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner, UpdateError
@@ -474,11 +473,12 @@ class Session:
             _log.info("capturing again: %s", what)
         begin = time.perf_counter()
         others = [self._known[other].step for other in self._variants.others(signature) if other in self._known]
-        with following(on_progress) as self._tell:
+        # What capturing and planning use would otherwise stay with the process beside its budget.
+        with new_garbage_collected(), following(on_progress) as self._tell:
             known = self._known[signature] = self._learn(known, self._ranks, args, kwargs, others)
+            self._note_reads(signature, known)
         if not change:
             self._count_kinds(time.perf_counter() - begin)
-        self._note_reads(signature, known)
         return known
 
     def _note_reads(self, signature: Signature, known: _Known) -> None:
@@ -1311,8 +1311,6 @@ class Session:
         self._make_way()
         if self.arena is None or self.arena.bytes < needed:
             self._leave_arena()
-            # What capturing and planning have used would otherwise stay with the process beside its budget.
-            gc.collect()
             trim_heap()
             self.keeper.evacuate()
             self.arena = self.backend.arena(needed, self.backend.reserve(self.budget), known.step.budget)

@@ -2,7 +2,7 @@
 
 Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
 everything, and compiled with the smallest budget that is told when it is refused. What cannot be captured is counted
-by the refusal; what is neither right nor refused has failed.
+by the refusal and the entry; what is neither right nor refused has failed.
 
     python tests/torch_cpu/databases_compiled.py modules operators optimizers
     python tests/torch_cpu/databases_compiled.py operators --only nn.functional.conv2d
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import gc
 import itertools
 import json
 import re
@@ -122,13 +123,14 @@ def main() -> int:
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # each capture collects garbage: PyTorch and its databases are none
     kinds = {
         "modules": of_samples(modules, given.only, given.first),
         "operators": of_samples(operators, given.only, given.first),
         "optimizers": optimizers(given.only),
     }
     told: dict[str, Any] = {"ran": 0, "plain refuses": 0, "unsteady": 0, "failed": []}
-    refused: collections.Counter[str] = collections.Counter()
+    refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory() as cache:
         for number, (name, make) in enumerate(itertools.chain.from_iterable(kinds[which] for which in given.which)):
             if number % given.every != given.start:
@@ -150,14 +152,14 @@ def main() -> int:
                     if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
                         told["failed"].append(f"{name} in {budget} bytes: other bits")
             except (outofcore.CaptureError, outofcore.InputError) as error:
-                refused[reason(error)] += 1
+                refused[reason(error)][name.partition(" ")[0]] += 1
                 continue
             except Exception:
                 last = traceback.format_exc(limit=-1).strip().splitlines()
                 told["failed"].append(f"{name}: {' | '.join(last[-3:])[:300]}")
                 continue
             told["ran"] += 1
-    print(json.dumps(told | {"refused": dict(refused.most_common())}))
+    print(json.dumps(told | {"refused": refused}))
     return bool(told["failed"] or not told["ran"])
 
 

@@ -202,6 +202,28 @@ def list_in_a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     return w.scaled(lambda: sum(weights.inner)), lambda: weights.inner.append(3.0)
 
 
+def all_attributes_replaced(w: World) -> tuple[Callable[..., Any], Change]:
+    weights = Weights()
+    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "__dict__", {"kl": 2.0, "inner": []})
+
+
+def all_attributes_of_a_module_replaced(w: World) -> tuple[Callable[..., Any], Change]:
+    drop = w.model.drop
+    return w.scaled(lambda: 1.0), lambda: object.__setattr__(drop, "__dict__", {**vars(drop), "p": 0.5})
+
+
+class Counted(dict[str, float]):
+    """Says that it has more items than a dict would say."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+def dict_of_another_length(w: World) -> tuple[Callable[..., Any], Change]:
+    weights = Counted(kl=1.0)
+    return w.scaled(lambda: weights["kl"]), lambda: weights.update(kl=2.0)
+
+
 def frozen_dataclass_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     holder = types.SimpleNamespace(weights=Fixed())
     return w.scaled(lambda: holder.weights.kl), lambda: setattr(holder, "weights", Fixed(2.0))
@@ -612,6 +634,7 @@ CASES: dict[str, Case] = {
             *(numpy_schedule, an_enum, not_a_number, learning_rate_in_the_loss, setting_of_ones_own, scheduler),
             *(state_of_the_optimizer, patched_function, patched_builtin, attribute_of_an_adapter),
             *(method_of_an_object, decorated, attribute_of_a_parameter, of_this_thread, environment, chained_maps),
+            *(all_attributes_replaced, all_attributes_of_a_module_replaced, dict_of_another_length),
             *(chosen_by_name, weights_chosen_by_closure, weights_chosen_by_attribute, modules_swapped),
         )
     },

@@ -8,7 +8,8 @@ torch 2.13; where a later release mends a fake, the repair changes nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -186,8 +187,8 @@ def _mask_argument(func: OpOverload) -> str:
     return masks[0] if len(masks) == 1 else ""
 
 
-def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:
-    """The result of an operator whose fake cannot take these arguments, as its kernel can; None: its fake will do.
+def made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    """The results of an operator whose fake cannot take these arguments, as its kernel can; None: its fake will do.
 
     Raises:
         RuntimeError: the kernel would refuse this, too.
@@ -197,7 +198,18 @@ def made_up(func: OpOverload, given: Given) -> torch.Tensor | None:
         return torch.empty((), dtype=torch.complex128).conj()
     if func._schema.name == "aten::_grouped_mm" and given["self"].dtype != torch.bfloat16:
         return _grouped_product(given)
+    if func._schema.name == "aten::_ctc_loss":
+        frames, batch, _ = given["log_probs"].shape
+        width = 2 * _longest_target(given["targets"], given["target_lengths"]) + 1
+        return given["log_probs"].new_empty((batch,)), given["log_probs"].new_empty((batch, frames, width))
     return None
+
+
+def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor) -> int:
+    """The length of the longest of some targets, or the longest that there is room for if the lengths are a tensor."""
+    if isinstance(lengths, torch.Tensor):
+        return targets.shape[1] if targets.ndim == 2 else targets.numel()
+    return max(lengths, default=0)
 
 
 def _grouped_product(given: Given) -> torch.Tensor:
@@ -239,6 +251,8 @@ def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Call
         return Within(func, torch.enable_grad)
     if func._schema.name == "aten::_trilinear" and autocast is not None:
         return Within(func, functools.partial(torch.autocast, *autocast))
+    if func is torch.ops.aten._ctc_loss.Tensor:
+        return CtcLoss(func)
     return func
 
 
@@ -252,6 +266,27 @@ class Within:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.enter():
             return self.func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class CtcLoss:
+    """The CTC loss for lengths in tensors, with room for the longest target that these could tell of.
+
+    How much its backward pass is given depends on the lengths (ATen/native/LossCTC.cpp). It does not look at what is
+    beyond a target, so that it can as well be given more.
+    """
+
+    func: OpOverload
+
+    def __call__(
+        self, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, *rest: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, alpha = self.func(log_probs, targets, input_lengths, *rest, **more)
+        batch, frames, width = alpha.shape
+        longest = _longest_target(targets, rest[0] if rest else more["target_lengths"])
+        room = alpha.new_full((batch, frames, 2 * longest + 1), -math.inf)
+        room[..., :width] = alpha
+        return loss, room
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ void PyEval_SetProfile(Py_tracefunc, PyObject*);
 
 namespace {
 
-// As ``Kind`` in snapshot.py.
+// As ``Kind`` in words.py.
 enum Kind : int64_t {
   kItem = 0,
   kAttribute = 1,
@@ -44,22 +44,24 @@ struct Entry {
   PyObject* owner;
   PyObject* key;
   PyObject* value;  // null: there is nothing
-  int64_t count;    // -1: is not compared
+  int64_t count;    // of items, where these are compared
 };
 
-// Whether an object that was just looked up is the one that was there, and as large, if it is a dict.
-bool is_same(PyObject* now, const Entry& entry) {
-  return now == entry.value && (entry.count < 0 || PyDict_Size(now) == entry.count);
-}
+// A word in memory that changes whenever one of the entries from ``begin`` to ``end`` does.
+struct Word {
+  const int64_t* address;
+  int64_t before;
+  int64_t begin;
+  int64_t end;
+};
 
 bool is_same_new(PyObject* now, const Entry& entry) {
   if (now == nullptr) {
     PyErr_Clear();
     return entry.value == nullptr;
   }
-  const bool same = is_same(now, entry);
   Py_DecRef(now);
-  return same;
+  return now == entry.value;
 }
 
 bool is_same_list(const Entry& entry) {
@@ -74,11 +76,8 @@ bool is_unchanged(const Entry& entry) {
   switch (entry.kind) {
     case kItem: {
       PyObject* now = PyDict_GetItemWithError(entry.owner, entry.key);
-      if (now == nullptr) {
-        PyErr_Clear();
-        return entry.value == nullptr;
-      }
-      return is_same(now, entry);
+      if (now == nullptr) PyErr_Clear();
+      return now == entry.value;
     }
     case kAttribute:
       return is_same_new(PyObject_GetAttr(entry.owner, entry.key), entry);
@@ -136,6 +135,20 @@ EXPORT int64_t outofcore_first_change(const Entry* entries, int64_t count, int64
     if (!is_unchanged(entries[i])) return i;
   }
   return count;
+}
+
+// The first entry that has a word and is not what it was, or -1. Words that have changed while their entries have not
+// are noted as they are now.
+EXPORT int64_t outofcore_first_change_by_words(const Entry* entries, Word* words, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    Word& word = words[i];
+    const int64_t now = *word.address;
+    if (now == word.before) continue;
+    const int64_t changed = outofcore_first_change(entries, word.end, word.begin);
+    if (changed < word.end) return changed;
+    word.before = now;
+  }
+  return -1;
 }
 
 // Forgets which code has run.

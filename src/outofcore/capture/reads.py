@@ -243,6 +243,7 @@ def load_comparing() -> ctypes.PyDLL | None:
     """The library of ``reads.cpp``; None where it cannot be built, and Python then does the same."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
+        "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),
         "forget_code": ((), None),
         "tell_of_code": ((ctypes.c_void_p,), None),
     }

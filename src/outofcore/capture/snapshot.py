@@ -1,7 +1,9 @@
 """The Python values that a captured step has read, and whether one of them has changed since.
 
 Before each call they are compared by identity, in native code; what is another object is looked at once more, as two
-numbers may be equal. Parameters, buffers and flags of modules are no part of it: ``capture.signature`` sees to them.
+numbers may be equal. Where one word in memory tells that none of several values has changed (``capture.words``), that
+word is compared in their place. Parameters, buffers and flags of modules are no part of it: ``capture.signature`` sees
+to them.
 
 What cannot be seen: files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
 containers of more than 4096 items, and tensors, which a step has to be given.
@@ -15,6 +17,7 @@ import contextvars
 import enum
 import functools
 import gc
+import itertools
 import logging
 import sys
 import threading
@@ -22,7 +25,6 @@ import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -32,19 +34,7 @@ from torch.optim import Optimizer
 
 from outofcore.capture.effects import slots_of
 from outofcore.capture.reads import Origin, Reads, load_comparing, names_of, origin_of
-
-
-class Kind(IntEnum):
-    """What an entry compares: as ``Kind`` in reads.cpp."""
-
-    ITEM = 0  # of a dict
-    ATTRIBUTE = 1  # of an object
-    CELL = 2  # of a closure
-    LIST = 3  # all items of a list
-    SIZE = 4  # of a dict
-    TYPE = 5  # of an object
-    CALL = 6  # whatever a function compares
-
+from outofcore.capture.words import Kind, word_at, word_of
 
 # Of containers that are larger, what is in their items is not looked at.
 _LOOK_THROUGH = 4096
@@ -98,16 +88,28 @@ class Snapshot:
             walk.visit(root, label)
         walk.globals_of_code()
         walk.run()
-        self._entries = walk.entries
-        self._relevant = walk.relevant
         self._is_whole = len(walk.entries) < _MOST_ENTRIES
+        groups: dict[int, list[_Entry]] = {}
+        alone: list[_Entry] = []
+        for entry in walk.entries:
+            kind, owner, key, *_ = entry
+            word = word_of(kind, owner, key)
+            (alone if word is None else groups.setdefault(word, [])).append(entry)
+        self._entries = [entry for group in groups.values() for entry in group] + alone
+        self._alone = len(self._entries) - len(alone)  # from there on
         self._table = np.array(
             [
                 (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
-                for kind, owner, key, value, count, _ in walk.entries
+                for kind, owner, key, value, count, _ in self._entries
             ],
             np.int64,
         ).reshape(-1, 5)
+        ends = itertools.accumulate(map(len, groups.values()))
+        # No word is as it is noted: the first comparison looks at all entries, and notes the words that it finds.
+        self._words = np.array(
+            [(word, ~word_at(word), end - len(groups[word]), end) for word, end in zip(groups, ends, strict=True)],
+            np.int64,
+        ).reshape(-1, 4)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,10 +119,18 @@ class Snapshot:
         if not self._is_whole:
             return f"the step can read more values than the {_MOST_ENTRIES} that are compared, and perhaps another one"
         library, start, count = load_comparing(), 0, len(self._entries)
-        address = self._table.ctypes.data
+        table, words = self._table.ctypes.data, self._words.ctypes.data
+        while library is not None:
+            place = library.outofcore_first_change_by_words(table, words, len(self._words))
+            if place < 0:
+                start = self._alone
+                break
+            told = self._compared(place)
+            if told is not None:
+                return told
         while True:
             if library is not None:
-                start = library.outofcore_first_change(address, count, start)
+                start = library.outofcore_first_change(table, count, start)
             else:
                 start = next((k for k in range(start, count) if not _is_same(*self._entries[k])), count)
             if start == count:
@@ -135,16 +145,15 @@ class Snapshot:
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
             case Kind.SIZE:
-                names, known = self._relevant[place]
+                names, known = before
                 if _named(owner, names) != known:
                     return f"{label} has other items or attributes"
-                count = len(owner)
+                count = dict.__len__(owner)
             case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
                 now = _now(kind, owner, key)
                 if not _is_equal(before, now):
                     return f"{label} {_told(before, now)}"
                 before = now
-                count = len(now) if count >= 0 else -1
             case Kind.LIST:
                 now = tuple(owner)
                 if not _are_equal(before, now):
@@ -176,11 +185,11 @@ def _now(kind: Kind, owner: Any, key: Any) -> Any:
 def _is_same(kind: Kind, owner: Any, key: Any, before: Any, count: int, label: str) -> bool:
     match kind:
         case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
-            return _now(kind, owner, key) is before and (count < 0 or len(before) == count)
+            return _now(kind, owner, key) is before
         case Kind.LIST:
             return len(owner) == count and all(a is b for a, b in zip(owner, before, strict=True))
         case Kind.SIZE:
-            return len(owner) == count
+            return dict.__len__(owner) == count
         case Kind.TYPE:
             return type(owner) is before
         case _:
@@ -189,8 +198,7 @@ def _is_same(kind: Kind, owner: Any, key: Any, before: Any, count: int, label: s
 
 def _is_equal(before: Any, now: Any) -> bool:
     if before is now:
-        # The same dict, and of another size, where that is compared.
-        return not isinstance(now, dict)
+        return True
     if type(before) is not type(now):
         return False
     if isinstance(now, torch.Tensor):
@@ -216,8 +224,6 @@ def _told(before: Any, now: Any) -> str:
             return "nothing"
         return repr(value)[:80] if isinstance(value, (*_PLAIN, np.generic)) else f"a {type(value).__name__}"
 
-    if before is now:
-        return "has other items"
     if said(before) == said(now):
         return f"is another {type(now).__name__}"
     return f"changed from {said(before)} to {said(now)}"
@@ -233,7 +239,6 @@ class _Walk:
 
     def __init__(self, reads: Reads) -> None:
         self.entries: list[_Entry] = []
-        self.relevant: dict[int, tuple[frozenset[str] | None, frozenset[Any]]] = {}
         self._reads = reads
         self._codes = reads.codes
         of_user = [names_of(code) for code, _, origin in reads.codes.values() if origin is Origin.USER]
@@ -249,25 +254,21 @@ class _Walk:
 
     # What is compared
 
-    def _add(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, count: int = -1) -> None:
+    def _add(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, count: int = 0) -> None:
         self.entries.append((kind, owner, key, value, count, label))
 
     def _value(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
         if isinstance(value, torch.Tensor) and not (kind is Kind.CELL or isinstance(value, nn.Parameter)):
             return  # it would be held, and the step has to be given it
-        count = len(value) if type(value) in (dict, collections.OrderedDict) and not value else -1
-        self._add(kind, owner, key, value, label, count)
-        if count < 0 and not isinstance(value, _PLAIN):
+        self._add(kind, owner, key, value, label)
+        if not isinstance(value, _PLAIN):
             self._stack.append((value, label, named))
 
     def attribute(self, owner: Any, name: str, label: str) -> None:
         """Compare an attribute that is not in the ``__dict__`` of its object."""
         value = getattr(owner, name, _ABSENT)
-        count = len(value) if isinstance(value, dict) else -1
-        self._add(Kind.ATTRIBUTE, owner, name, value, label, count)
-        if isinstance(value, dict):
-            self.visit(value, label)
-        elif value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
+        self._add(Kind.ATTRIBUTE, owner, name, value, label)
+        if value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
             self._stack.append((value, label, False))
 
     def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
@@ -276,8 +277,7 @@ class _Walk:
             self._dict(tensor.__dict__, label, self._user)
 
     def _size(self, held: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
-        self.relevant[len(self.entries)] = names, _named(held, names)
-        self._add(Kind.SIZE, held, None, None, label, len(held))
+        self._add(Kind.SIZE, held, None, (names, _named(held, names)), label, dict.__len__(held))
 
     # Where it goes
 
@@ -411,6 +411,8 @@ class _Walk:
         if isinstance(held, dict):
             if not isinstance(value, Optimizer):
                 self._add(Kind.TYPE, value, None, kind, label)
+            if value.__dict__ is held:  # and not made anew each time that it is asked for
+                self._add(Kind.ATTRIBUTE, value, "__dict__", held, label)
             self._dict(held, label, names, named=isinstance(value, Optimizer))
         if is_module:
             for name, child in value._modules.items():

@@ -153,6 +153,8 @@ class Substitute(TorchFunctionMode):
                 if name not in _METADATA:
                     raise
                 new_args, new_kwargs = args, kwargs or {}
+            if name == "ctc_loss" and self._device_type == "cpu":
+                new_args, new_kwargs = _with_lengths(new_args, new_kwargs)
             self._functions.append((name, _autocast_now(self._device_type)))
             try:
                 return func(*new_args, **new_kwargs)
@@ -277,6 +279,16 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
         for module in model.modules()
         if isinstance(module, AveragedModel)
     }
+
+
+def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``ctc_loss``, with tensors for lengths that are lists: of lists it makes tensors unseen."""
+
+    def tensor(value: Any) -> Any:
+        return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
+
+    named = {name: tensor(kwargs[name]) for name in ("input_lengths", "target_lengths") if name in kwargs}
+    return (*args[:2], *map(tensor, args[2:4]), *args[4:]), kwargs | named
 
 
 def _autocast_now(device_type: str) -> tuple[str, torch.dtype] | None:

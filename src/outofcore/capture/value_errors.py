@@ -44,6 +44,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
     found: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         func = getattr(call.func, "run", call.func)  # of an op that writes its result over an argument
+        func = getattr(func, "func", func)  # of an operator that is called in another way
         if isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")

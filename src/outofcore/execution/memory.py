@@ -7,13 +7,15 @@ without memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -56,6 +58,20 @@ def trim_heap() -> None:
     trim = getattr(_libc, "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
+
+
+@contextlib.contextmanager
+def new_garbage_collected() -> Iterator[None]:
+    """Collect the garbage that is made meanwhile: to look through all that a process holds can take half a second."""
+    is_outermost = not gc.get_freeze_count()  # what the user has put aside stays there
+    if is_outermost:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if is_outermost:
+            gc.unfreeze()
 
 
 def unmap(address: int, count: int) -> None:

@@ -70,8 +70,9 @@ class Contents:
         if replace(self, varied=False) != PLAIN:
             for tensor in scratch:
                 self._fill(tensor)
-        if len(scratch) == len(given) and isinstance(run.func, OpOverload):
-            fit(run.func, operators.by_name(run.func, run.args, run.kwargs))
+        func = getattr(run.func, "func", run.func)
+        if len(scratch) == len(given) and isinstance(func, OpOverload):
+            fit(func, operators.by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if _is_expanded(tensor):
@@ -142,6 +143,19 @@ def _even_segments(given: Given) -> None:
         share = lengths.shape[-1]
         lengths.fill_(data.shape[axis] // share)
         lengths[..., : data.shape[axis] % share].add_(1)
+
+
+def _longest_sequences(given: Given) -> None:
+    """All frames are used, and a target is as long as there is room for: no others ask for more memory."""
+    frames, targets, lengths = given["input_lengths"], given["targets"], given["target_lengths"]
+    if not isinstance(lengths, torch.Tensor) or not lengths.numel():
+        return
+    frames.fill_(given["log_probs"].shape[0])
+    if targets.ndim == 2:
+        lengths.fill_(targets.shape[1])
+    else:  # they add up to the length of all targets in a row
+        lengths.fill_(0)
+        lengths.view(-1)[0] = targets.numel()
 
 
 # Consecutive places are so far apart: a prime, so that all of them come up, and in no order that a cache foresees.
@@ -217,6 +231,8 @@ _FITTING: dict[str, Callable[[Given], None]] = {
     "aten::nll_loss2d_forward": _classes,
     "aten::nll_loss2d_backward": _classes,
     "aten::max_pool2d_with_indices_backward": _windows,
+    "aten::_ctc_loss": _longest_sequences,
+    "aten::_ctc_loss_backward": _longest_sequences,
     "aten::_grouped_mm": _even_groups,
     "aten::_embedding_bag_backward": _full_bags,
     "aten::_embedding_bag_dense_backward": _full_bags,

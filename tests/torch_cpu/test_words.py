@@ -1,0 +1,152 @@
+"""A word in memory changes whenever what it stands for does."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outofcore.capture.words import Kind, word_at, word_of
+
+VALUE = 0
+
+
+class Plain:
+    """Few attributes: they may lie in the object itself."""
+
+    def __init__(self) -> None:
+        self.x = 1
+
+
+def _stored_many_times() -> Plain:
+    """An object of which the interpreter has seen the same attribute set, which it then does in a shorter way."""
+    plain = Plain()
+    for number in range(1000):
+        plain.x = number
+    return plain
+
+
+def _set_attribute(held: Any) -> None:
+    for _ in range(100):
+        held.x = object()
+
+
+def _set_global(_: Any) -> None:
+    global VALUE  # noqa: PLW0603 - what is tested
+    VALUE += 1
+
+
+# What has a dict, the dict, and how an item of it is changed.
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[Any, Any]], Callable[[Any], Any]]] = {
+    "attribute": (Plain, vars, lambda held: setattr(held, "x", object())),
+    "attribute often": (_stored_many_times, vars, _set_attribute),
+    "attribute past its class": (Plain, vars, lambda held: object.__setattr__(held, "x", object())),
+    "attribute gone": (Plain, vars, lambda held: delattr(held, "x")),
+    "attribute of a module": (lambda: nn.Dropout(0.5), vars, lambda held: setattr(held, "p", held.p / 2)),
+    "flag of a module": (nn.Identity, vars, lambda held: held.eval()),
+    "attribute of a class": (
+        lambda: type("Made", (), {"x": 1}),
+        lambda held: next(d for d in gc.get_referents(vars(held)) if isinstance(d, dict)),
+        lambda held: setattr(held, "x", object()),
+    ),
+    "global": (lambda: None, lambda _: globals(), _set_global),
+    "item": (lambda: {"x": 1}, lambda held: held, lambda held: held.__setitem__("x", object())),
+    "update": (lambda: {"x": 1}, lambda held: held, lambda held: held.update(x=object())),
+    "union": (lambda: {"x": 1}, lambda held: held, lambda held: held.__ior__({"x": object()})),
+    "pop": (lambda: {"x": 1}, lambda held: held, lambda held: held.pop("x")),
+    "popitem": (lambda: {"x": 1}, lambda held: held, lambda held: held.popitem()),
+    "clear": (lambda: {"x": 1}, lambda held: held, lambda held: held.clear()),
+    "default": (lambda: defaultdict(object), lambda held: held, lambda held: held["x"]),
+    "ordered": (lambda: OrderedDict(x=1), lambda held: held, lambda held: held.__setitem__("x", object())),
+    "ordered pop": (lambda: OrderedDict(x=1), lambda held: held, lambda held: held.popitem()),
+    "other keys": (lambda: {"x": 1}, lambda held: held, lambda held: held.__setitem__("y", held.pop("x"))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_items_of_dicts(name: str) -> None:
+    make, dict_of, change = CHANGES[name]
+    held = make()
+    address = word_of(Kind.ITEM, dict_of(held), "x")
+    if sys.version_info >= (3, 13):
+        assert address is None
+        return
+    assert address is not None
+    for _ in range(2 if name not in ("attribute gone", "pop", "popitem", "clear", "ordered pop", "other keys") else 1):
+        before = word_at(address)
+        if name == "default":
+            held.clear()
+        change(held)
+        assert word_at(address) != before
+        if name == "flag of a module":
+            held.train()
+
+
+def test_sizes_types_and_cells() -> None:
+    held = {"x": 1}
+    size = word_of(Kind.SIZE, held, None)
+    assert size is not None and word_at(size) == 1
+    held["y"] = 2
+    assert word_at(size) == 2
+
+    plain = Plain()
+    kind = word_of(Kind.TYPE, plain, None)
+    assert kind is not None and word_at(kind) == id(Plain)
+    plain.__class__ = type("Other", (Plain,), {})
+    assert word_at(kind) == id(type(plain))
+
+    number = object()
+
+    def closed() -> object:
+        return number
+
+    assert closed.__closure__ is not None
+    cell = word_of(Kind.CELL, closed.__closure__[0], None)
+    assert cell is not None and word_at(cell) == id(number)
+    number = object()
+    assert word_at(cell) == id(number)
+
+
+class Failure(Exception):  # noqa: N818 - what matters is that it keeps its attributes elsewhere
+    pass
+
+
+@pytest.mark.parametrize("make", [Plain, Failure, type("Items", (dict,), {}), nn.Identity])
+def test_all_attributes(make: Callable[[], Any]) -> None:
+    held = make()
+    before = vars(held)
+    address = word_of(Kind.ATTRIBUTE, held, "__dict__")
+    assert address is not None and word_at(address) == id(before)
+    object.__setattr__(held, "__dict__", {**before})
+    assert word_at(address) != id(before)
+
+
+@pytest.mark.parametrize(
+    "of", [torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))], ids=["tensor", "parameter"]
+)
+def test_hooks_of_tensors(of: torch.Tensor) -> None:
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    before = [word_of(Kind.ATTRIBUTE, of, name) for name in names]
+    assert None not in before and before[0] != before[1]
+    for name, address, register in zip(
+        names, before, (of.register_hook, of.register_post_accumulate_grad_hook), strict=True
+    ):
+        assert address is not None
+        register(lambda _: None)
+        assert word_at(address) == id(getattr(of, name))
+
+
+def test_what_has_no_word() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    assert word_of(Kind.ATTRIBUTE, torch.zeros(2).as_subclass(Own), "_backward_hooks") is None
+    assert word_of(Kind.ATTRIBUTE, torch.zeros(2), "shape") is None
+    assert word_of(Kind.LIST, [], None) is None
+    assert word_of(Kind.CALL, [], None) is None
