@@ -103,6 +103,21 @@ def called_from(*file_suffixes: str) -> bool:
     return any(frame.f_code.co_filename.endswith(file_suffixes) for frame in _frames())
 
 
+def reader_within(package: str) -> CodeType | None:
+    """The code of the innermost frame on this thread's stack, if it is of a package; None: the user's comes first.
+
+    Args:
+        package: of PyTorch's, as a part of a path, such as "/torch/distributions/".
+    """
+    for frame in _frames():
+        code = frame.f_code
+        if package in code.co_filename:
+            return code
+        if is_users_file(code.co_filename):
+            break
+    return None
+
+
 def transform_running() -> str:
     """Which transform of ``torch.func`` the code on this thread's stack is in, the outermost; empty: it is in none."""
     names = [

@@ -42,6 +42,7 @@ from outofcore.capture.refusals import (
 )
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
+from outofcore.capture.value_checks import Check, check_here
 from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
@@ -123,6 +124,10 @@ class Recorder(TorchDispatchMode):
             known = self._known.results(func, args, kwargs)
             if known is not None:
                 return known
+        if name == "aten::_local_scalar_dense" and args[0].dtype is torch.bool and self._device.type == "cpu":
+            check = check_here(self._user.calling())
+            if check is not None:
+                return self._checked(args[0], check)
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
         if name == "aten::_efficientzerotensor":
@@ -383,6 +388,15 @@ class Recorder(TorchDispatchMode):
             source=source,
         )
         return fake
+
+    def _checked(self, given: torch.Tensor, check: Check) -> bool:
+        """Write down an op that raises what would be raised here; the step goes on as if nothing were."""
+        module, source = self._provenance.here()
+        value = self._tables.value_of(given)
+        call = Call(check, (Ref(value),), {}, ())
+        reads = (self._tables.values[value].storage,)
+        self._tables.append("check", call, reads=reads, family=f"check {check}", module=module, source=source)
+        return check.passes
 
     def _as_constants(self, results: Any, error: CaptureError) -> Any:
         """Bake what an operator returns whose sizes depend on values; raise the error where these are not known."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from outofcore._torch_internals import OpOverload, tree_flatten
 from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.value_checks import Check
 
 _OWN = frozenset({"aten", "prims", "prim"})
 # These check indices. An index that passed the check of an earlier op passes again, as in that op's backward pass.
@@ -45,7 +46,9 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         func = getattr(call.func, "run", call.func)  # of an op that writes its result over an argument
         func = getattr(func, "func", func)  # of an operator that is called in another way
-        if isinstance(func, OpOverload):
+        if isinstance(func, Check):
+            found.add(op.id)
+        elif isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")
             if space not in _OWN or name in _BY_VALUE or _checks_errors(func, call):
