@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributions as d
 from torch import nn
+from torch.distributions import constraints
 
 import outofcore
 
@@ -37,7 +38,7 @@ def gamma(h: torch.Tensor) -> torch.Tensor:
     return found.rsample().square().mean() - found.log_prob(torch.ones_like(h[:, :4])).mean()
 
 
-class Small(d.constraints.Constraint):
+class Small(constraints.Constraint):
     """Goes by the value in another way than to raise."""
 
     def check(self, value: torch.Tensor) -> torch.Tensor:

@@ -273,8 +273,9 @@ class _Walk:
 
     def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
         """Compare what the user has set on a tensor."""
-        if tensor.__dict__:
-            self._dict(tensor.__dict__, label, self._user)
+        held: Any = tensor.__dict__
+        if held:
+            self._dict(held, label, self._user)
 
     def _size(self, held: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
         self._add(Kind.SIZE, held, None, (names, _named(held, names)), label, dict.__len__(held))

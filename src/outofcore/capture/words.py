@@ -63,8 +63,8 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
         case Kind.CELL:
             return id(owner) + _CONTENTS
         case Kind.ATTRIBUTE if key == "__dict__":
-            kind = type(owner)
-            address = id(owner) + (_MANAGED if kind.__flags__ & _IS_MANAGED else kind.__dictoffset__)
+            of = type(owner)
+            address = id(owner) + (_MANAGED if of.__flags__ & _IS_MANAGED else of.__dictoffset__)
             return address if word_at(address) == id(vars(owner)) else None
         case Kind.ATTRIBUTE if type(owner) in (torch.Tensor, nn.Parameter):
             place = _place_in_tensor(key)
