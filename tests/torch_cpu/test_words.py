@@ -113,6 +113,18 @@ def test_sizes_types_and_cells() -> None:
     assert word_at(cell) == id(number)
 
 
+def test_empty_sets() -> None:
+    for item in (1, "name", None):
+        held: set[Any] = set()
+        address = word_of(Kind.CALL, held, None)
+        assert address is not None and word_at(address) == 0
+        held.add(item)
+        assert word_at(address) == 1
+        held.discard(item)
+        held |= {item, 2}
+        assert word_at(address) == len(held) != 0
+
+
 class Failure(Exception):  # noqa: N818 - what matters is that it keeps its attributes elsewhere
     pass
 
@@ -150,3 +162,4 @@ def test_what_has_no_word() -> None:
     assert word_of(Kind.ATTRIBUTE, torch.zeros(2), "shape") is None
     assert word_of(Kind.LIST, [], None) is None
     assert word_of(Kind.CALL, [], None) is None
+    assert word_of(Kind.CALL, {1}, None) is None

@@ -33,8 +33,8 @@ class Kind(IntEnum):
 
 
 _WORD = 8
-# Where objects have their type, dicts their size and their version, and cells their contents.
-_TYPE, _SIZE, _VERSION, _CONTENTS = 8, 16, 24, 16
+# Where objects have their type, dicts their size and their version, cells their contents, and sets how many items.
+_TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = 8, 16, 24, 16, 24
 # Where objects have their ``__dict__``, if their type has this flag (Py_TPFLAGS_MANAGED_DICT).
 _MANAGED, _IS_MANAGED = -24, 1 << 4
 _IS_KNOWN = sys.implementation.name == "cpython" and object.__basicsize__ == 2 * _WORD
@@ -62,6 +62,8 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
             return id(owner) + _TYPE
         case Kind.CELL:
             return id(owner) + _CONTENTS
+        case Kind.CALL if type(owner) is set and not owner:
+            return id(owner) + _COUNT
         case Kind.ATTRIBUTE if key == "__dict__":
             of = type(owner)
             address = id(owner) + (_MANAGED if of.__flags__ & _IS_MANAGED else of.__dictoffset__)
