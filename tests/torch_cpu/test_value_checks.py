@@ -17,6 +17,12 @@ import outofcore
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
+@pytest.fixture(autouse=True)
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is by default: torch.compile, which other tests call, switches it off for the whole process."""
+    monkeypatch.setattr(d.Distribution, "_validate_args", True)
+
+
 def gaussian(h: torch.Tensor) -> torch.Tensor:
     return F.gaussian_nll_loss(h[:, :4], torch.ones_like(h[:, :4]), h[:, 4:])
 

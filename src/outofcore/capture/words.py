@@ -78,7 +78,7 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
 @functools.cache
 def _place_in_tensor(name: str) -> int | None:
     """Where a tensor has a dict of its hooks; None: that cannot be found out."""
-    probe, hooks = torch.zeros((), requires_grad=True), OrderedDict[int, Any]()
+    probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:
         setattr(probe, name, hooks)
     except (AttributeError, RuntimeError, TypeError):
