@@ -1,8 +1,8 @@
 """What it costs to compare the Python values that a compiled step has read, before each call.
 
 Five models of the transformers library (a GPT-2 of 24 layers among them), randomly initialised and narrow, so that
-their steps are short: the share is that of the worst case. The comparison and the steps are timed in turns, and so is
-a second comparison after each, for which everything lies in the caches.
+their steps are short: the share is that of the worst case. Comparisons and steps are timed in turns; each comparison is
+repeated at once, with warm caches.
 """
 
 from __future__ import annotations

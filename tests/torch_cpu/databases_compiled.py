@@ -1,8 +1,8 @@
 """PyTorch's own databases of modules, operators and optimizers through ``compile``: the bits of plain PyTorch.
 
 Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
-everything, and compiled with the smallest budget that is told when it is refused. What cannot be captured is counted
-by the refusal and the entry; what is neither right nor refused has failed.
+everything, and compiled with the smallest budget, which a refusal names. Samples that cannot be captured are counted
+by refusal and entry; a sample that is neither right nor refused has failed.
 
     python tests/torch_cpu/databases_compiled.py modules operators optimizers
     python tests/torch_cpu/databases_compiled.py operators --only nn.functional.conv2d
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import gc
 import itertools
 import json
 import re
@@ -123,7 +122,6 @@ def main() -> int:
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # each capture collects garbage: PyTorch and its databases are none
     kinds = {
         "modules": of_samples(modules, given.only, given.first),
         "operators": of_samples(operators, given.only, given.first),

@@ -206,7 +206,7 @@ def made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor
 
 
 def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor) -> int:
-    """The length of the longest of some targets, or the longest that there is room for if the lengths are a tensor."""
+    """The length of the longest target; if the lengths are a tensor, the longest that ``targets`` has room for."""
     if isinstance(lengths, torch.Tensor):
         return targets.shape[1] if targets.ndim == 2 else targets.numel()
     return max(lengths, default=0)
@@ -270,10 +270,10 @@ class Within:
 
 @dataclass(frozen=True)
 class CtcLoss:
-    """The CTC loss for lengths in tensors, with room for the longest target that these could tell of.
+    """The CTC loss with lengths in tensors; its second result, log alpha, is padded to the longest possible target.
 
-    How much its backward pass is given depends on the lengths (ATen/native/LossCTC.cpp). It does not look at what is
-    beyond a target, so that it can as well be given more.
+    The kernel makes log alpha as wide as the longest target of the batch (ATen/native/LossCTC.cpp), but a captured step
+    needs a fixed shape. The backward pass does not read the padding.
     """
 
     func: OpOverload

@@ -104,10 +104,10 @@ def called_from(*file_suffixes: str) -> bool:
 
 
 def reader_within(package: str) -> CodeType | None:
-    """The code of the innermost frame on this thread's stack, if it is of a package; None: the user's comes first.
+    """The code of a package's innermost frame on this thread's stack; None: a frame of the user's is further in.
 
     Args:
-        package: of PyTorch's, as a part of a path, such as "/torch/distributions/".
+        package: a part of the paths of its files, such as "/torch/distributions/".
     """
     for frame in _frames():
         code = frame.f_code

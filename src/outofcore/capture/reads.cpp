@@ -137,8 +137,8 @@ EXPORT int64_t outofcore_first_change(const Entry* entries, int64_t count, int64
   return count;
 }
 
-// The first entry that has a word and is not what it was, or -1. Words that have changed while their entries have not
-// are noted as they are now.
+// The first entry with a word whose value has changed, or -1. Where a word has changed and none of its entries has, the
+// word is stored anew.
 EXPORT int64_t outofcore_first_change_by_words(const Entry* entries, Word* words, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     Word& word = words[i];

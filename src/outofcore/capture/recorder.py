@@ -390,7 +390,7 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _checked(self, given: torch.Tensor, check: Check) -> bool:
-        """Write down an op that raises what would be raised here; the step goes on as if nothing were."""
+        """Record an op that makes a check in each call; the capture goes on as if it had passed."""
         module, source = self._provenance.here()
         value = self._tables.value_of(given)
         call = Call(check, (Ref(value),), {}, ())

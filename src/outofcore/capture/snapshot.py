@@ -1,9 +1,9 @@
 """The Python values that a captured step has read, and whether one of them has changed since.
 
 Before each call they are compared by identity, in native code; what is another object is looked at once more, as two
-numbers may be equal. Where one word in memory tells that none of several values has changed (``capture.words``), that
-word is compared in their place. Parameters, buffers and flags of modules are no part of it: ``capture.signature`` sees
-to them.
+numbers may be equal. Several values may share one word in memory that changes whenever one of them does, such as the
+version of their dict (``capture.words``): then only that word is compared. Parameters, buffers and flags of modules are
+no part of it: ``capture.signature`` sees to them.
 
 What cannot be seen: files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
 containers of more than 4096 items, and tensors, which a step has to be given.
@@ -96,7 +96,7 @@ class Snapshot:
             word = word_of(kind, owner, key)
             (alone if word is None else groups.setdefault(word, [])).append(entry)
         self._entries = [entry for group in groups.values() for entry in group] + alone
-        self._alone = len(self._entries) - len(alone)  # from there on
+        self._alone = len(self._entries) - len(alone)  # entries from here on have no word
         self._table = np.array(
             [
                 (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
@@ -105,7 +105,7 @@ class Snapshot:
             np.int64,
         ).reshape(-1, 5)
         ends = itertools.accumulate(map(len, groups.values()))
-        # No word is as it is noted: the first comparison looks at all entries, and notes the words that it finds.
+        # Stored inverted, each word looks changed to the first comparison, which compares its entries and stores it.
         self._words = np.array(
             [(word, ~word_at(word), end - len(groups[word]), end) for word, end in zip(groups, ends, strict=True)],
             np.int64,
@@ -412,7 +412,7 @@ class _Walk:
         if isinstance(held, dict):
             if not isinstance(value, Optimizer):
                 self._add(Kind.TYPE, value, None, kind, label)
-            if value.__dict__ is held:  # and not made anew each time that it is asked for
+            if value.__dict__ is held:  # some classes return a new dict each time
                 self._add(Kind.ATTRIBUTE, value, "__dict__", held, label)
             self._dict(held, label, names, named=isinstance(value, Optimizer))
         if is_module:

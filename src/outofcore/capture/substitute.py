@@ -282,7 +282,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``ctc_loss``, with tensors for lengths that are lists: of lists it makes tensors unseen."""
+    """The arguments of ``ctc_loss`` with lists of lengths as tensors: it would fill a tensor of them below dispatch."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value

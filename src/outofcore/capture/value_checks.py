@@ -1,8 +1,8 @@
-"""Where PyTorch's own Python code reads a value only to raise an error, or not.
+"""Checks in PyTorch's own Python code that read a value only to raise an error.
 
-A captured step goes on as if it did not, with an op that looks at the value in each call and raises.
+The capture assumes that such a check passes, and records an op that makes the check in each call.
 
-Limits: what is raised in a call names the check and not the value that failed it; on the CPU alone.
+Limits: the error names the check, but not the value that failed it. Only steps on the CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from outofcore.capture.provenance import reader_within
 
 @dataclass(frozen=True)
 class Check:
-    """Raises unless a tensor with one element is as it has to be.
+    """Raises if a tensor with one element has the wrong truth value.
 
     Attributes:
-        passes: the truth value with which nothing is raised.
+        passes: the right truth value.
         text: of the error.
     """
 
@@ -27,10 +27,10 @@ class Check:
     text: str
 
     def __call__(self, value: torch.Tensor) -> None:
-        """Raise unless it is so.
+        """Check a value.
 
         Raises:
-            ValueError: it is not.
+            ValueError: its truth value is the wrong one.
         """
         if bool(value) != self.passes:
             raise ValueError(self.text)
@@ -45,10 +45,10 @@ _OF_DISTRIBUTIONS = Check(
 
 
 def check_here(function: str) -> Check | None:
-    """The check that a value is read for where the step is now, if it is read for one.
+    """The check that is reading a value, as the Python stack shows; None: something else reads it.
 
     Args:
-        function: the PyTorch function that the user's code is in.
+        function: the name of the PyTorch function that the user's code has called.
     """
     if function in _LOSSES:
         return _LOSSES[function]

@@ -1,10 +1,11 @@
-"""Which word in memory tells that something which a captured step has read is unchanged.
+"""Addresses of words in memory that change whenever a value that a captured step has read does.
 
-A step may have read thousands of values. To look each of them up before each call takes longer than to compare words
-at addresses that are known: the version of a dict stands for all its items, its size for which items there are.
+A step may have read thousands of values. Looking each of them up before each call takes longer than comparing words at
+known addresses: the version of a dict stands for all its items, its size for the set of its keys.
 
-The layouts are those of CPython for 64 bits with its global lock. Dicts have versions that each change increases until
-Python 3.12: in 3.13 what is set as an attribute does not. Where a tensor has its hooks is found by trial.
+The memory layouts are those of CPython on 64 bits with the global interpreter lock. Versions of dicts are used up to
+Python 3.12; in 3.13, setting an attribute does not change the version. The place of a tensor's hooks is found with a
+probe: a tensor that is given a known dict of hooks.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Kind(IntEnum):
 
 
 _WORD = 8
-# Where objects have their type, dicts their size and their version, cells their contents, and sets how many items.
+# Offsets in bytes: an object's type, a dict's size and version, a cell's contents, a set's number of items.
 _TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = 8, 16, 24, 16, 24
-# Where objects have their ``__dict__``, if their type has this flag (Py_TPFLAGS_MANAGED_DICT).
+# The offset of an object's ``__dict__`` if its type has this flag (Py_TPFLAGS_MANAGED_DICT).
 _MANAGED, _IS_MANAGED = -24, 1 << 4
 _IS_KNOWN = sys.implementation.name == "cpython" and object.__basicsize__ == 2 * _WORD
 _HAS_VERSIONS = sys.version_info < (3, 13)
@@ -47,9 +48,9 @@ def word_at(address: int) -> int:
 
 
 def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
-    """The address of a word that changes whenever what is compared does; None: there is none.
+    """The address of a word that changes whenever the value of an entry does; None: there is no such word.
 
-    It is valid as long as ``owner`` lives. That it changes does not mean that what is compared does.
+    The address is valid as long as ``owner`` lives. The word may also change while the value stays the same.
     """
     if not _IS_KNOWN:
         return None
@@ -77,7 +78,7 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
 
 @functools.cache
 def _place_in_tensor(name: str) -> int | None:
-    """Where a tensor has a dict of its hooks; None: that cannot be found out."""
+    """The offset of a tensor's dict of hooks, found with a probe; None: it was not found."""
     probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:
         setattr(probe, name, hooks)

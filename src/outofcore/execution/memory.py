@@ -62,8 +62,8 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def new_garbage_collected() -> Iterator[None]:
-    """Collect the garbage that is made meanwhile: to look through all that a process holds can take half a second."""
-    is_outermost = not gc.get_freeze_count()  # what the user has put aside stays there
+    """Collect the garbage made within the context, and no other: a full collection can take half a second."""
+    is_outermost = not gc.get_freeze_count()  # objects that the user has frozen stay so
     if is_outermost:
         gc.freeze()
     try:

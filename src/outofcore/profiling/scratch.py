@@ -146,7 +146,7 @@ def _even_segments(given: Given) -> None:
 
 
 def _longest_sequences(given: Given) -> None:
-    """All frames are used, and a target is as long as there is room for: no others ask for more memory."""
+    """Use all frames, and make targets as long as there is room for: no other lengths need more memory."""
     frames, targets, lengths = given["input_lengths"], given["targets"], given["target_lengths"]
     if not isinstance(lengths, torch.Tensor) or not lengths.numel():
         return
