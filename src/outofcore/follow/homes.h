@@ -138,6 +138,8 @@ class Original {
   }
   at::DataPtr give_back() { return std::move(memory_); }
 
+  std::shared_ptr<Original> next;  // in a list of those that are let go of
+
  private:
   std::shared_ptr<const ForeignFile> file_;
   int64_t offset_, bytes_;

@@ -17,7 +17,16 @@
 //
 // What the device decides is in device_cpu.h and device_cuda.h, of which one is compiled in.
 //
-// All state is behind one lock, which is never held while PyTorch runs an op or Python, or bytes are copied beside ops.
+// Threads. One thread, which has opened the loop, and threads that autograd starts for it, ask for memory of the arena and
+// move blocks. The ops of all other threads are seen too, from their first op on (``on_op``): each pins the blocks that it
+// uses, so that nothing is moved under it, and that is all. Such a thread never waits for a copy or for room, and its
+// requests are served by the stock allocator. A block that is away and pinned by another thread is used through its window
+// by everybody. Work of a collective holds its tensors until it is complete, whoever waits for it.
+//
+// All state is behind one lock. It is never held while PyTorch runs an op or Python, while bytes are copied beside ops, or
+// while a strong reference is taken or dropped: PyTorch may take Python's lock for that. So the order of locks is: Python's
+// lock, then this one, then those of the homes and of works of collectives. Who needs a reference, or waits, lets go of the
+// lock meanwhile (``Unlocked``) and looks at everything again.
 
 #ifdef OUTOFCORE_CUDA
 #include "device_cuda.h"
@@ -36,12 +45,15 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -115,8 +127,24 @@ enum Counter {
 
 struct Space;
 
-// What a copying thread does with a block.
-enum class Copying { kNothing, kIn, kOut };
+// Where the bytes of a block are, and what its storage shows.
+enum class State : uint8_t {
+  kAway,     // at home; the storage shows the window there
+  kComing,   // a copy to the arena is under way; the window
+  kArrived,  // the copy has ended; the window, until an op of the loop uses the block
+  kHere,     // in the arena, which the storage shows, or there is no storage yet
+};
+// What may follow. A block that is not away takes up memory of the arena; one that is here may be written to its home
+// beside the ops (``writing``), and stays here until that has ended.
+constexpr bool may_follow(State before, State after) {
+  switch (before) {
+    case State::kAway: return after == State::kComing || after == State::kHere;
+    case State::kComing: return after == State::kArrived || after == State::kAway;
+    case State::kArrived: return after == State::kHere || after == State::kAway;
+    case State::kHere: return after == State::kAway;
+  }
+  return false;
+}
 
 struct Block {
   Space* space = nullptr;
@@ -124,14 +152,17 @@ struct Block {
   int64_t id = 0;
   int64_t bytes = 0, used = 0;  // in whole pages; of the storage
   int64_t offset = -1;          // in the arena; -1: it has no addresses there
-  bool here = false;            // in the arena's memory; else at home
-  bool charged = false;         // its bytes count as in use: it is here, or on its way
+  State state = State::kAway;
+  bool writing = false;         // it is copied to its home beside the ops
   follow::Slot slot;
   bool dirty = true;            // what is at home, if anything, is not what it holds
   bool fixed = false;           // somebody has its address: it keeps it, here and away
-  bool busy = false;            // somebody may be writing to it at any time: it stays
-  bool dead = false;            // freed while pinned
-  int pins = 0;
+  bool stays = false;           // and may use it at any time, in another thread: it does not leave
+  bool dead = false;            // freed while it was held
+  bool dying = false;           // its storage is being destroyed in another thread, or has given its memory to another one
+  int pins = 0;                 // of ops that use it
+  int others = 0;               // of them, those of threads that are not the loop's
+  int works = 0;                // of collectives that may read or write it
   int64_t last_use = 0;
   int64_t twin = -1;            // whose part it plays in the history
   int64_t role_in = -1;         // the record in which it plays a part that others play in other steps
@@ -140,14 +171,24 @@ struct Block {
   int64_t given = -1;           // its place among those that the user put under the budget
   uint64_t sum = 0;             // of what is at home, while it is not dirty
   int64_t version = 0;          // how often it was written
-  Copying copying = Copying::kNothing;
   bool early = false;           // it was brought in before an op needed it, and none has used it yet
-  bool copied = false;          // that came off
+  bool copied = false;          // the copy beside the ops came off
+  bool waited = false;          // somebody waited for it
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
   [[no_unique_address]] Device::Order order;
   int64_t copy_start = 0, copy_end = 0;
+
+  bool here() const { return state == State::kHere; }
+  bool charged() const { return state != State::kAway; }  // its bytes count as in use
+  bool copying() const { return state == State::kComing || writing; }
+  // Somebody uses it, so that it has to outlive its storage.
+  bool held() const { return pins > 0 || works > 0 || copying(); }
+  void become(State next) {
+    TORCH_INTERNAL_ASSERT_DEBUG_ONLY(may_follow(state, next), "a block cannot go from ", int(state), " to ", int(next));
+    state = next;
+  }
 };
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
@@ -193,6 +234,7 @@ struct Space {
   int64_t ids = 0;
   int64_t pieces = 0;            // blocks of all kinds
   bool open = true;
+  bool seen = false;             // ops of all threads are seen because of it
   bool of_parent = false;        // this process is a child that was forked from the one that made it
   bool verified = true;          // whether what is taken to be unchanged is compared
   bool sampled = false;          // and of weights that are still in their files, which nobody writes to, a part
@@ -211,10 +253,21 @@ struct Space {
   char* address(const Block& block) const { return base + block.offset; }
 };
 
-// Recursive: to drop the last reference to a storage comes back through ``release_block``. Never destroyed.
+// Recursive: to free a storage comes back through ``release_block``. Never destroyed.
 std::recursive_mutex& mutex = *new std::recursive_mutex;
-// Memory of others that is not needed any more. To free it may take Python's lock, which must not be waited for under ours.
-std::vector<std::shared_ptr<follow::Original>>& let_go = *new std::vector<std::shared_ptr<follow::Original>>;
+// What is dropped once the lock is free: to do so may take Python's lock, or come back here.
+struct LetGo {
+  LetGo() = default;
+  LetGo(LetGo&&) = default;
+  LetGo& operator=(LetGo&&) = default;
+  ~LetGo() {
+    while (originals) originals = std::exchange(originals->next, nullptr);  // one after the other, and not within each other
+  }
+  std::shared_ptr<follow::Original> originals;  // memory of others that is not needed any more: a list
+  std::vector<c10::intrusive_ptr<StorageImpl>> storages;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+};
+LetGo& let_go = *new LetGo;
 
 class Guard {
  public:
@@ -223,15 +276,51 @@ class Guard {
     ++held_;
   }
   ~Guard() {
-    std::vector<std::shared_ptr<follow::Original>> free;
-    if (--held_ == 0) free.swap(let_go);
+    LetGo free;
+    if (--held_ == 0) std::swap(free, let_go);
     mutex_.unlock();
   }
   Guard(const Guard&) = delete;
 
- private:
+  // How often the calling thread has the lock.
   inline static thread_local int held_ = 0;
+
+ private:
   std::recursive_mutex& mutex_;
+};
+
+// Lets go of Python's lock, if the calling thread has it: the thread that is waited for may need it.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    static const auto has = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static const auto save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (has != nullptr && save != nullptr && has() == 1) state_ = save();
+  }
+  ~WithoutPython() {
+    static const auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (state_ != nullptr) restore(state_);
+  }
+  WithoutPython(const WithoutPython&) = delete;
+
+ private:
+  void* state_ = nullptr;
+};
+
+// Lets go of the lock for a while. What was looked at before has to be looked at again.
+class Unlocked {
+ public:
+  Unlocked() : held_(std::exchange(Guard::held_, 0)) {
+    for (int i = 0; i < held_; ++i) mutex.unlock();
+  }
+  ~Unlocked() {
+    for (int i = 0; i < held_; ++i) mutex.lock();
+    Guard::held_ = held_;
+  }
+  Unlocked(const Unlocked&) = delete;
+
+ private:
+  int held_;
 };
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
@@ -262,7 +351,14 @@ int64_t answer_of(Function* function, Given... given) {
 std::deque<Block*>& to_fetch = *new std::deque<Block*>;
 std::deque<Block*>& to_write = *new std::deque<Block*>;
 std::condition_variable_any& asked = *new std::condition_variable_any;
+// What others do that is waited for: copies that have ended, and ops of other threads. Both only count up.
 std::condition_variable_any& answered = *new std::condition_variable_any;
+int64_t answers = 0;
+int waiting = 0;  // threads that do
+void answer() {
+  ++answers;
+  if (waiting > 0) answered.notify_all();
+}
 pid_t copiers = -1;  // the process that has them
 bool fetches = false, writes_out = false;  // which of the two threads there are
 
@@ -271,13 +367,24 @@ thread_local const c10::OperatorHandle* running = nullptr;
 thread_local const char* source = nullptr;     // of the op that runs, if autograd runs it and it is known
 std::atomic<int> ops_running{0};               // of all threads
 
-// How often a loop was opened; and as how many-th the thread opened its own. 0: it opened none, but may run the ops of
-// whatever loop there is, as threads of autograd do. A loop may end in another thread than the one that opened it, or in
-// backward, which restores the keys of the thread at its end: see ``leave_thread``.
+// How often a loop was opened; and as how many-th the thread opened its own; 0: none. A loop may end in another thread
+// than the one that opened it, or in backward, which restores the keys of the thread at its end: see ``leave_thread``.
 std::atomic<int64_t> openings{0};
 thread_local int64_t opening = 0;
-bool is_left() { return current.load() == nullptr || (opening != 0 && opening != openings.load()); }
-// Follows the calling thread no more, if its loop has ended.
+// Whether a loop is open, perhaps paused: then ops of all threads are seen.
+std::atomic<int> open_spaces{0};
+// Whether the thread was found running ops without being the loop's. Threads of autograd, which get the keys of the thread
+// that they work for, are not found.
+thread_local bool found = false;
+bool is_other() { return found || (opening != 0 && opening != openings.load()); }
+// Ops of other threads that run; of them, those that pin nothing, since they were under way when their thread was found.
+std::atomic<int> others_running{0};
+int blind = 0;
+// Storages in PyTorch's own memory that ops of other threads use.
+std::unordered_map<const StorageImpl*, int>& used_by_others = *new std::unordered_map<const StorageImpl*, int>;
+
+bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
+// Follows the calling thread no more, if no loop is open.
 void leave_thread() {
   if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
 }
@@ -299,7 +406,10 @@ struct Entered {
 };
 
 int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-bool tracked() { return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_left()); }
+// Whether the calling thread is the loop's, and between ops or inside one.
+bool tracked() {
+  return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_other() && current.load() != nullptr);
+}
 
 void release_raw(void* pointer);
 void release_block(void* context);
@@ -348,17 +458,21 @@ void show(Block& block, StorageImpl& storage, void* address) {
   old.release_context();
 }
 
-// The storage that owns a block, if it still does: some code moves data pointers to another storage.
-c10::intrusive_ptr<StorageImpl> owner_of(const Block& block) {
-  if (!block.storage) return {};
-  auto storage = block.storage->lock();
-  if (!storage || storage->_mutable_data_ptr_no_checks().get_context() != &block) return {};
-  return storage;
+bool owns(const StorageImpl& storage, const Block& block) {
+  return const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks().get_context() == &block;
 }
+// The same of the storage that a block is known to have, which somebody must hold: an op whose operand it is.
+bool is_owned(const Block& block) { return block.storage && owns(*block.storage->_unsafe_get_target(), block); }
+
+// Another thread may be using it: what its storage shows stays as it is.
+bool used_elsewhere(const Block& block) { return block.others > 0 || blind > 0; }
 
 bool movable(const Block& block) {
-  return block.here && block.storage && block.pins == 0 && !block.busy && (Device::kFixedLeave || !block.fixed);
+  return block.here() && block.storage && !block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&
+         !block.stays && (Device::kFixedLeave || !block.fixed);
 }
+// What takes up memory of the arena and need not.
+bool may_leave(const Block& block) { return block.state == State::kArrived || movable(block); }
 
 void destroy(Block* block);
 
@@ -379,10 +493,9 @@ void let_go_of_idle(Space& space) {
 }
 
 // Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
-void place(Space& space, Block& block, int64_t wanted = -1) {
+void place(Space& space, Block& block, State as, int64_t wanted = -1) {
   TORCH_CHECK(space.base != nullptr, "outofcore: a tensor was used before the loop had its arena");
   count_use(space, block.bytes);
-  block.charged = true;
   if (block.offset < 0) {
     if (wanted >= 0 && space.extents.take_at(wanted, block.bytes))
       block.offset = wanted;
@@ -390,7 +503,6 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
       block.offset = space.extents.take(block.bytes);
     if (block.offset < 0) {
       count_use(space, -block.bytes);
-      block.charged = false;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the arena has no addresses left for ", block.bytes,
                        " bytes; give a larger budget");
     }
@@ -398,7 +510,7 @@ void place(Space& space, Block& block, int64_t wanted = -1) {
     space.device.take(block.order, space.address(block), block.bytes);
   }
   let_go_of_idle(space);
-  block.here = true;
+  block.become(as);
   space.observer.add(follow::Event::kTaken, block.id, block.bytes);
 }
 
@@ -410,81 +522,141 @@ void no_longer_early(Space& space, Block& block) {
 // Takes a block out of the arena.
 void unplace(Space& space, Block& block) {
   no_longer_early(space, block);
-  if (block.charged) {
+  const bool charged = block.charged();
+  if (charged) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
   }
-  // A window lies there. Where it cannot be taken away, nobody gets these addresses again: to write to them would be to
-  // write to a slot.
-  const bool usable = !block.fixed || block.here || space.device.uncover(space.address(block), block.bytes);
   if (block.offset >= 0) {
+    // A window lies over one that keeps its address. Where it cannot be taken away, nobody gets these addresses again: to
+    // write to them would be to write to a slot.
+    const bool usable = !block.fixed || block.here() || space.device.uncover(space.address(block), block.bytes);
     space.device.give(block.order, space.address(block), block.bytes);
     space.at.erase(block.offset);
-    if (usable) space.extents.give(block.offset, block.bytes, block.charged);
+    if (usable) space.extents.give(block.offset, block.bytes, charged);
     if (!space.open && space.extents.idle() > 0) {
       const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
       space.device.discard(space.base + offset, bytes);
     }
   }
   block.offset = -1;
-  block.here = block.charged = false;
+  if (charged) block.become(State::kAway);
 }
 
-// Lets a copy beside ops take effect that has ended; `waited`: for it.
-void take_effect(Space& space, Block* block, bool waited) {
-  const auto observe = [&](follow::Event event) {
-    const auto how = waited ? follow::Copied::kWaited : follow::Copied::kBeside;
-    space.observer.add(event, block->copy_start, block->copy_end, block->id, block->bytes, static_cast<int32_t>(how));
-  };
-  const bool in = block->copying == Copying::kIn;
-  --(in ? space.copying_in : space.copying_out);
-  block->copying = Copying::kNothing;
-  const auto storage = block->dead ? c10::intrusive_ptr<StorageImpl>() : owner_of(*block);
-  if (in && storage && block->copied && space.device.was_touched(space.homes, block->slot)) {
-    unplace(space, *block);  // code that nobody sees may have written there after it was read: fetched when needed
-  } else if (in && storage && block->copied) {
-    if (block->dirty) block->sum = block->copied_sum;
-    block->dirty = false;
-    block->here = true;
-    space.device.use(block->order);
-    show(*block, *storage, space.address(*block));
-    ++space.counters[kFetches];
-    ++space.counters[kFetchesAhead];
-    space.counters[kFetchedBytes] += block->bytes;
-    space.counters[kAway] -= block->bytes;
-    observe(follow::Event::kIn);
-  } else if (in) {
-    unplace(space, *block);
-  } else if (block->copied && block->version == block->copied_version) {
-    block->dirty = false;
-    block->sum = block->copied_sum;
-    ++space.counters[kWrites];
-    space.counters[kWrittenBytes] += block->bytes;
-    observe(follow::Event::kOut);
-  }
-  if (block->dead && block->pins == 0) destroy(block);
+// Destroys a block that was freed while it was held, if it is not any more.
+bool destroy_if_free(Block* block) {
+  if (!block->dead || block->held()) return false;
+  destroy(block);
+  return true;
 }
-// Lets copies beside ops take effect that have ended; `waited`: for one of them. In the order of streams they do so when
+
+void observe_copy(Space& space, const Block& block, follow::Event event) {
+  const auto how = block.waited ? follow::Copied::kWaited : follow::Copied::kBeside;
+  space.observer.add(event, block.copy_start, block.copy_end, block.id, block.bytes, static_cast<int32_t>(how));
+}
+
+// Takes note of a copy beside ops that has ended; `waited`: for it. What has come is shown by the next op that uses it.
+void end_copy(Space& space, Block* block, bool waited) {
+  block->waited = waited;
+  if (block->state == State::kComing) {
+    --space.copying_in;
+    if (block->copied && !block->dead && block->version == block->copied_version)
+      block->become(State::kArrived);
+    else
+      unplace(space, *block);
+  } else {
+    --space.copying_out;
+    block->writing = false;
+    if (block->copied && block->version == block->copied_version) {
+      block->dirty = false;
+      block->sum = block->copied_sum;
+      ++space.counters[kWrites];
+      space.counters[kWrittenBytes] += block->bytes;
+      observe_copy(space, *block, follow::Event::kOut);
+    }
+  }
+  destroy_if_free(block);
+}
+// Takes note of the copies beside ops that have ended; `waited`: for one of them. In the order of streams that is done when
 // they are used, since the stream waits for them then.
-void commit(Space& space, bool waited = false) {
+void end_copies(Space& space, bool waited = false) {
   if (Device::kStreams && !waited) return;
   while (!space.finished.empty()) {
     Block* block = space.finished.back();
     space.finished.pop_back();
-    take_effect(space, block, waited);
+    end_copy(space, block, waited);
+  }
+}
+// Shows what has arrived in place of its window; false: it is used elsewhere, or code that nobody sees may have written to
+// the window since it was read, and it is away again. The storage must not go meanwhile.
+bool show_arrived(Space& space, Block& block) {
+  if (used_elsewhere(block) || !is_owned(block) || space.device.was_touched(space.homes, block.slot)) {
+    unplace(space, block);
+    return false;
+  }
+  if (block.dirty) block.sum = block.copied_sum;
+  block.dirty = false;
+  block.become(State::kHere);
+  space.device.use(block.order);
+  show(block, *block.storage->_unsafe_get_target(), space.address(block));
+  ++space.counters[kFetches];
+  ++space.counters[kFetchesAhead];
+  space.counters[kFetchedBytes] += block.bytes;
+  space.counters[kAway] -= block.bytes;
+  observe_copy(space, block, follow::Event::kIn);
+  return true;
+}
+
+// Works of collectives that are under way, with what they may read or write.
+struct Pending {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::vector<Block*> blocks;
+};
+std::vector<Pending>& pending = *new std::vector<Pending>;
+
+// Takes note of the works that are complete.
+void end_works() {
+  for (size_t i = 0; i < pending.size();) {
+    if (!pending[i].work->isCompleted()) {
+      ++i;
+      continue;
+    }
+    Pending done = std::move(pending[i]);
+    pending.erase(pending.begin() + static_cast<int64_t>(i));
+    let_go.works.push_back(std::move(done.work));
+    for (Block* block : done.blocks) {
+      --block->works;
+      block->dirty = true;
+      ++block->version;
+      destroy_if_free(block);
+    }
   }
 }
 
-// Until a copy has ended that is under way; blocks may be gone then.
-void wait_for_copy(Space& space) {
-  std::unique_lock<std::recursive_mutex> lock(mutex, std::adopt_lock);
-  answered.wait(lock, [&] { return !space.finished.empty(); });
-  lock.release();
-  commit(space, true);
+// What has happened meanwhile takes effect.
+void catch_up(Space& space) {
+  end_copies(space);
+  if (!pending.empty()) end_works();
+}
+
+// Until a copy has ended, or an op of another thread. What was looked at before has to be looked at again, since others may
+// have done anything meanwhile; only the caller knows that its space is still there.
+// False: nothing has happened for so long.
+bool wait_for_answer(std::chrono::seconds most = std::chrono::hours(24)) {
+  const int64_t before = answers;
+  ++waiting;
+  bool answer = false;
+  {
+    const Unlocked unlocked;
+    const WithoutPython python_is_free;  // taken again before the lock is
+    std::unique_lock<std::recursive_mutex> lock(mutex);
+    answer = answered.wait_for(lock, most, [&] { return answers != before; });
+  }
+  --waiting;
+  return answer;
 }
 void wait_for_copies(Space& space) {
-  commit(space);
-  while (space.copying_in + space.copying_out > 0) wait_for_copy(space);
+  for (end_copies(space); space.copying_in + space.copying_out > 0; end_copies(space, true)) wait_for_answer();
 }
 
 // The life of a thread that copies beside ops.
@@ -497,7 +669,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
     Space& space = *block->space;
     char* at = space.address(*block);
     const int64_t step = step_of_sums(space, *block);
-    const bool in = block->copying == Copying::kIn, sums = space.verified && (!in || block->dirty);
+    const bool in = block->state == State::kComing, sums = space.verified && (!in || block->dirty);
     lock.unlock();
     bool copied = true;
     uint64_t sum = 0;
@@ -520,7 +692,7 @@ void copy_on_demand(std::deque<Block*>& queue) {
     block->copy_end = follow::nanos_now();
     block->copy_start = block->copy_end - nanos;
     space.finished.push_back(block);
-    answered.notify_all();
+    answer();
   }
 }
 // Throws c10::Error if the system gives no thread. A later call starts the missing threads.
@@ -549,7 +721,8 @@ void give_slot(Space& space, Block& block) {
   if (!block.slot) return;
   if (block.slot.original) {
     space.counters[kFileBytes] -= block.bytes;
-    let_go.push_back(std::move(block.slot.original));
+    block.slot.original->next = std::exchange(let_go.originals, nullptr);
+    let_go.originals = std::move(block.slot.original);
   } else {
     space.device.give_slot(block.order, space.homes.window(block.slot), block.slot.bytes);
     space.homes.give(block.slot);
@@ -579,11 +752,9 @@ void observe_surprise(Space& space, const Block& block, follow::Cause cause) {
   space.observer.depart(at, cause, name_of(ops[at].op), name_of_running(), block.bytes);
 }
 
-// Lets a block leave that is not being copied; false: it has no owner any more, and stays. Throws if its home fails, and
-// then it stays as well.
-bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMemory) {
-  const auto storage = owner_of(block);
-  if (!storage) return false;
+// Lets a block leave that is movable and not being copied; its storage must not go meanwhile. Throws if its home fails, and
+// then it stays.
+void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause = follow::Cause::kMemory) {
   const Stopwatch watch{space.counters[kTransferMicros]};
   const char* from = space.address(block);
   bool write = block.dirty || !block.slot || space.unseen ||
@@ -619,14 +790,55 @@ bool evict(Space& space, Block& block, follow::Cause cause = follow::Cause::kMem
   if (block.fixed) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
-    block.here = block.charged = false;
-    return true;
+    block.become(State::kAway);
+    return;
   }
   space.device.use_slot(block.order);
-  show(block, *storage, space.homes.window(block.slot));
+  show(block, storage, space.homes.window(block.slot));
   unplace(space, block);
-  return true;
 }
+
+// Strong references to the storages of some blocks, which are needed to show them other memory. The lock is let go of
+// meanwhile. Null: the storage is gone, or has other memory, and the block may be gone as well.
+class Owners {
+ public:
+  explicit Owners(std::vector<Block*> blocks) : blocks_(std::move(blocks)), storages_(blocks_.size()) {
+    for (Block* block : blocks_) ++block->pins;
+    {
+      const Unlocked unlocked;
+      for (size_t i = 0; i < blocks_.size(); ++i)
+        if (blocks_[i]->storage) storages_[i] = blocks_[i]->storage->lock();
+    }
+    let_go.storages.reserve(let_go.storages.size() + blocks_.size());
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      Block*& block = blocks_[i];
+      --block->pins;
+      if (destroy_if_free(block)) {
+        block = nullptr;
+      } else if (!storages_[i] || !owns(*storages_[i], *block)) {
+        block->dying = true;
+        block = nullptr;
+      }
+    }
+  }
+  ~Owners() {
+    for (auto& storage : storages_)
+      if (storage) let_go.storages.push_back(std::move(storage));
+  }
+  Owners(const Owners&) = delete;
+
+  // Calls `action` with each block that a storage owns, and that storage. One without an owner stays: it is destroyed soon,
+  // or found again when it is next touched.
+  template <class Action>
+  void each(Action&& action) const {
+    for (size_t i = 0; i < blocks_.size(); ++i)
+      if (blocks_[i] != nullptr && owns(*storages_[i], *blocks_[i])) action(*blocks_[i], *storages_[i]);
+  }
+
+ private:
+  std::vector<Block*> blocks_;
+  std::vector<c10::intrusive_ptr<StorageImpl>> storages_;
+};
 
 // Which storage of the record a block is that the loop is in; -1: none.
 int32_t part_of(const Space& space, const Block& block) {
@@ -664,8 +876,8 @@ struct Candidate {
 
 // What may leave. `easily`: only what need not be written, and is not used for so many ops (-1: anything).
 Candidate candidate_of(const Space& space, Block* block, int64_t easily) {
-  if (!movable(*block)) return {-1, block};
-  if (easily >= 0 && (block->dirty || block->fixed || block->copying != Copying::kNothing)) return {-1, block};
+  if (!may_leave(*block)) return {-1, block};
+  if (easily >= 0 && block->here() && (block->dirty || block->fixed || block->writing)) return {-1, block};
   const int64_t distance = next_use(space, *block);
   return {distance > easily ? distance : -1, block};
 }
@@ -697,10 +909,46 @@ std::vector<Block*> neighbours(const std::vector<Candidate>& all, int64_t bytes,
   return found;
 }
 
+// Whether an op of another thread keeps something where it is, for as long as it runs.
+bool is_kept_by_others(const Space& space) {
+  if (blind > 0) return true;
+  if (others_running == 0) return false;
+  return std::any_of(space.at.begin(), space.at.end(), [](const auto& placed) {
+    const Block& block = *placed.second;
+    return block.here() && block.storage && block.others > 0 && block.pins == block.others && block.works == 0;
+  });
+}
+
+// Waits for storages to go that are being destroyed; false: there are none. Those that stay have given their memory to other
+// storages.
+bool outlive_dying(Space& space) {
+  std::vector<Block*> dying;
+  for (const auto& [offset, block] : space.at)
+    if (block->dying) dying.push_back(block);
+  if (dying.empty()) return false;
+  if (wait_for_answer(std::chrono::seconds(1))) return true;
+  for (const auto& [offset, block] : space.at)
+    if (std::exchange(block->dying, false)) block->storage.reset();
+  return true;
+}
+
+// Has some blocks leave, of which others may have taken hold meanwhile: what may not leave any more stays.
+void evict_all(Space& space, std::vector<Block*> victims) {
+  std::erase_if(victims, [&](Block* block) {
+    if (block->state != State::kArrived) return false;
+    unplace(space, *block);
+    return true;
+  });
+  if (victims.empty()) return;
+  Owners(std::move(victims)).each([&](Block& block, StorageImpl& storage) {
+    if (movable(block) && !block.writing) evict(space, block, storage);
+  });
+}
+
 // Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. For `easily`
 // see ``candidate_of``.
 bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
-  if (easily < 0) commit(space);
+  if (easily < 0) catch_up(space);
   while (space.charged + bytes > space.budget) {
     const int64_t needed = space.charged + bytes - space.budget;
     std::vector<Candidate> all, candidates;  // by address; those that may leave
@@ -712,8 +960,13 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
       found += block->bytes;
     }
     if (found < needed) {
-      if (easily >= 0 || space.copying_in + space.copying_out == 0) return false;
-      wait_for_copy(space);  // what is on its way can leave again, and what was freed under way is gone then
+      if (easily >= 0) return false;
+      if (space.copying_in + space.copying_out > 0 || is_kept_by_others(space)) {
+        wait_for_answer();  // what is on its way can leave again, and what was freed meanwhile is gone
+        end_copies(space, true);
+      } else if (!outlive_dying(space)) {
+        return false;
+      }
       continue;
     }
     if (easily < 0) space.evicted = true;
@@ -743,19 +996,14 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     // They are to be fetched ahead again, although that far was looked already.
     for (const Block* victim : victims)
       space.looked = std::min(space.looked, space.history.position() + next_use(space, *victim) - 1);
-    const auto written = [](const Block* block) { return block->copying == Copying::kOut; };
-    if (std::any_of(victims.begin(), victims.end(), written)) {
-      wait_for_copy(space);
+    if (std::any_of(victims.begin(), victims.end(), [](const Block* block) { return block->writing; })) {
+      wait_for_answer();
+      end_copies(space, true);
       continue;
     }
-    bool any = false;
-    for (Block* victim : victims) {
-      if (evict(space, *victim))
-        any = true;
-      else
-        victim->storage.reset();  // found again when it is next touched
-    }
-    if (!any && victims.empty()) return false;
+    const int64_t before = space.charged;
+    evict_all(space, std::move(victims));
+    if (easily >= 0 && space.charged >= before) return false;
   }
   return true;
 }
@@ -787,7 +1035,7 @@ std::string source_of_running(const Space& space) {
   bytes = whole_pages(bytes);
   int64_t pinned = 0, kept = 0;
   for (const auto& [offset, block] : space.at) {
-    if (!block->here || movable(*block)) continue;
+    if (!block->here() || movable(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
@@ -796,10 +1044,10 @@ std::string source_of_running(const Space& space) {
                    " bytes are needed. The loop is out of memory.");
 }
 
-// Moves a block within the arena, to where the plan has it if that is free, but out of a stretch; false: it stays.
-bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
-  const auto storage = owner_of(block);
-  if (!storage || block.copying != Copying::kNothing) return false;
+// Moves a block that is movable within the arena, to where the plan has it if that is free, but out of a stretch; false: it
+// stays. Its storage must not go meanwhile.
+bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, int64_t bytes) {
+  if (block.writing) return false;
   // Where free addresses have no memory, both places have some for a moment.
   if (Device::kAddresses > 1 && space.charged + block.bytes > space.budget) return false;
   const int64_t wanted = planned_offset(space, block), before = block.offset;
@@ -822,7 +1070,7 @@ bool move_away(Space& space, Block& block, int64_t from, int64_t bytes) {
   space.at.erase(before);
   block.offset = to;
   space.at[to] = &block;
-  show(block, *storage, space.address(block));
+  show(block, storage, space.address(block));
   space.extents.give(before, block.bytes, true);
   count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
   return true;
@@ -835,8 +1083,11 @@ void move_into_core(Space& space) {
   std::vector<Block*> behind;
   for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.budget; ++it)
     behind.push_back(it->second);
-  for (Block* block : behind)
-    if (movable(*block) && !block->fixed) move_away(space, *block, space.budget, end - space.budget);
+  std::erase_if(behind, [](const Block* block) { return !movable(*block) || block->fixed; });
+  if (!behind.empty())
+    Owners(std::move(behind)).each([&](Block& block, StorageImpl& storage) {
+      if (movable(block) && !block.fixed) move_away(space, block, storage, space.budget, end - space.budget);
+    });
   // What was given back in pieces has come again in small pages, which take longer to walk through. As long as something
   // lies behind, the core cannot have all of its memory.
   if (!space.torn || Device::kAddresses == 1) return;
@@ -873,11 +1124,13 @@ bool make_hole(Space& space, int64_t bytes, bool gently = false) {
       }
     }
     if (best.empty()) return false;
-    for (Block* block : best)
-      if (!move_away(space, *block, from, bytes) && (gently || !evict(space, *block, follow::Cause::kPlace))) {
-        if (!owner_of(*block)) block->storage.reset();  // found again when it is next touched
-        return false;
-      }
+    bool moved = true;
+    Owners(std::move(best)).each([&](Block& block, StorageImpl& storage) {
+      if (!moved || !movable(block) || block.fixed || move_away(space, block, storage, from, bytes)) return;
+      moved = !gently && !block.writing;
+      if (moved) evict(space, block, storage, follow::Cause::kPlace);
+    });
+    if (!moved) return false;
   }
   return space.extents.longest() >= bytes;
 }
@@ -885,49 +1138,83 @@ bool make_hole(Space& space, int64_t bytes, bool gently = false) {
 // Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan
 // has let go, and what it has elsewhere, or not at all. `now`: also if it takes waiting or writing.
 bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
-  std::vector<Block*> there;
-  auto it = space.at.upper_bound(offset);
-  if (it != space.at.begin()) --it;
-  for (; it != space.at.end() && it->first < offset + bytes; ++it)
-    if (it->first + it->second->bytes > offset) there.push_back(it->second);
-  for (const Block* block : there) {
-    if (!movable(*block) || block->fixed || (!block->released && planned_offset(space, *block) == block->offset))
-      return false;
-    if (!now && (block->dirty || block->copying != Copying::kNothing)) return false;
+  for (;;) {
+    std::vector<Block*> there;
+    auto it = space.at.upper_bound(offset);
+    if (it != space.at.begin()) --it;
+    for (; it != space.at.end() && it->first < offset + bytes; ++it)
+      if (it->first + it->second->bytes > offset) there.push_back(it->second);
+    if (there.empty()) return true;
+    bool writing = false;
+    for (const Block* block : there) {
+      if (!may_leave(*block) || block->fixed || (!block->released && planned_offset(space, *block) == block->offset))
+        return false;
+      if (!now && block->here() && (block->dirty || block->writing)) return false;
+      writing |= block->writing;
+    }
+    if (writing) {
+      wait_for_answer();
+      end_copies(space, true);
+      continue;
+    }
+    std::erase_if(there, [&](Block* block) {
+      if (block->state != State::kArrived) return false;
+      unplace(space, *block);
+      return true;
+    });
+    if (there.empty()) return true;
+    bool leaves = true;
+    Owners(std::move(there)).each([&](Block& block, StorageImpl& storage) {
+      if (!leaves || !movable(block) || block.writing) return;  // as it is now, it is looked at again
+      if (!block.released && move_away(space, block, storage, offset, bytes)) return;
+      // There is room elsewhere.
+      leaves = block.released || space.charged + block.bytes + bytes > space.budget;
+      if (leaves) evict(space, block, storage, follow::Cause::kPlace);
+    });
+    if (!leaves) return false;
   }
-  for (Block* block : there) {
-    while (block->copying != Copying::kNothing && space.known.count(block) != 0) wait_for_copy(space);
-    if (space.known.count(block) == 0 || (!block->released && move_away(space, *block, offset, bytes))) continue;
-    if (!block->released && space.charged + block->bytes + bytes <= space.budget) return false;  // there is room elsewhere
-    if (!evict(space, *block, follow::Cause::kPlace)) return false;
-  }
-  return true;
 }
 
+// Makes room for so many bytes, at a planned offset if that can be cleared (-1: anywhere). The offset where they can be
+// placed now, or -1: anywhere, or nothing: no hole is large enough. Throws if the budget cannot hold them.
+std::optional<int64_t> room_for(Space& space, int64_t bytes, int64_t wanted) {
+  for (;;) {
+    if (!make_room(space, bytes)) refuse(space, bytes);
+    const bool clears = wanted >= 0 && clear(space, wanted, bytes, true);
+    if (!clears && !make_hole(space, bytes)) return {};
+    if (space.charged + bytes <= space.budget) return clears ? wanted : -1;  // nobody has taken it meanwhile
+  }
+}
+
+// Brings in what an op of the loop uses, or has it used where it is.
 void fetch(Space& space, Block& block) {
-  if (Device::kStreams && block.copying == Copying::kIn) {
+  if (Device::kStreams && block.state == State::kComing) {
     std::erase(space.finished, &block);
-    take_effect(space, &block, false);
+    end_copy(space, &block, false);
   }
-  while (block.copying == Copying::kIn) {
+  if (block.state == State::kComing) {
     const Stopwatch watch{space.counters[kTransferMicros]};
-    wait_for_copy(space);
+    while (block.state == State::kComing) {
+      wait_for_answer();
+      end_copies(space, true);
+    }
   }
-  if (block.here) return space.device.use(block.order);
-  if (block.fixed && !Device::kFixedLeave) return space.device.use_slot(block.order);  // its address is its window's
-  const auto storage = owner_of(block);
-  if (!storage) return;  // served through its window
-  if (!make_room(space, block.bytes)) refuse(space, block.bytes);
+  if (block.here()) return space.device.use(block.order);
+  if (block.state == State::kArrived && show_arrived(space, block)) return;
+  // What keeps its address away, or is used by another thread, is used through its window.
+  const auto through_window = [&] {
+    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || used_elsewhere(block) || !is_owned(block);
+  };
+  if (through_window()) return space.device.use_slot(block.order);
+  const auto place_for = room_for(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
+  if (!place_for || through_window()) return space.device.use_slot(block.order);
   const Stopwatch watch{space.counters[kTransferMicros]};
   int64_t start = follow::nanos_now();
   if (block.fixed) {
     space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
-    place(space, block);
+    place(space, block, State::kHere);
   } else {
-    const int64_t wanted = planned_offset(space, block);
-    const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, true);
-    if (!clears && !make_hole(space, block.bytes)) return space.device.use_slot(block.order);  // through its window
-    place(space, block, clears ? wanted : -1);
+    place(space, block, State::kHere, *place_for);
     start = follow::nanos_now();
     try {
       space.device.load(space.homes, block.slot, block.order, space.address(block));
@@ -936,7 +1223,7 @@ void fetch(Space& space, Block& block) {
       throw;
     }
     space.device.use(block.order);
-    show(block, *storage, space.address(block));
+    show(block, *block.storage->_unsafe_get_target(), space.address(block));
   }
   // What was adopted at home has no sum yet.
   if (block.dirty && space.verified) block.sum = sum_of(space.address(block), block.bytes, step_of_sums(space, block));
@@ -994,13 +1281,14 @@ void destroy(Block* block) {
   if (block->origin) space.recipes->gone(*block->origin, block->used);
   leave_part(space, *block, block->id);
   leave_part(space, *block, block->twin);
-  if (!block->here && block->slot) space.counters[kAway] -= block->bytes;
+  if (!block->here() && block->slot) space.counters[kAway] -= block->bytes;
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   give_slot(space, *block);
   space.known.erase(block);
   block->storage.reset();
   delete block;
+  answer();
   if (--space.pieces == 0 && !space.open) forget_space(&space);
 }
 
@@ -1029,22 +1317,21 @@ void* serve_outside(Space& space, int64_t bytes, bool charged) {
 }
 
 void* serve(Space& space, int64_t bytes) {
-  if (!make_room(space, whole_pages(bytes))) refuse(space, bytes);
-  Block* block = new_block(space, bytes);
   int64_t wanted = -1;
   if (depth > 0) {
     if (const size_t number = space.requests.size();
-        number < space.wanted.size() && space.wanted[number].first >= block->bytes)
+        number < space.wanted.size() && space.wanted[number].first >= whole_pages(bytes))
       wanted = space.wanted[number].second;
   }
+  const auto place_for = room_for(space, whole_pages(bytes), wanted);
+  Block* block = new_block(space, bytes);
   try {
     if (depth > 0) space.requests.push_back({block->id, block->bytes});
-    const bool clears = wanted >= 0 && clear(space, wanted, block->bytes, true);
-    if (!clears && !make_hole(space, block->bytes)) {
+    if (!place_for) {
       destroy(block);
       return serve_outside(space, bytes, true);
     }
-    place(space, *block, clears ? wanted : -1);
+    place(space, *block, State::kHere, *place_for);
   } catch (...) {
     destroy(block);
     throw;
@@ -1076,7 +1363,7 @@ void release_raw(void* pointer) {
       if (depth > 0)
         for (follow::Request& request : block->space->requests)
           if (request.id == block->id) request.until = static_cast<int32_t>(block->space->requests.size());
-      if (block->pins > 0) {
+      if (block->held()) {
         block->dead = true;
         block->storage.reset();
       } else {
@@ -1100,12 +1387,12 @@ void release_raw(void* pointer) {
 void release_block(void* context) {
   const Guard guard(mutex);
   auto* block = static_cast<Block*>(context);
-  if (Device::kStreams && block->copying == Copying::kIn) {  // whoever gets its memory waits for the copy
+  if (Device::kStreams && block->state == State::kComing) {  // whoever gets its memory waits for the copy
     std::erase(block->space->finished, block);
-    block->copying = Copying::kNothing;
+    block->become(State::kArrived);
     --block->space->copying_in;
   }
-  if (block->pins > 0 || block->copying != Copying::kNothing) {
+  if (block->held()) {
     block->dead = true;
     if (block->pins == 0) block->space->recorder.free(block->id);  // how long its copy takes is no part of the step
     block->storage.reset();
@@ -1122,13 +1409,15 @@ struct PagedAllocator final : follow::WrappingAllocator {
     if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr && Device::is_current()) {
       const Guard guard(mutex);
       if (Space* space = current) {
-        if (tracked() || ops_running > 0) {
+        // A thread that no op was seen in works for one of the loop's, if no op of another thread can have started it.
+        const bool ours = tracked();
+        if (ours || (!is_other() && ops_running > 0 && others_running == 0)) {
           // Compiled code asks for memory without an op, and writes to what it likes.
           if (Device::kStreams && depth == 0) space->unseen = true;
           try {
             pointer = serve(*space, bytes);
           } catch (...) {
-            if (tracked()) throw;  // another thread's request is served all the same
+            if (ours) throw;  // another thread's request is served all the same
           }
         }
         if (pointer == nullptr) pointer = serve_outside(*space, bytes, false);
@@ -1157,7 +1446,10 @@ PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages k
 // ---- storages and blocks -------------------------------------------------------------------------------------------
 
 void own(Block& block, StorageImpl& storage) {
-  block.storage.emplace(c10::intrusive_ptr<StorageImpl>::reclaim_copy(&storage));
+  // A weak reference, made of one that its caller has: to make it of a strong one may take Python's lock.
+  c10::raw::weak_intrusive_ptr::incref(&storage);
+  block.storage.emplace(c10::weak_intrusive_ptr<StorageImpl>::reclaim(&storage));
+  block.dying = false;
   if (block.origin) block.origin->storage = block.storage;
   block.used = static_cast<int64_t>(storage.nbytes());
   block.space->known.insert(&block);
@@ -1187,6 +1479,7 @@ Block* enroll(StorageImpl& storage) {
 bool adoptable(const StorageImpl& storage, bool given) {
   const at::DataPtr& data = const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks();
   if (!Device::is_ours(data.device()) || data.get() == nullptr) return false;
+  if (blind > 0 || used_by_others.count(&storage) != 0) return false;
   if (given) return true;
   return data.get() == data.get_context() &&
          (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw ||
@@ -1210,7 +1503,7 @@ Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
       space.device.save_foreign(space.homes, block->slot, block->order, from, bytes);
       space.counters[kAway] += block->bytes;
     } else {
-      place(space, *block);
+      place(space, *block, State::kHere);
       to = space.address(*block);
       space.device.use(block->order);
       space.device.copy(space.address(*block), from, bytes);
@@ -1249,8 +1542,10 @@ Block* adopt_in_file(Space& space, StorageImpl& storage, std::shared_ptr<const f
 
 // Gives a storage the memory back that was mapped from a file, and forgets its block; false: it has other bytes by now.
 bool return_to_file(Block& block, StorageImpl& storage) {
-  if (!block.slot.original || block.fixed || block.busy || block.pins > 0) return false;
-  if (block.here && !evict(*block.space, block)) return false;
+  if (!block.slot.original || block.fixed || block.held()) return false;
+  if (block.state == State::kArrived) unplace(*block.space, block);
+  if (block.here() && !movable(block)) return false;
+  if (block.here()) evict(*block.space, block, storage);
   if (!block.slot.original) return false;
   const at::DataPtr ours = storage.set_data_ptr(block.slot.original->give_back());
   return true;
@@ -1264,7 +1559,7 @@ Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& lef
   if (block != nullptr) {
     if (block->space == &space) return block;
     // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->busy ? nullptr : adopt(space, storage, given, left);
+    return block->fixed || block->held() || blind > 0 ? nullptr : adopt(space, storage, given, left);
   }
   if (adoptable(storage, given))
     if (Block* adopted = adopt(space, storage, given, left)) return adopted;
@@ -1313,8 +1608,9 @@ Operator describe(const c10::OperatorHandle& op) {
   const bool kernel = op.hasKernelForDispatchKey(Device::kKernels);
   const bool implicit = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
   const bool listed = starts(name, "aten::_foreach_") && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
-  // Other composites, such as copy_, have kernels that touch memory. A kernel in Python runs ops that are seen.
-  if (!kernel && (implicit || listed))
+  // Other composites, such as copy_, have kernels that touch memory. A kernel in Python runs ops that are seen, and so do
+  // functional collectives.
+  if ((!kernel && (implicit || listed)) || starts(name, "_c10d_functional::"))
     found.kind = Kind::kParts;
   else if (!starts(name, "aten::") && is_python != nullptr &&
            answer_of(is_python, name.c_str(), schema.overload_name().c_str()) == 1)
@@ -1329,7 +1625,7 @@ Operator describe(const c10::OperatorHandle& op) {
   found.sliced |= found.kind == Kind::kAtom && starts(name, "aten::_foreach_") &&
                   (schema.returns().empty() || found.lists) &&
                   !(schema.overload_name() == "Tensor" && starts(name, "aten::_foreach_addc"));
-  found.communicates = starts(name, "c10d::") || starts(name, "_c10d_functional::");
+  found.communicates = starts(name, "c10d::");
   found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
   if (found.again != follow::Again::kNo && is_python != nullptr &&
       answer_of(is_python, name.c_str(), schema.overload_name().c_str()) != 0)
@@ -1394,24 +1690,29 @@ class Timed {
 // What an op touches, pinned while it runs.
 class Pinned {
  public:
-  explicit Pinned(Space& space) : space_(space) {}
+  // `other`: the op is another thread's.
+  explicit Pinned(bool other) : other_(other) { others_running += other; }
   Pinned(const Pinned&) = delete;
   ~Pinned() {
     const Guard guard(mutex);
     for (auto& [block, written] : operands) {
-      space_.device.used(block->order);
+      block->space->device.used(block->order);
       // An op that failed may have written as well.
       if (written) {
         block->dirty = true;
         ++block->version;
         if (block->origin) ++block->origin->version;
       }
-      if (--block->pins > 0 || !block->dead) continue;
-      if (block->copying == Copying::kNothing)
-        destroy(block);
-      else
-        space_.recorder.free(block->id);
+      --block->pins;
+      block->others -= other_;
+      if (block->dead && block->pins == 0 && block->held()) block->space->recorder.free(block->id);
+      destroy_if_free(block);
     }
+    if (!other_) return;
+    for (const StorageImpl* storage : plain_)
+      if (const auto used = used_by_others.find(storage); --used->second == 0) used_by_others.erase(used);
+    --others_running;
+    answer();
   }
   void add(Block* block, bool written) {
     for (Operand& operand : operands)
@@ -1421,11 +1722,18 @@ class Pinned {
       }
     operands.push_back({block, written});
     ++block->pins;
+    block->others += other_;
+  }
+  // A storage in PyTorch's own memory.
+  void add(const StorageImpl& storage) {
+    plain_.push_back(&storage);
+    ++used_by_others[&storage];
   }
   std::vector<Operand> operands;
 
  private:
-  Space& space_;
+  bool other_;
+  std::vector<const StorageImpl*> plain_;
 };
 
 // The thread is inside of an op.
@@ -1447,11 +1755,10 @@ struct Running {
 constexpr int64_t kNear = 40;
 
 // The same on streams. What is written is at home from now on, in their order; what comes is here once it is used.
-void issue_copy(Space& space, Block& block, Copying copying) {
+void issue_copy(Space& space, Block& block, bool in) {
   block.copy_start = block.copy_end = follow::nanos_now();
-  if (copying == Copying::kIn) {
+  if (in) {
     space.device.load(space.homes, block.slot, block.order, space.address(block));
-    block.copying = copying;
     block.copied = true;
     ++space.copying_in;
     space.finished.push_back(&block);
@@ -1465,20 +1772,20 @@ void issue_copy(Space& space, Block& block, Copying copying) {
                      static_cast<int32_t>(follow::Copied::kBeside));
 }
 // Has a block copied beside the ops.
-void begin_copy(Space& space, Block& block, Copying copying) {
-  if (Device::kStreams) return issue_copy(space, block, copying);
-  space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
-  (copying == Copying::kIn ? to_fetch : to_write).push_back(&block);
-  block.copying = copying;
+void begin_copy(Space& space, Block& block, bool in) {
   block.copied_version = block.version;
-  ++(copying == Copying::kIn ? space.copying_in : space.copying_out);
+  if (Device::kStreams) return issue_copy(space, block, in);
+  space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
+  (in ? to_fetch : to_write).push_back(&block);
+  block.writing = !in;
+  ++(in ? space.copying_in : space.copying_out);
   asked.notify_all();
 }
 
-// Whether a block is at home, and can be fetched ahead.
-bool fetchable(Block& block) {
-  return !block.here && !block.charged && !block.fixed && block.slot && !block.dead &&
-         block.copying == Copying::kNothing && owner_of(block);  // that must not go meanwhile
+// Whether a block is at home, and can be fetched ahead. Whether its storage is there is asked when it is shown.
+bool fetchable(const Block& block) {
+  return block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
+         !used_elsewhere(block);
 }
 
 // Begins to fetch a block that is used in so many ops; false: there is no room without what is used sooner, or soon after.
@@ -1487,13 +1794,14 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   const int64_t wanted = planned_offset(space, block);
   const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, false);
   if (!clears && !make_hole(space, block.bytes, true)) return false;
-  place(space, block, clears ? wanted : -1);
-  block.here = false;
+  // Somebody may have taken it meanwhile, or its room.
+  if (!fetchable(block) || space.charged + block.bytes > space.budget) return false;
+  place(space, block, State::kComing, clears ? wanted : -1);
   block.early = true;
   space.device.begin_watch(space.homes, block.slot);
   space.early += block.bytes;
   try {
-    begin_copy(space, block, Copying::kIn);
+    begin_copy(space, block, true);
   } catch (...) {
     unplace(space, block);
     throw;
@@ -1508,7 +1816,7 @@ bool write_ahead(Space& space, Block& block) {
   } catch (const c10::Error&) {
     return false;
   }
-  begin_copy(space, block, Copying::kOut);
+  begin_copy(space, block, false);
   return true;
 }
 
@@ -1557,7 +1865,7 @@ void copy_ahead(Space& space) {
     if (!movable(*block) || block->fixed) continue;
     const int64_t distance = next_use(space, *block);
     if (distance <= kNear) continue;
-    if (!block->dirty || block->copying == Copying::kOut)
+    if (!block->dirty || block->writing)
       easy += block->bytes;
     else
       dirty.push_back({distance, block});
@@ -1605,10 +1913,10 @@ void follow_plan(Space& space) {
     const int32_t at = (space.follower.position() - behind + count) % count;
     for (const int32_t storage : plan.write[(at - 1 + count) % count])
       if (Block* block = played(known, storage);
-          block != nullptr && movable(*block) && block->dirty && !block->fixed && block->copying == Copying::kNothing)
+          block != nullptr && movable(*block) && block->dirty && !block->fixed && !block->writing)
         write_ahead(space, *block);
     for (const int32_t storage : plan.leave[at])
-      if (Block* block = played(known, storage); block != nullptr && block->here) block->released = true;
+      if (Block* block = played(known, storage); block != nullptr && block->here()) block->released = true;
     for (const int32_t storage : plan.fetch[at]) space.due.push_back(storage);
   }
 }
@@ -1681,23 +1989,31 @@ void forget_idle(Space& space) {
 
 void evict_everything(Space& space) {
   wait_for_copies(space);
-  for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
-    if (movable(*block)) {
-      const int64_t offset = block->offset, bytes = block->bytes;
-      const bool poison = space.stress && !block->fixed;
-      if (evict(space, *block) && poison) space.device.fill(space.base + offset, bytes);
-    }
+  std::vector<Block*> all;
+  for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end())) {
+    if (block->state == State::kArrived) unplace(space, *block);
+    if (movable(*block)) all.push_back(block);
+  }
+  Owners(std::move(all)).each([&](Block& block, StorageImpl& storage) {
+    if (!movable(block) || block.writing) return;
+    const int64_t offset = block.offset, bytes = block.bytes;
+    const bool poison = space.stress && !block.fixed;
+    evict(space, block, storage);
+    if (poison) space.device.fill(space.base + offset, bytes);
+  });
 }
 
 // ---- recipes -------------------------------------------------------------------------------------------------------
 
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack);
+void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+                   torch::jit::Stack* stack);
 
 struct OurPager final : follow::Pager {
   std::shared_ptr<follow::Origin> origin_of(StorageImpl& storage) override {
     Block* block = known(storage);
-    if (block == nullptr || block->fixed || block->busy || !block->space->open || block->space != current) return {};
+    if (block == nullptr || block->fixed || block->works > 0 || !block->space->open || block->space != current) return {};
     if (!block->origin) {
       block->origin = std::make_shared<follow::Origin>();
       block->origin->id = block->id;
@@ -1710,6 +2026,7 @@ struct OurPager final : follow::Pager {
     return block == nullptr ? nullptr : block->origin;
   }
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
+    if (is_other()) return run_for_other(op, operator_of(op), below, stack);
     const Entered inside;
     source = nullptr;
     if (Space* space = current) return run_atom(*space, op, operator_of(op), below, stack);
@@ -1801,8 +2118,9 @@ class Lineage {
   }
   void after(const torch::jit::Stack& stack) {
     if (step_ && changed_ != nullptr)
-      if (const auto owner = owner_of(*changed_); owner && static_cast<int64_t>(owner->nbytes()) == changed_->used)
-        space_.recipes->changed_by(step_, about_.again, std::move(steps_), complete_, *owner, *changed_->origin);
+      if (const StorageImpl& owner = *changed_->storage->_unsafe_get_target();  // an operand
+          owns(owner, *changed_) && static_cast<int64_t>(owner.nbytes()) == changed_->used)
+        space_.recipes->changed_by(step_, about_.again, std::move(steps_), complete_, owner, *changed_->origin);
     if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
     // Where somebody has hooks of their own for saved tensors, or does without any, it is left at that.
     if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
@@ -1825,20 +2143,35 @@ class Lineage {
 };
 
 // Recipes do not see what an op is about to write.
-void spare_recipes(Space& space, const Operator& about, const torch::jit::Stack& stack) {
+void spare_recipes(follow::Recipes& recipes, const Operator& about, const torch::jit::Stack& stack) {
   const size_t count = about.writes.size(), first = stack.size() - count;
   for (size_t i = 0; i < count; ++i)
     if (about.writes[i] || about.communicates)
-      each_storage(stack[first + i], [&](StorageImpl& storage) { space.recipes->before_write(storage); });
+      each_storage(stack[first + i], [&](StorageImpl& storage) { recipes.before_write(storage); });
 }
 
 // --------------------------------------------------------------------------------------------------------------------
 
+// What a collective has begun goes on after it has returned: until then its tensors stay where they are.
+void remember_works(const Pinned& pinned, const torch::jit::Stack& stack, size_t results) {
+  for (size_t i = stack.size() - results; i < stack.size(); ++i) {
+    if (!stack[i].isObject()) continue;
+    const auto object = stack[i].toObject();
+    if (object->slots().empty() || !object->getSlot(0).isCapsule()) continue;
+    auto work = c10::dynamic_intrusive_pointer_cast<c10d::Work>(object->getSlot(0).toCapsule());
+    if (!work) continue;
+    Pending fresh{std::move(work), {}};
+    for (const Operand& operand : pinned.operands) fresh.blocks.push_back(operand.block);
+    pending.push_back(std::move(fresh));
+    for (const Operand& operand : pinned.operands) ++operand.block->works;
+  }
+}
+
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
-  if (space.recipes->any()) spare_recipes(space, about, *stack);
-  Pinned pinned(space);
+  if (space.recipes->any()) spare_recipes(*space.recipes, about, *stack);
+  Pinned pinned(false);
   Lineage lineage(space, op, about);
   Timed timed(space);
   const Running inside(op);
@@ -1851,9 +2184,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   {
     const Guard guard(mutex);
     timed.arrive();
-    commit(space);
+    catch_up(space);
     if (space.unseen) {
-      for (Block* block : space.known) block->dirty |= block->here;
+      for (Block* block : space.known) block->dirty |= block->here();
       space.unseen = false;
     }
     planned = space.counters[kPlanned];
@@ -1886,8 +2219,6 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       want(space, space.follower.next());
     lineage.before(pinned.operands, below, *stack);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
-    // What a collective touches may change until it is waited for; whoever touches it next has waited.
-    for (const Operand& operand : pinned.operands) operand.block->busy = about.communicates;
     if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
     timed.begin();
     start = follow::nanos_now();
@@ -1898,6 +2229,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   }
   const int64_t end = follow::nanos_now();
   const Guard guard(mutex);
+  if (about.communicates) remember_works(pinned, *stack, op.schema().returns().size());
   if (!space.open) return;
   try {
     lineage.ran();
@@ -2031,11 +2363,83 @@ void find_source(Space& space) {
   if (!node) source = nullptr;
 }
 
+// An op of a thread that is not the loop's: what it uses stays where it is as long as it runs. Results lie in PyTorch's own
+// memory.
+void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+                   torch::jit::Stack* stack) {
+  if (about.kind == Kind::kAtom) {
+    const size_t count = about.writes.size(), first = stack->size() - count;
+    std::shared_ptr<follow::Recipes> recipes;
+    {
+      const Guard guard(mutex);
+      if (const Space* space = current) recipes = space->recipes;
+    }
+    if (recipes && recipes->any()) spare_recipes(*recipes, about, *stack);
+    Pinned pinned(true);
+    {
+      const Guard guard(mutex);
+      for (size_t i = 0; i < count; ++i)
+        each_storage((*stack)[first + i], [&](StorageImpl& storage) {
+          if (!is_large(storage.nbytes())) return;
+          Block* block = known(storage);
+          if (block == nullptr) block = enroll(storage);
+          if (block == nullptr) return pinned.add(storage);
+          pinned.add(block, about.writes[i]);
+          // What has arrived would lack what is written to the window now.
+          if (block->state == State::kArrived && about.writes[i]) unplace(*block->space, *block);
+          block->here() ? block->space->device.use(block->order) : block->space->device.use_slot(block->order);
+        });
+    }
+    {
+      const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+      op.redispatchBoxed(below, stack);
+    }
+    if (!about.communicates) return;
+    const Guard guard(mutex);
+    return remember_works(pinned, *stack, op.schema().returns().size());
+  }
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+  op.redispatchBoxed(below, stack);
+}
+
+// The first op of a thread that is not the loop's. It passes the fallback by: nothing is moved until it has ended.
+struct FirstOp final : at::ObserverContext {
+  FirstOp() {
+    const Guard guard(mutex);
+    ++blind;
+    ++others_running;
+  }
+  ~FirstOp() override {
+    const Guard guard(mutex);
+    --blind;
+    --others_running;
+    answer();
+  }
+};
+// Finds threads that are not the loop's; from their next op on the fallback sees them.
+std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
+  if (is_left() || c10::impl::tls_is_dispatch_key_included(kKey) || c10::impl::tls_is_dispatch_key_excluded(kKey))
+    return nullptr;
+  // The loop is paused and this thread will go on with it, or it does a part of an op's work.
+  if ((opening != 0 && opening == openings) || at::in_parallel_region()) return nullptr;
+  found = true;
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  const auto name = seen.operator_name();
+  const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // it touches no memory, or by ops that are seen
+  return std::make_unique<FirstOp>();
+}
+std::optional<at::CallbackHandle> finding;
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  if (is_other() && !is_left()) {
+    const Operator& about = operator_of(op);
+    return about.kind == Kind::kParts ? op.redispatchBoxed(below, stack) : run_for_other(op, about, below, stack);
+  }
   std::optional<Entered> inside(std::in_place);
   Space* space = current;
-  if (space == nullptr || is_left()) {
+  if (space == nullptr) {
     inside.reset();
     leave_thread();
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
@@ -2071,7 +2475,7 @@ int64_t made_by(const follow::Record& record) {
 
 void observe_held(Space& space) {
   for (const auto& [offset, block] : space.at)
-    if (block->charged) space.observer.add(follow::Event::kHeld, block->id, block->bytes);
+    if (block->charged()) space.observer.add(follow::Event::kHeld, block->id, block->bytes);
 }
 
 // The moments of a step are kept until the next one has ended. False: there are none.
@@ -2213,30 +2617,42 @@ int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
 
 void before_fork() {
   mutex.lock();
-  for (Space* space : spaces) {
-    wait_for_copies(*space);  // the child has no threads that would end them
-    space->homes.before_fork();
-  }
+  Guard::held_ = 1;
+  // The child has no threads that would end the copies. A space may go while they are waited for.
+  const auto copies = [] {
+    return std::any_of(spaces.begin(), spaces.end(), [](Space* space) {
+      end_copies(*space);
+      return space->copying_in + space->copying_out > 0;
+    });
+  };
+  while (copies()) wait_for_answer();
+  for (Space* space : spaces) space->homes.before_fork();
 }
 void after_fork_in_parent() {
   for (Space* space : spaces) space->homes.after_fork_in_parent();
+  Guard::held_ = 0;
   mutex.unlock();
 }
 void after_fork_in_child() {
   // The child pages nothing: to do so would change what its parent finds at home.
   current = nullptr;
   to_end = nullptr;
+  open_spaces = 0;
   if (depth == 0) entered = 0;
+  // What other threads were at is not here, and goes on nowhere.
+  others_running = blind = waiting = 0;
+  new (&pending) std::vector<Pending>;
   for (Space* space : spaces) {
     space->open = false;
     space->of_parent = true;
     space->homes.after_fork_in_child();
     for (const Block* block : space->known)
-      if (block->fixed && !block->here)
+      if (block->fixed && !block->here() && block->offset >= 0)
         space->device.cover(space->homes, block->slot, space->address(*block), true);
   }
   // A recursive lock belongs to a thread of the parent, which no thread of the child can unlock; and those that waited
   // are not here.
+  Guard::held_ = 0;
   new (&mutex) std::recursive_mutex;
   new (&asked) std::condition_variable_any;
   new (&answered) std::condition_variable_any;
@@ -2244,18 +2660,19 @@ void after_fork_in_child() {
 
 // Gives memory back that only shows what is at home.
 void forget_window(const Block& block) {
-  if (!block.here && !block.fixed && block.slot && block.copying == Copying::kNothing)
+  if (block.state == State::kAway && !block.fixed && block.slot)
     block.space->device.begin_watch(block.space->homes, block.slot);
 }
 
 // Moves the bytes of a storage to memory of PyTorch's own allocator, and forgets its block.
 bool release_from(Block& block, StorageImpl& storage) {
-  if (block.fixed || block.pins > 0) return false;
   Space& space = *block.space;
   wait_for_copies(space);
+  if (!owns(storage, block)) return false;  // something was done to it meanwhile
+  if (block.fixed || block.held() || blind > 0) return false;
   if (return_to_file(block, storage)) return true;
   at::DataPtr own = stock->allocate(storage.nbytes());
-  block.here ? space.device.use(block.order) : space.device.use_slot(block.order);
+  block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
   space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
                     static_cast<int64_t>(storage.nbytes()));
   space.device.used(block.order);
@@ -2270,6 +2687,7 @@ void close(Space& space) {
   wait_for_copies(space);
   space.open = false;
   forget_idle(space);
+  if (std::exchange(space.seen, false)) --open_spaces;
   if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
   if (space.pieces == 0) forget_space(&space);
 }
@@ -2278,18 +2696,19 @@ void close(Space& space) {
 void come_back(Space& space) {
   space.observer.close();
   wait_for_copies(space);
+  std::vector<Block*> blocks(space.known.begin(), space.known.end());
+  std::sort(blocks.begin(), blocks.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
+  Owners owners(std::move(blocks));
   try {
-    for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end()))
-      if (const auto storage = block->slot.original ? owner_of(*block) : nullptr) return_to_file(*block, *storage);
+    owners.each([](Block& block, StorageImpl& storage) {
+      if (block.slot.original) return_to_file(block, storage);
+    });
   } catch (...) {  // as below
   }
   try {
-    std::vector<Block*> away;
-    for (Block* block : space.known)
-      if (!block->here) away.push_back(block);
-    std::sort(away.begin(), away.end(), [](const Block* a, const Block* b) { return a->last_use > b->last_use; });
-    for (Block* block : away)
-      if (space.charged + block->bytes <= space.budget) fetch(space, *block);
+    owners.each([&](Block& block, StorageImpl&) {
+      if (!block.here() && space.charged + block.bytes <= space.budget) fetch(space, block);
+    });
   } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
   }
 }
@@ -2310,7 +2729,9 @@ void end_asked() {
   }
 }
 
-std::string& failure = *new std::string;  // of the last call that failed, for Python
+// Of the last call of the thread that failed, for Python; there may be no memory when something is to be said.
+thread_local char failure[4096] = "";
+void fail(const char* why) { std::strncpy(failure, why, sizeof failure - 1); }
 // Python makes a MemoryError of it.
 constexpr const char* kNoMemory = "outofcore: the system gave no memory; end other programs, or use smaller batches";
 std::optional<c10::RegistrationHandleRAII>& registration = *new std::optional<c10::RegistrationHandleRAII>;
@@ -2339,11 +2760,11 @@ int64_t guarded(Action&& action) noexcept {
   try {
     return action();
   } catch (const c10::Error& error) {
-    failure = error.what_without_backtrace();
+    fail(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
-    failure = kNoMemory;
+    fail(kNoMemory);
   } catch (const std::exception& error) {
-    failure = error.what();
+    fail(error.what());
   }
   return -1;
 }
@@ -2353,18 +2774,18 @@ int64_t guarded(Action&& action) noexcept {
 // Called through ctypes, which knows nothing of exceptions: none leaves a function here. -1: see ``follow_failure``.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT const char* follow_failure() noexcept { return failure.c_str(); }
+EXPORT const char* follow_failure() noexcept { return failure; }
 
 // Takes the dispatch key, which is one for all devices. 0: done; 1: PyTorch uses it for something else.
 EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64_t*)) noexcept {
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
     if (registration) return 0;
-    failure.reserve(size_t{1} << 14);  // there may be no memory when something is to be said
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
     registration.emplace(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
                                                      "outofcore follows the ops of a loop"));
+    finding = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
     static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     static_cast<void>(once);
     return 0;
@@ -2374,6 +2795,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
 EXPORT void follow_unload() noexcept {
   guarded([&]() -> int64_t {
     registration.reset();
+    at::removeCallback(*finding);
     return 0;
   });
 }
@@ -2405,7 +2827,7 @@ EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, i
 EXPORT int64_t follow_end_of_step(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
-    commit(*space);
+    catch_up(*space);
     const bool wanted = end_of_step(*space);
     space->observer.end_step();
     observe_held(*space);
@@ -2479,6 +2901,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     space->observer.open();
     current = space;
     ++openings;
+    if (!std::exchange(space->seen, true)) ++open_spaces;
     return 0;
   });
 }
@@ -2507,7 +2930,7 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
     // What is done to them meanwhile is not seen.
     if (!space->verified)
       for (Block* block : space->known)
-        if (block->here) block->dirty = true;
+        if (block->here()) block->dirty = true;
     current = nullptr;
     if (::device::installed() == &allocator) ::device::install(beneath);
     return 0;
@@ -2526,7 +2949,10 @@ EXPORT int64_t follow_vacate(Space* space) noexcept {
 EXPORT int follow_current() noexcept { return current.load() != nullptr; }
 // Switches following on or off in the calling thread.
 EXPORT void follow_thread(int on) noexcept {
-  opening = on != 0 ? openings.load() : 0;
+  if (on != 0) {
+    opening = openings;
+    found = false;
+  }
   c10::impl::tls_set_dispatch_key_included(kKey, on != 0);
 }
 
@@ -2609,8 +3035,10 @@ EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
 EXPORT int64_t follow_release_all(Space* space) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
-    for (Block* block : std::vector<Block*>(space->known.begin(), space->known.end()))
-      if (const auto storage = owner_of(*block)) release_from(*block, *storage);
+    wait_for_copies(*space);
+    Owners(std::vector<Block*>(space->known.begin(), space->known.end())).each([](Block& block, StorageImpl& storage) {
+      release_from(block, storage);
+    });
     return 0;
   });
 }
@@ -2627,11 +3055,25 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
     const Guard guard(mutex);
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
     space = current;
-    Block* block = space != nullptr ? block_of(*space, *storage) : known(*storage);
+    Block* block = space != nullptr && !is_other() ? block_of(*space, *storage) : known(*storage);
     if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
     space = block->space;
-    wait_for_copies(*space);
-    fetch(*space, *block);
+    if (is_other()) {
+      // It may be used in this thread at any time. Where it is away, its address is its window's.
+      if (block->state == State::kArrived) unplace(*space, *block);
+      block->stays = true;
+    } else {
+      ++block->pins;  // while others do what they like
+      try {
+        fetch(*space, *block);
+      } catch (...) {
+        --block->pins;
+        destroy_if_free(block);
+        throw;
+      }
+      --block->pins;
+      if (destroy_if_free(block)) return 1;
+    }
     block->fixed = true;
     ++space->counters[kFixed];
     return 1;
@@ -2641,16 +3083,19 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
 // Where a storage is. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
 EXPORT int64_t follow_where(StorageImpl* storage) noexcept {
   const Guard guard(mutex);
-  if (const Block* block = known(*storage)) return block->here ? 1 : 2;
+  if (const Block* block = known(*storage)) return block->here() ? 1 : 2;
   return block_at(storage->_mutable_data_ptr_no_checks().get()) != nullptr ? 3 : 0;
 }
 EXPORT int64_t follow_evict(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard(mutex);
     Space* space = current;
-    if (space != nullptr) wait_for_copies(*space);
-    Block* block = space == nullptr ? nullptr : block_of(*space, *storage);
-    return block != nullptr && movable(*block) && evict(*space, *block);
+    if (space == nullptr) return 0;
+    wait_for_copies(*space);
+    Block* block = block_of(*space, *storage);
+    if (block == nullptr || !may_leave(*block)) return 0;
+    evict_all(*space, {block});
+    return known(*storage) == nullptr || !known(*storage)->here();
   });
 }
 EXPORT int64_t follow_evict_all(Space* space) noexcept {
