@@ -74,6 +74,8 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_release_all": (_COUNT, (_POINTER,)),
     "follow_forget": (None, (_POINTER,)),
     "follow_fix": (_COUNT, (_POINTER,)),
+    "follow_hold": (_COUNT, (_POINTER,)),
+    "follow_unhold": (None, ()),
     "follow_where": (_COUNT, (_POINTER,)),
     "follow_evict": (_COUNT, (_POINTER,)),
     "follow_evict_all": (_COUNT, (_POINTER,)),

@@ -37,6 +37,7 @@
 #include "history.h"
 #include "homes.h"
 #include "observed.h"
+#include "ranking.h"
 #include "recipes.h"
 #include "record.h"
 #include "sources.h"
@@ -157,7 +158,8 @@ struct Block {
   follow::Slot slot;
   bool dirty = true;            // what is at home, if anything, is not what it holds
   bool fixed = false;           // somebody has its address: it keeps it, here and away
-  bool stays = false;           // and may use it at any time, in another thread: it does not leave
+  bool stays = false;           // and may use it at any time, in another thread: it stays where it is, here or away
+  std::shared_ptr<int> holds;   // of code in other threads that reads its memory without an op; null: there were none
   bool dead = false;            // freed while it was held
   bool dying = false;           // its storage is being destroyed in another thread, or has given its memory to another one
   int pins = 0;                 // of ops that use it
@@ -177,6 +179,7 @@ struct Block {
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
+  follow::Rank rank;
   [[no_unique_address]] Device::Order order;
   int64_t copy_start = 0, copy_end = 0;
 
@@ -220,6 +223,9 @@ struct Space {
   int64_t waited = 0;                    // microseconds of transfers until then
   int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds
   std::map<int64_t, Block*> at;  // by offset
+  follow::Ranking<Block> ranking;  // of the same blocks
+  int64_t ranked_until = 0;      // all are ranked anew from this op on,
+  const void* ranked_by = nullptr;  // or once another record says when they are used
   std::unordered_set<Block*> known;
   std::vector<Block*> given;     // what the user put under the budget, in that order; null: it is gone
   size_t after_given = 0;        // behind the one of them that was used last
@@ -383,6 +389,9 @@ int blind = 0;
 // Storages in PyTorch's own memory that ops of other threads use.
 std::unordered_map<const StorageImpl*, int>& used_by_others = *new std::unordered_map<const StorageImpl*, int>;
 
+// Whether the calling thread has opened the loop.
+bool is_opener() { return opening != 0 && opening == openings.load(); }
+
 bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
 // Follows the calling thread no more, if no loop is open.
 void leave_thread() {
@@ -464,12 +473,13 @@ bool owns(const StorageImpl& storage, const Block& block) {
 // The same of the storage that a block is known to have, which somebody must hold: an op whose operand it is.
 bool is_owned(const Block& block) { return block.storage && owns(*block.storage->_unsafe_get_target(), block); }
 
+bool is_held_elsewhere(const Block& block) { return block.holds && *block.holds > 0; }
 // Another thread may be using it: what its storage shows stays as it is.
-bool used_elsewhere(const Block& block) { return block.others > 0 || blind > 0; }
+bool used_elsewhere(const Block& block) { return block.others > 0 || blind > 0 || is_held_elsewhere(block); }
 
 bool movable(const Block& block) {
   return block.here() && block.storage && !block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&
-         !block.stays && (Device::kFixedLeave || !block.fixed);
+         !block.stays && !is_held_elsewhere(block) && (Device::kFixedLeave || !block.fixed);
 }
 // What takes up memory of the arena and need not.
 bool may_leave(const Block& block) { return block.state == State::kArrived || movable(block); }
@@ -507,6 +517,7 @@ void place(Space& space, Block& block, State as, int64_t wanted = -1) {
                        " bytes; give a larger budget");
     }
     space.at[block.offset] = &block;
+    space.ranking.add(&block);
     space.device.take(block.order, space.address(block), block.bytes);
   }
   let_go_of_idle(space);
@@ -533,6 +544,7 @@ void unplace(Space& space, Block& block) {
     const bool usable = !block.fixed || block.here() || space.device.uncover(space.address(block), block.bytes);
     space.device.give(block.order, space.address(block), block.bytes);
     space.at.erase(block.offset);
+    space.ranking.remove(&block);
     if (usable) space.extents.give(block.offset, block.bytes, charged);
     if (!space.open && space.extents.idle() > 0) {
       const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
@@ -869,53 +881,69 @@ int64_t next_use(const Space& space, const Block& block) {
   return space.history.next_use(block.twin, block.last_use);
 }
 
-struct Candidate {
-  int64_t distance;  // in ops; -1: it has to stay
-  Block* block;
-};
-
-// What may leave. `easily`: only what need not be written, and is not used for so many ops (-1: anything).
-Candidate candidate_of(const Space& space, Block* block, int64_t easily) {
-  if (!may_leave(*block)) return {-1, block};
-  if (easily >= 0 && block->here() && (block->dirty || block->fixed || block->writing)) return {-1, block};
-  const int64_t distance = next_use(space, *block);
-  return {distance > easily ? distance : -1, block};
+// Visits what lies in the arena, what is used furthest from now first, until `visit` (block, in how many ops it is used
+// next) returns false.
+template <class Visit>
+void visit_furthest(Space& space, Visit&& visit) {
+  constexpr int64_t kEvery = 1024;  // ops after which all blocks are ranked anew
+  const int64_t now = space.history.now();
+  const void* by = space.follower.active() ? static_cast<const void*>(space.follower.known())
+                   : space.history.known() ? &space.history
+                                           : nullptr;
+  if (by != space.ranked_by || now >= space.ranked_until) {
+    space.ranking.touch_all();
+    space.ranked_by = by;
+    space.ranked_until = now + std::max(kEvery, static_cast<int64_t>(space.ranking.size()));
+  }
+  const auto key_of = [&](const Block& block) {
+    constexpr int64_t kNever = follow::History::kNever;
+    const int64_t distance = next_use(space, block);
+    if (distance >= 2 * kNever) return distance;
+    // The longer it was not used, the later it comes, where nothing is known.
+    return by == nullptr || distance >= kNever ? kNever - block.last_use : now + distance;
+  };
+  const auto offset_of = [](const Block& block) { return block.offset; };
+  space.ranking.visit(key_of, offset_of, [&](Block& block) { return visit(block, next_use(space, block)); });
 }
 
-// The neighbours in the arena to evict for a hole of so many bytes, of which so many are needed: those of which the first
-// one to be used is used last, and no earlier than in so many ops. Empty: there are none.
-std::vector<Block*> neighbours(const std::vector<Candidate>& all, int64_t bytes, int64_t needed, int64_t no_earlier) {
-  size_t best_first = 0, best_last = 0;
-  int64_t best = no_earlier - 1, best_cost = INT64_MAX;
-  for (size_t first = 0; first < all.size(); ++first) {
-    const auto end_of = [&](size_t i) { return all[i].block->offset + all[i].block->bytes; };
-    const int64_t begin = first == 0 ? 0 : end_of(first - 1);
-    int64_t soonest = INT64_MAX, cost = 0;
-    for (size_t last = first; last < all.size() && all[last].distance >= std::max<int64_t>(best, 0); ++last) {
-      soonest = std::min(soonest, all[last].distance);
-      cost += all[last].block->bytes;
-      const int64_t end = last + 1 == all.size() ? end_of(last) : all[last + 1].block->offset;
-      if (cost < needed || end - begin < bytes) continue;
-      if (soonest > best || (soonest == best && cost < best_cost)) {
-        best = soonest, best_cost = cost;
-        best_first = first, best_last = last;
-      }
-      break;
+// The neighbours in the arena to evict with a block for a hole of so many bytes, of which so many are needed, if none of
+// them is used in fewer ops. Empty: they do not leave such a hole.
+std::vector<Block*> neighbours(const Space& space, Block& first, int64_t bytes, int64_t needed, int64_t no_earlier) {
+  const auto it = space.at.find(first.offset);
+  auto before = std::make_reverse_iterator(it);
+  auto behind = std::next(it);
+  std::vector<Block*> found{&first};
+  int64_t freed = first.bytes;
+  const auto end_of = [](const Block& block) { return block.offset + block.bytes; };
+  for (;;) {
+    const int64_t begin = before == space.at.rend() ? 0 : end_of(*before->second);
+    const int64_t end = behind == space.at.end() ? end_of(*found.back()) : behind->second->offset;
+    if (freed >= needed && end - begin >= bytes) return found;
+    const auto distance_of = [&](const Block* block) {
+      return block != nullptr && may_leave(*block) ? next_use(space, *block) : -1;
+    };
+    Block* left = before == space.at.rend() ? nullptr : before->second;
+    Block* right = behind == space.at.end() ? nullptr : behind->second;
+    const int64_t to_left = distance_of(left), to_right = distance_of(right);
+    if (std::max(to_left, to_right) < std::max<int64_t>(no_earlier, 0)) return {};
+    if (to_left >= to_right) {
+      found.insert(found.begin(), left);
+      ++before;
+    } else {
+      found.push_back(right);
+      ++behind;
     }
+    freed += (to_left >= to_right ? left : right)->bytes;
   }
-  std::vector<Block*> found;
-  if (best_cost == INT64_MAX) return found;
-  for (size_t i = best_first; i <= best_last; ++i) found.push_back(all[i].block);
-  return found;
 }
 
 // Whether an op of another thread keeps something where it is, for as long as it runs.
 bool is_kept_by_others(const Space& space) {
   if (blind > 0) return true;
-  if (others_running == 0) return false;
   return std::any_of(space.at.begin(), space.at.end(), [](const auto& placed) {
     const Block& block = *placed.second;
-    return block.here() && block.storage && block.others > 0 && block.pins == block.others && block.works == 0;
+    return block.here() && block.storage && block.pins == block.others && block.works == 0 &&
+           (block.others > 0 || is_held_elsewhere(block));
   });
 }
 
@@ -945,21 +973,24 @@ void evict_all(Space& space, std::vector<Block*> victims) {
   });
 }
 
-// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. For `easily`
-// see ``candidate_of``.
+// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. `easily`: only
+// what need not be written, and is not used for so many ops (-1: anything).
 bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
   if (easily < 0) catch_up(space);
   while (space.charged + bytes > space.budget) {
     const int64_t needed = space.charged + bytes - space.budget;
-    std::vector<Candidate> all, candidates;  // by address; those that may leave
-    int64_t found = 0;
-    for (const auto& [offset, block] : space.at) {
-      all.push_back(candidate_of(space, block, easily));
-      if (all.back().distance < 0) continue;
-      candidates.push_back(all.back());
-      found += block->bytes;
-    }
-    if (found < needed) {
+    std::vector<Block*> victims;
+    int64_t chosen = 0, soonest = 0;
+    visit_furthest(space, [&](Block& block, int64_t distance) {
+      if (distance <= easily) return false;
+      if (!may_leave(block)) return true;
+      if (easily >= 0 && block.here() && (block.dirty || block.fixed || block.writing)) return true;
+      victims.push_back(&block);
+      chosen += block.bytes;
+      soonest = distance;
+      return chosen < needed;
+    });
+    if (chosen < needed) {
       if (easily >= 0) return false;
       if (space.copying_in + space.copying_out > 0 || is_kept_by_others(space)) {
         wait_for_answer();  // what is on its way can leave again, and what was freed meanwhile is gone
@@ -970,20 +1001,11 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
       continue;
     }
     if (easily < 0) space.evicted = true;
-    // Blocks that are used in the same op, or of the same age: the lowest first, to join holes.
-    std::stable_sort(candidates.begin(), candidates.end(),
-                     [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
-    std::vector<Block*> victims;
-    int64_t chosen = 0;
-    for (const Candidate& candidate : candidates) {
-      if (chosen >= needed) break;
-      victims.push_back(candidate.block);
-      chosen += candidate.block->bytes;
-    }
     // Neighbours leave a hole of memory that is there already, where pieces from all over the arena leave holes that
     // are too small: better, unless they are needed much sooner.
-    const int64_t soonest = candidates[victims.size() - 1].distance;
-    if (auto together = neighbours(all, bytes, needed, soonest / 2); !together.empty() && space.anchor == nullptr) {
+    std::vector<Block*> together;
+    if (space.anchor == nullptr && easily < 0) together = neighbours(space, *victims[0], bytes, needed, soonest / 2);
+    if (!together.empty()) {
       victims = std::move(together);
     } else {
       // A large one that came last may have made smaller ones before it needless.
@@ -1070,6 +1092,7 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   space.at.erase(before);
   block.offset = to;
   space.at[to] = &block;
+  space.ranking.touch(&block);
   show(block, storage, space.address(block));
   space.extents.give(before, block.bytes, true);
   count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
@@ -1559,7 +1582,7 @@ Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& lef
   if (block != nullptr) {
     if (block->space == &space) return block;
     // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->held() || blind > 0 ? nullptr : adopt(space, storage, given, left);
+    return block->fixed || block->held() || used_elsewhere(*block) ? nullptr : adopt(space, storage, given, left);
   }
   if (adoptable(storage, given))
     if (Block* adopted = adopt(space, storage, given, left)) return adopted;
@@ -1834,6 +1857,7 @@ void fetch_given(Space& space, int64_t window) {
 // Looks ahead in the history: brings in what is needed next, and writes what is needed last.
 void copy_ahead(Space& space) {
   constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kEvery = 2;
+  constexpr int kMostSeen = 256;
   const int64_t window = space.budget / 8;
   if (!space.ahead || space.anchor != nullptr) return;
   if (!space.history.known()) return fetch_given(space, window);
@@ -1860,19 +1884,18 @@ void copy_ahead(Space& space) {
   if (--space.until_look > 0 || space.copying_out >= kMostOut) return;
   space.until_look = kEvery;
   int64_t easy = space.budget - space.charged;
-  std::vector<Candidate> dirty;
-  for (const auto& [offset, block] : space.at) {
-    if (!movable(*block) || block->fixed) continue;
-    const int64_t distance = next_use(space, *block);
-    if (distance <= kNear) continue;
-    if (!block->dirty || block->writing)
-      easy += block->bytes;
-    else
-      dirty.push_back({distance, block});
-  }
-  std::stable_sort(dirty.begin(), dirty.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.distance > b.distance; });
-  for (const auto& [distance, block] : dirty) {
+  std::vector<Block*> dirty;
+  int left = kMostSeen;
+  visit_furthest(space, [&](Block& block, int64_t distance) {
+    if (distance <= kNear || easy >= window || --left < 0) return false;
+    if (!movable(block) || block.fixed) return true;
+    if (!block.dirty || block.writing)
+      easy += block.bytes;
+    else if (dirty.size() < kMostOut)
+      dirty.push_back(&block);
+    return true;
+  });
+  for (Block* block : dirty) {
     if (easy >= window || space.copying_out >= kMostOut || !write_ahead(space, *block)) break;
     easy += block->bytes;
   }
@@ -1916,7 +1939,10 @@ void follow_plan(Space& space) {
           block != nullptr && movable(*block) && block->dirty && !block->fixed && !block->writing)
         write_ahead(space, *block);
     for (const int32_t storage : plan.leave[at])
-      if (Block* block = played(known, storage); block != nullptr && block->here()) block->released = true;
+      if (Block* block = played(known, storage); block != nullptr && block->here() && !block->released) {
+        block->released = true;
+        space.ranking.touch(block);
+      }
     for (const int32_t storage : plan.fetch[at]) space.due.push_back(storage);
   }
 }
@@ -2209,6 +2235,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     if (space.history.begin(&op.schema(), noted)) ++space.counters[kExpected];
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
+      if (block->offset >= 0) space.ranking.touch(block);
       no_longer_early(space, *block);
       if (block->given >= 0) space.after_given = static_cast<size_t>(block->given) + 1;
       if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
@@ -2244,6 +2271,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         Block* block = enroll(storage);
         if (block == nullptr || block->space != &space) return;
         block->last_use = space.history.now();
+        space.ranking.touch(block);
         space.device.used(block->order);
         space.history.note({place, block->id});
         if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
@@ -2363,10 +2391,25 @@ void find_source(Space& space) {
   if (!node) source = nullptr;
 }
 
+// What the thread reads without an op, if it is not the loop's: until its next op, or its end.
+struct Holds {
+  std::vector<std::shared_ptr<int>> all;
+  ~Holds() { release(); }
+  void release() {
+    if (all.empty()) return;
+    const Guard guard(mutex);
+    for (const auto& hold : all) --*hold;
+    all.clear();
+    answer();
+  }
+};
+thread_local Holds holds;
+
 // An op of a thread that is not the loop's: what it uses stays where it is as long as it runs. Results lie in PyTorch's own
 // memory.
 void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
+  holds.release();
   if (about.kind == Kind::kAtom) {
     const size_t count = about.writes.size(), first = stack->size() - count;
     std::shared_ptr<follow::Recipes> recipes;
@@ -2421,7 +2464,7 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
   if (is_left() || c10::impl::tls_is_dispatch_key_included(kKey) || c10::impl::tls_is_dispatch_key_excluded(kKey))
     return nullptr;
   // The loop is paused and this thread will go on with it, or it does a part of an op's work.
-  if ((opening != 0 && opening == openings) || at::in_parallel_region()) return nullptr;
+  if (is_opener() || at::in_parallel_region()) return nullptr;
   found = true;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
   const auto name = seen.operator_name();
@@ -2669,7 +2712,7 @@ bool release_from(Block& block, StorageImpl& storage) {
   Space& space = *block.space;
   wait_for_copies(space);
   if (!owns(storage, block)) return false;  // something was done to it meanwhile
-  if (block.fixed || block.held() || blind > 0) return false;
+  if (block.fixed || block.held() || used_elsewhere(block)) return false;
   if (return_to_file(block, storage)) return true;
   at::DataPtr own = stock->allocate(storage.nbytes());
   block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
@@ -3055,12 +3098,14 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
     const Guard guard(mutex);
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
     space = current;
-    Block* block = space != nullptr && !is_other() ? block_of(*space, *storage) : known(*storage);
+    const bool loops = space == nullptr || is_opener();
+    Block* block = space != nullptr && loops ? block_of(*space, *storage) : known(*storage);
     if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
     space = block->space;
-    if (is_other()) {
-      // It may be used in this thread at any time. Where it is away, its address is its window's.
+    if (!loops) {
+      // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
       if (block->state == State::kArrived) unplace(*space, *block);
+      if (Device::kFixedLeave && movable(*block) && !block->writing) evict(*space, *block, *storage);
       block->stays = true;
     } else {
       ++block->pins;  // while others do what they like
@@ -3079,6 +3124,23 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
     return 1;
   });
 }
+
+// Code of the calling thread is about to read a storage's memory without an op, and is done with it before the thread's
+// next op, or ``follow_unhold``. Nothing else moves what the loop's own thread reads.
+EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
+  return guarded([&]() -> int64_t {
+    if (is_left() || is_opener()) return 0;
+    const Guard guard(mutex);
+    Block* block = known(*storage);
+    if (block == nullptr) block = enroll(*storage);
+    if (block == nullptr) return 0;
+    if (!block->holds) block->holds = std::make_shared<int>(0);
+    holds.all.push_back(block->holds);
+    ++*block->holds;
+    return 1;
+  });
+}
+EXPORT void follow_unhold() noexcept { holds.release(); }
 
 // Where a storage is. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
 EXPORT int64_t follow_where(StorageImpl* storage) noexcept {
