@@ -23,10 +23,7 @@
 // requests are served by the stock allocator. A block that is away and pinned by another thread is used through its window
 // by everybody. Work of a collective holds its tensors until it is complete, whoever waits for it.
 //
-// All state is behind one lock. It is never held while PyTorch runs an op or Python, while bytes are copied beside ops, or
-// while a strong reference is taken or dropped: PyTorch may take Python's lock for that. So the order of locks is: Python's
-// lock, then this one, then those of the homes and of works of collectives. Who needs a reference, or waits, lets go of the
-// lock meanwhile (``Unlocked``) and looks at everything again.
+// All state is behind one lock (lock.h).
 
 #ifdef OUTOFCORE_CUDA
 #include "device_cuda.h"
@@ -36,6 +33,7 @@
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
+#include "lock.h"
 #include "observed.h"
 #include "ranking.h"
 #include "recipes.h"
@@ -52,9 +50,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -62,7 +58,6 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -84,7 +79,14 @@ namespace {
 using c10::DispatchKey;
 using c10::StorageImpl;
 using follow::Device;
+using follow::Guard;
+using follow::StoragePointer;
+using follow::answer;
+using follow::answered;
 using follow::kPage;
+using follow::let_go;
+using follow::mutex;
+using follow::wait_for_answer;
 
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
 // Operators in Python do not know that fallback: DISPATCH_KEY in native.py has them pass the key on.
@@ -149,7 +151,7 @@ constexpr bool may_follow(State before, State after) {
 
 struct Block {
   Space* space = nullptr;
-  std::optional<c10::weak_intrusive_ptr<StorageImpl>> storage;  // none: a piece that no storage is known to own yet
+  std::optional<follow::WeakStorage> storage;  // none: a piece that no storage is known to own yet
   int64_t id = 0;
   int64_t bytes = 0, used = 0;  // in whole pages; of the storage
   int64_t offset = -1;          // in the arena; -1: it has no addresses there
@@ -259,75 +261,6 @@ struct Space {
   char* address(const Block& block) const { return base + block.offset; }
 };
 
-// Recursive: to free a storage comes back through ``release_block``. Never destroyed.
-std::recursive_mutex& mutex = *new std::recursive_mutex;
-// What is dropped once the lock is free: to do so may take Python's lock, or come back here.
-struct LetGo {
-  LetGo() = default;
-  LetGo(LetGo&&) = default;
-  LetGo& operator=(LetGo&&) = default;
-  ~LetGo() {
-    while (originals) originals = std::exchange(originals->next, nullptr);  // one after the other, and not within each other
-  }
-  std::shared_ptr<follow::Original> originals;  // memory of others that is not needed any more: a list
-  std::vector<c10::intrusive_ptr<StorageImpl>> storages;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-};
-LetGo& let_go = *new LetGo;
-
-class Guard {
- public:
-  explicit Guard(std::recursive_mutex& locked) : mutex_(locked) {
-    mutex_.lock();
-    ++held_;
-  }
-  ~Guard() {
-    LetGo free;
-    if (--held_ == 0) std::swap(free, let_go);
-    mutex_.unlock();
-  }
-  Guard(const Guard&) = delete;
-
-  // How often the calling thread has the lock.
-  inline static thread_local int held_ = 0;
-
- private:
-  std::recursive_mutex& mutex_;
-};
-
-// Lets go of Python's lock, if the calling thread has it: the thread that is waited for may need it.
-class WithoutPython {
- public:
-  WithoutPython() {
-    static const auto has = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-    static const auto save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
-    if (has != nullptr && save != nullptr && has() == 1) state_ = save();
-  }
-  ~WithoutPython() {
-    static const auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
-    if (state_ != nullptr) restore(state_);
-  }
-  WithoutPython(const WithoutPython&) = delete;
-
- private:
-  void* state_ = nullptr;
-};
-
-// Lets go of the lock for a while. What was looked at before has to be looked at again.
-class Unlocked {
- public:
-  Unlocked() : held_(std::exchange(Guard::held_, 0)) {
-    for (int i = 0; i < held_; ++i) mutex.unlock();
-  }
-  ~Unlocked() {
-    for (int i = 0; i < held_; ++i) mutex.lock();
-    Guard::held_ = held_;
-  }
-  Unlocked(const Unlocked&) = delete;
-
- private:
-  int held_;
-};
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
 // Memory of the stock allocator's for requests that were not served in an arena.
@@ -357,14 +290,6 @@ int64_t answer_of(Function* function, Given... given) {
 std::deque<Block*>& to_fetch = *new std::deque<Block*>;
 std::deque<Block*>& to_write = *new std::deque<Block*>;
 std::condition_variable_any& asked = *new std::condition_variable_any;
-// What others do that is waited for: copies that have ended, and ops of other threads. Both only count up.
-std::condition_variable_any& answered = *new std::condition_variable_any;
-int64_t answers = 0;
-int waiting = 0;  // threads that do
-void answer() {
-  ++answers;
-  if (waiting > 0) answered.notify_all();
-}
 pid_t copiers = -1;  // the process that has them
 bool fetches = false, writes_out = false;  // which of the two threads there are
 
@@ -651,22 +576,6 @@ void catch_up(Space& space) {
   if (!pending.empty()) end_works();
 }
 
-// Until a copy has ended, or an op of another thread. What was looked at before has to be looked at again, since others may
-// have done anything meanwhile; only the caller knows that its space is still there.
-// False: nothing has happened for so long.
-bool wait_for_answer(std::chrono::seconds most = std::chrono::hours(24)) {
-  const int64_t before = answers;
-  ++waiting;
-  bool answer = false;
-  {
-    const Unlocked unlocked;
-    const WithoutPython python_is_free;  // taken again before the lock is
-    std::unique_lock<std::recursive_mutex> lock(mutex);
-    answer = answered.wait_for(lock, most, [&] { return answers != before; });
-  }
-  --waiting;
-  return answer;
-}
 void wait_for_copies(Space& space) {
   for (end_copies(space); space.copying_in + space.copying_out > 0; end_copies(space, true)) wait_for_answer();
 }
@@ -817,7 +726,7 @@ class Owners {
   explicit Owners(std::vector<Block*> blocks) : blocks_(std::move(blocks)), storages_(blocks_.size()) {
     for (Block* block : blocks_) ++block->pins;
     {
-      const Unlocked unlocked;
+      const follow::Unlocked unlocked;
       for (size_t i = 0; i < blocks_.size(); ++i)
         if (blocks_[i]->storage) storages_[i] = blocks_[i]->storage->lock();
     }
@@ -834,8 +743,7 @@ class Owners {
     }
   }
   ~Owners() {
-    for (auto& storage : storages_)
-      if (storage) let_go.storages.push_back(std::move(storage));
+    for (StoragePointer& storage : storages_) follow::drop(std::move(storage));
   }
   Owners(const Owners&) = delete;
 
@@ -849,7 +757,7 @@ class Owners {
 
  private:
   std::vector<Block*> blocks_;
-  std::vector<c10::intrusive_ptr<StorageImpl>> storages_;
+  std::vector<StoragePointer> storages_;
 };
 
 // Which storage of the record a block is that the loop is in; -1: none.
@@ -1381,7 +1289,7 @@ void release_raw(void* pointer) {
   if (pointer == nullptr) return;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   if (address >= lowest && address < highest) {
-    const Guard guard(mutex);
+    const Guard guard;
     if (Block* block = block_at(pointer)) {
       if (depth > 0)
         for (follow::Request& request : block->space->requests)
@@ -1396,7 +1304,7 @@ void release_raw(void* pointer) {
     }
   }
   if (outside_count.load(std::memory_order_relaxed) != 0) {
-    const Guard guard(mutex);
+    const Guard guard;
     if (const auto found = outside.find(pointer); found != outside.end()) {
       if (Space* space = current) space->counters[kOutside] -= found->second.bytes;
       if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
@@ -1408,7 +1316,7 @@ void release_raw(void* pointer) {
 }
 
 void release_block(void* context) {
-  const Guard guard(mutex);
+  const Guard guard;
   auto* block = static_cast<Block*>(context);
   if (Device::kStreams && block->state == State::kComing) {  // whoever gets its memory waits for the copy
     std::erase(block->space->finished, block);
@@ -1430,7 +1338,7 @@ struct PagedAllocator final : follow::WrappingAllocator {
     const auto bytes = static_cast<int64_t>(count);
     void* pointer = nullptr;
     if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr && Device::is_current()) {
-      const Guard guard(mutex);
+      const Guard guard;
       if (Space* space = current) {
         // A thread that no op was seen in works for one of the loop's, if no op of another thread can have started it.
         const bool ours = tracked();
@@ -1457,7 +1365,7 @@ struct PagedAllocator final : follow::WrappingAllocator {
  protected:
   Whose remember(const c10::DataPtr& data, void* stream) override {
     if (data.get_deleter() != &release_raw && data.get_deleter() != &release_block) return Whose::kStocks;
-    const Guard guard(mutex);
+    const Guard guard;
     Block* block = data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : block_at(data.get());
     if (block == nullptr) return Whose::kOutside;
     block->space->device.record(block->order, stream);
@@ -1469,9 +1377,7 @@ PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages k
 // ---- storages and blocks -------------------------------------------------------------------------------------------
 
 void own(Block& block, StorageImpl& storage) {
-  // A weak reference, made of one that its caller has: to make it of a strong one may take Python's lock.
-  c10::raw::weak_intrusive_ptr::incref(&storage);
-  block.storage.emplace(c10::weak_intrusive_ptr<StorageImpl>::reclaim(&storage));
+  block.storage.emplace(follow::weak_of(storage));
   block.dying = false;
   if (block.origin) block.origin->storage = block.storage;
   block.used = static_cast<int64_t>(storage.nbytes());
@@ -1610,6 +1516,7 @@ struct Operator {
   bool communicates;        // goes on after it has returned
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
+  bool certain = true;      // Python was asked, unless Ctrl-C came
 };
 
 bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
@@ -1628,6 +1535,12 @@ Operator describe(const c10::OperatorHandle& op) {
     writes |= found.writes.back();
   }
   for (const auto& result : schema.returns()) (result.alias_info() != nullptr ? aliases : fresh) = true;
+  const auto in_python = [&] {
+    const int64_t answer =
+        is_python == nullptr ? 0 : answer_of(is_python, name.c_str(), schema.overload_name().c_str());
+    found.certain &= answer != kNoAnswer;
+    return answer;
+  };
   const bool kernel = op.hasKernelForDispatchKey(Device::kKernels);
   const bool implicit = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
   const bool listed = starts(name, "aten::_foreach_") && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
@@ -1635,8 +1548,7 @@ Operator describe(const c10::OperatorHandle& op) {
   // functional collectives.
   if ((!kernel && (implicit || listed)) || starts(name, "_c10d_functional::"))
     found.kind = Kind::kParts;
-  else if (!starts(name, "aten::") && is_python != nullptr &&
-           answer_of(is_python, name.c_str(), schema.overload_name().c_str()) == 1)
+  else if (!starts(name, "aten::") && in_python() == 1)
     found.kind = Kind::kParts;
   else if (!writes && aliases && !fresh)
     found.kind = Kind::kView;
@@ -1650,16 +1562,15 @@ Operator describe(const c10::OperatorHandle& op) {
                   !(schema.overload_name() == "Tensor" && starts(name, "aten::_foreach_addc"));
   found.communicates = starts(name, "c10d::");
   found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
-  if (found.again != follow::Again::kNo && is_python != nullptr &&
-      answer_of(is_python, name.c_str(), schema.overload_name().c_str()) != 0)
-    found.again = follow::Again::kNo;
+  if (found.again != follow::Again::kNo && in_python() != 0) found.again = follow::Again::kNo;
   return found;
 }
 
 const Operator& operator_of(const c10::OperatorHandle& op) {
   thread_local std::unordered_map<const void*, Operator> cache;
   const auto found = cache.find(&op.schema());
-  return found != cache.end() ? found->second : cache.emplace(&op.schema(), describe(op)).first->second;
+  if (found != cache.end() && found->second.certain) return found->second;
+  return cache.insert_or_assign(&op.schema(), describe(op)).first->second;
 }
 
 template <class Action>
@@ -1692,7 +1603,7 @@ class Timed {
   Timed(const Timed&) = delete;
   ~Timed() {
     if (!moments_) return;
-    const Guard guard(mutex);
+    const Guard guard;
     space_.device.forget(*moments_);
   }
   void arrive() {
@@ -1717,7 +1628,7 @@ class Pinned {
   explicit Pinned(bool other) : other_(other) { others_running += other; }
   Pinned(const Pinned&) = delete;
   ~Pinned() {
-    const Guard guard(mutex);
+    const Guard guard;
     for (auto& [block, written] : operands) {
       block->space->device.used(block->order);
       // An op that failed may have written as well.
@@ -2208,7 +2119,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     touched.push_back({place, block.id, block.bytes, written, created});
   };
   {
-    const Guard guard(mutex);
+    const Guard guard;
     timed.arrive();
     catch_up(space);
     if (space.unseen) {
@@ -2255,7 +2166,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     op.redispatchBoxed(below, stack);
   }
   const int64_t end = follow::nanos_now();
-  const Guard guard(mutex);
+  const Guard guard;
   if (about.communicates) remember_works(pinned, *stack, op.schema().returns().size());
   if (!space.open) return;
   try {
@@ -2381,11 +2292,11 @@ void find_source(Space& space) {
       if (answer != kNoAnswer) source = reinterpret_cast<const char*>(answer);
       if (source != nullptr && *source == 0) source = nullptr;
     }
-    const Guard guard(mutex);
+    const Guard guard;
     if (source == nullptr && node) source = space.sources.find(node->sequence_nr());
     space.sources.note(made, source);
   } else if (node) {
-    const Guard guard(mutex);
+    const Guard guard;
     source = space.sources.find(forward ? made - 1 : node->sequence_nr());
   }
   if (!node) source = nullptr;
@@ -2397,7 +2308,7 @@ struct Holds {
   ~Holds() { release(); }
   void release() {
     if (all.empty()) return;
-    const Guard guard(mutex);
+    const Guard guard;
     for (const auto& hold : all) --*hold;
     all.clear();
     answer();
@@ -2414,13 +2325,13 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
     const size_t count = about.writes.size(), first = stack->size() - count;
     std::shared_ptr<follow::Recipes> recipes;
     {
-      const Guard guard(mutex);
+      const Guard guard;
       if (const Space* space = current) recipes = space->recipes;
     }
     if (recipes && recipes->any()) spare_recipes(*recipes, about, *stack);
     Pinned pinned(true);
     {
-      const Guard guard(mutex);
+      const Guard guard;
       for (size_t i = 0; i < count; ++i)
         each_storage((*stack)[first + i], [&](StorageImpl& storage) {
           if (!is_large(storage.nbytes())) return;
@@ -2438,7 +2349,7 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
       op.redispatchBoxed(below, stack);
     }
     if (!about.communicates) return;
-    const Guard guard(mutex);
+    const Guard guard;
     return remember_works(pinned, *stack, op.schema().returns().size());
   }
   const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
@@ -2448,12 +2359,12 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
 // The first op of a thread that is not the loop's. It passes the fallback by: nothing is moved until it has ended.
 struct FirstOp final : at::ObserverContext {
   FirstOp() {
-    const Guard guard(mutex);
+    const Guard guard;
     ++blind;
     ++others_running;
   }
   ~FirstOp() override {
-    const Guard guard(mutex);
+    const Guard guard;
     --blind;
     --others_running;
     answer();
@@ -2502,7 +2413,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   else
     run_atom(*space, op, about, below, stack);
   if (space->stress) {
-    const Guard guard(mutex);
+    const Guard guard;
     if (space->open) evict_everything(*space);
   }
 }
@@ -2660,7 +2571,7 @@ int64_t set_schedule(Space& space, int64_t number, const int64_t* numbers) {
 
 void before_fork() {
   mutex.lock();
-  Guard::held_ = 1;
+  Guard::held = 1;
   // The child has no threads that would end the copies. A space may go while they are waited for.
   const auto copies = [] {
     return std::any_of(spaces.begin(), spaces.end(), [](Space* space) {
@@ -2673,7 +2584,7 @@ void before_fork() {
 }
 void after_fork_in_parent() {
   for (Space* space : spaces) space->homes.after_fork_in_parent();
-  Guard::held_ = 0;
+  Guard::held = 0;
   mutex.unlock();
 }
 void after_fork_in_child() {
@@ -2683,7 +2594,7 @@ void after_fork_in_child() {
   open_spaces = 0;
   if (depth == 0) entered = 0;
   // What other threads were at is not here, and goes on nowhere.
-  others_running = blind = waiting = 0;
+  others_running = blind = follow::waiting = 0;
   new (&pending) std::vector<Pending>;
   for (Space* space : spaces) {
     space->open = false;
@@ -2695,7 +2606,7 @@ void after_fork_in_child() {
   }
   // A recursive lock belongs to a thread of the parent, which no thread of the child can unlock; and those that waited
   // are not here.
-  Guard::held_ = 0;
+  Guard::held = 0;
   new (&mutex) std::recursive_mutex;
   new (&asked) std::condition_variable_any;
   new (&answered) std::condition_variable_any;
@@ -2760,7 +2671,7 @@ void come_back(Space& space) {
 void end_asked() {
   while (Space* space = to_end.exchange(nullptr)) {
     space->recipes->close();
-    const Guard guard(mutex);
+    const Guard guard;
     current = nullptr;  // an op that begins from here on does not use it
     if (entered == 0) {
       come_back(*space);
@@ -2853,7 +2764,7 @@ EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed) no
     space->verified = Device::kReadable && verified != 0;
     space->sampled = verified == 1;
     space->timing = space->timed = Device::kStreams && timed != 0;
-    space->recipes = std::make_shared<follow::Recipes>(mutex, our_pager, smallest);
+    space->recipes = std::make_shared<follow::Recipes>(our_pager, smallest);
     made = space.release();
     return 0;
   });
@@ -2869,7 +2780,7 @@ EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, i
 // A step of the loop has ended. 1: a plan is wanted for such steps, see ``follow_proposal``.
 EXPORT int64_t follow_end_of_step(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     catch_up(*space);
     const bool wanted = end_of_step(*space);
     space->observer.end_step();
@@ -2881,7 +2792,7 @@ EXPORT int64_t follow_end_of_step(Space* space) noexcept {
 // fewer in ``capacity`` nothing is written.
 EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     const std::vector<int64_t> told = tell_proposal(*space);
     if (static_cast<int64_t>(told.size()) <= capacity) {
       std::copy(told.begin(), told.end(), numbers);
@@ -2896,7 +2807,7 @@ EXPORT const char* follow_names(Space* space) noexcept { return space->names.c_s
 // fewer in ``capacity`` nothing is written.
 EXPORT int64_t follow_observed(Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     const std::vector<int64_t> told = space->observer.tell(space->observed_names, &name_of);
     if (static_cast<int64_t>(told.size()) <= capacity) std::copy(told.begin(), told.end(), numbers);
     return static_cast<int64_t>(told.size());
@@ -2906,7 +2817,7 @@ EXPORT int64_t follow_observed(Space* space, int64_t* numbers, int64_t capacity)
 EXPORT const char* follow_observed_names(Space* space) noexcept { return space->observed_names.c_str(); }
 // By what number a storage is known there; -2: it is not.
 EXPORT int64_t follow_number(Space* space, StorageImpl* storage) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   const Block* block = known(*storage);
   return block == nullptr || block->space != space ? -2 : block->id;
 }
@@ -2915,7 +2826,7 @@ EXPORT int64_t follow_number(Space* space, StorageImpl* storage) noexcept {
 // pairs of op and the offset of its scratch memory.
 EXPORT int64_t follow_schedule(Space* space, int64_t anchor, const int64_t* numbers) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     return set_schedule(*space, anchor, numbers);
   });
 }
@@ -2924,7 +2835,7 @@ EXPORT int64_t follow_schedule(Space* space, int64_t anchor, const int64_t* numb
 // none of which runs before ``follow_pause``.
 EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     TORCH_CHECK(current == nullptr, "a loop is followed already");
     start_copiers();
     c10::Allocator* installed = ::device::installed();
@@ -2951,7 +2862,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
 // Gives an open space its arena. 1: done; 0: the device does not have the memory.
 EXPORT int64_t follow_reserve(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     try {
       space->base = space->device.reserve(Device::kAddresses * space->budget);
     } catch (const c10::OutOfMemoryError&) {
@@ -2967,7 +2878,7 @@ EXPORT int64_t follow_reserve(Space* space) noexcept {
 // Follows nothing until it is opened again. Storages stay where they are.
 EXPORT int64_t follow_pause(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     if (current != space) return 0;
     wait_for_copies(*space);
     // What is done to them meanwhile is not seen.
@@ -2982,7 +2893,7 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
 // Brings everything home, and gives the arena's memory to the kernel.
 EXPORT int64_t follow_vacate(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     evict_everything(*space);
     forget_idle(*space);
     return 0;
@@ -3009,7 +2920,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
       to_end = space;
       if (entered == 0) end_asked();
     } else {
-      const Guard guard(mutex);
+      const Guard guard;
       close(*space);
     }
     return 0;
@@ -3021,7 +2932,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
 EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) noexcept {
   at::DataPtr left;  // freed without the lock
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     Space* space = current;
     if (space == nullptr) return 0;
     Block* block = nullptr;
@@ -3038,21 +2949,21 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
 }
 // The address of a storage's memory, which nobody has taken by this.
 EXPORT int64_t follow_memory(StorageImpl* storage) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
 }
 // The number of a file of somebody else's. The descriptor is the space's own from then on.
 EXPORT int64_t follow_add_file(Space* space, int file) noexcept {
   return guarded([&]() -> int64_t {
     follow::OpenFile open(file, file);
-    const Guard guard(mutex);
+    const Guard guard;
     space->files.push_back(std::make_shared<follow::ForeignFile>(std::move(open)));
     return static_cast<int64_t>(space->files.size()) - 1;
   });
 }
 // The first of some storages that is large and not in this space; their number, if all are.
 EXPORT int64_t follow_strangers(const Space* space, StorageImpl* const* storages, int64_t count) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   for (int64_t i = 0; i < count; ++i) {
     if (!is_large(storages[i]->nbytes())) continue;
     const Block* block = known(*storages[i]);
@@ -3062,13 +2973,13 @@ EXPORT int64_t follow_strangers(const Space* space, StorageImpl* const* storages
 }
 // Whether a storage lies in memory that PyTorch has allocated for it, and nobody else looks at.
 EXPORT int follow_plain(const StorageImpl* storage) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   return adoptable(*storage, false);
 }
 // Gives a storage memory of its own, of PyTorch's allocator. 1: done; 0: it is not followed, or keeps its address.
 EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     Block* block = known(*storage);
     if (block == nullptr) block = enroll(*storage);
     return block != nullptr && release_from(*block, *storage);
@@ -3077,7 +2988,7 @@ EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
 // The same for all that a space has.
 EXPORT int64_t follow_release_all(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     wait_for_copies(*space);
     Owners(std::vector<Block*>(space->known.begin(), space->known.end())).each([](Block& block, StorageImpl& storage) {
       release_from(block, storage);
@@ -3087,17 +2998,21 @@ EXPORT int64_t follow_release_all(Space* space) noexcept {
 }
 // Gives back the memory that a storage takes up only because somebody looked at it where it is away.
 EXPORT void follow_forget(StorageImpl* storage) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   if (const Block* block = known(*storage)) forget_window(*block);
 }
 // Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
-    Space* space = current;
-    if (space != nullptr && space->recipes->any()) space->recipes->before_write(*storage);
-    const Guard guard(mutex);
+    std::shared_ptr<follow::Recipes> recipes;
+    {
+      const Guard guard;
+      if (const Space* space = current) recipes = space->recipes;
+    }
+    if (recipes && recipes->any()) recipes->before_write(*storage);
+    const Guard guard;
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
-    space = current;
+    Space* space = current;
     const bool loops = space == nullptr || is_opener();
     Block* block = space != nullptr && loops ? block_of(*space, *storage) : known(*storage);
     if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
@@ -3130,7 +3045,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
 EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     if (is_left() || is_opener()) return 0;
-    const Guard guard(mutex);
+    const Guard guard;
     Block* block = known(*storage);
     if (block == nullptr) block = enroll(*storage);
     if (block == nullptr) return 0;
@@ -3144,13 +3059,13 @@ EXPORT void follow_unhold() noexcept { holds.release(); }
 
 // Where a storage is. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
 EXPORT int64_t follow_where(StorageImpl* storage) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   if (const Block* block = known(*storage)) return block->here() ? 1 : 2;
   return block_at(storage->_mutable_data_ptr_no_checks().get()) != nullptr ? 3 : 0;
 }
 EXPORT int64_t follow_evict(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     Space* space = current;
     if (space == nullptr) return 0;
     wait_for_copies(*space);
@@ -3162,7 +3077,7 @@ EXPORT int64_t follow_evict(StorageImpl* storage) noexcept {
 }
 EXPORT int64_t follow_evict_all(Space* space) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     evict_everything(*space);
     return 0;
   });
@@ -3176,7 +3091,7 @@ EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0
 
 // For tests: how much is kept about a loop, each as in ``Sizes`` of test_follow_growth.py.
 EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   space->homes.thaw();
   const auto count = [](const auto& kept) { return static_cast<int64_t>(kept.size()); };
   const int64_t all[] = {space->pieces,         count(space->known),         count(space->at),
@@ -3194,7 +3109,7 @@ EXPORT void follow_ask_source(void (*ask)(int64_t*)) noexcept { ask_source = ask
 EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
   return guarded([&]() -> int64_t {
     TORCH_CHECK(mode >= 0 && mode <= 3, "there is no mode ", mode);
-    const Guard guard(mutex);
+    const Guard guard;
     space->recipes->mode = static_cast<follow::Recompute>(mode);
     if (space->recipes->mode == follow::Recompute::kNoting) space->recipes->forget_notes();
     return 0;
@@ -3203,7 +3118,7 @@ EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
 // Names the storages to make again, by their ids in the history; from the next step on it is those that play their part.
 EXPORT int64_t follow_recompute_set(Space* space, const int64_t* ids, int64_t count) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     space->recipes->choose(ids, count);
     return 0;
   });
@@ -3213,7 +3128,7 @@ EXPORT int64_t follow_recompute_set(Space* space, const int64_t* ids, int64_t co
 // how many numbers there are.
 EXPORT int64_t follow_notes(const Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return guarded([&]() -> int64_t {
-    const Guard guard(mutex);
+    const Guard guard;
     int64_t count = 0;
     const auto tell = [&](int64_t number) {
       if (count < capacity) numbers[count] = number;
@@ -3232,11 +3147,13 @@ EXPORT int64_t follow_notes(const Space* space, int64_t* numbers, int64_t capaci
 EXPORT follow::Packed* follow_pack(c10::TensorImpl* tensor) noexcept {
   follow::Packed* packed = nullptr;
   guarded([&]() -> int64_t {
-    const Guard guard(mutex);
-    Space* space = current;
-    if (space == nullptr) return 0;
-    const auto held = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor);
-    packed = space->recipes->pack(at::Tensor(held));
+    const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor));
+    std::shared_ptr<follow::Recipes> recipes;
+    {
+      const Guard guard;
+      if (const Space* space = current) recipes = space->recipes;
+    }
+    if (recipes) packed = recipes->pack(held);
     return 0;
   });
   return packed;
@@ -3250,14 +3167,11 @@ EXPORT at::Tensor* follow_unpack(const follow::Packed* packed) noexcept {
   });
   return tensor;
 }
-EXPORT void follow_drop(follow::Packed* packed) noexcept {
-  const Guard guard(mutex);
-  delete packed;
-}
+EXPORT void follow_drop(follow::Packed* packed) noexcept { delete packed; }
 
 // Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {
-  const Guard guard(mutex);
+  const Guard guard;
   for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = space->counters[i];
   const auto tell = [&](Counter counter, int64_t value) {
     if (counter < capacity) counters[counter] = value;

@@ -11,13 +11,13 @@
 #pragma once
 
 #include "lineage.h"
+#include "lock.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -26,9 +26,6 @@
 #include <vector>
 
 namespace follow {
-
-using StoragePointer = c10::intrusive_ptr<c10::StorageImpl>;
-using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 enum class Recompute {
   kOff,
@@ -50,7 +47,6 @@ struct Pager {
 
 // Recipes that somebody holds. It outlives the loop.
 struct Shelf {
-  std::recursive_mutex& mutex;
   std::unordered_set<Recipe*> recipes;
 };
 
@@ -69,10 +65,10 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
   explicit Recipe(std::shared_ptr<Shelf> on) : shelf(std::move(on)) { shelf->recipes.insert(this); }
   Recipe(const Recipe&) = delete;
   ~Recipe() {
-    const std::lock_guard<std::recursive_mutex> guard(shelf->mutex);
+    const Guard guard;
     shelf->recipes.erase(this);
-    inputs.clear();
-    kept.reset();
+    forget();
+    drop(std::move(kept));
   }
 
   std::shared_ptr<Shelf> shelf;
@@ -91,6 +87,12 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
 
   void keep(StoragePointer storage) {
     kept = std::move(storage);
+    forget();
+  }
+
+ private:
+  void forget() {
+    for (Input& input : inputs) drop(std::move(input.storage));
     inputs.clear();
     steps.clear();
   }
@@ -120,13 +122,15 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   static constexpr int kDeepest = Origin::kDeepest;
   static constexpr size_t kMostNotes = size_t{1} << 16;
 
-  Recipes(std::recursive_mutex& mutex, Pager& pager, int64_t large)
-      : mutex_(mutex), pager_(pager), large_(large), shelf_(new Shelf{mutex, {}}) {}
+  Recipes(Pager& pager, int64_t large) : pager_(pager), large_(large), shelf_(new Shelf) {}
 
   Recompute mode = Recompute::kOff;
   int64_t made = 0, reruns = 0, unkept_bytes = 0, nanoseconds = 0;  // counters
 
-  bool any() const { return !shelf_->recipes.empty(); }
+  bool any() const {
+    const Guard guard;
+    return !shelf_->recipes.empty();
+  }
 
   // Differs where steps make other storages again.
   int64_t variant() const {
@@ -183,18 +187,18 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     if (mode == Recompute::kNoting) note(origin, *step, static_cast<int64_t>(storage.nbytes()));
   }
 
-  // Somebody is about to change a storage, or may change it at any time from now on.
+  // Somebody who holds a storage is about to change it, or may change it at any time from now on.
   void before_write(c10::StorageImpl& storage) {
+    const auto held = StoragePointer::reclaim_copy(&storage);
     std::vector<std::shared_ptr<Recipe>> readers;
     {
-      const std::lock_guard<std::recursive_mutex> guard(mutex_);
+      const Guard guard;
       const std::shared_ptr<Origin> origin = pager_.known_origin(storage);
       if (!origin) return;
       for (const auto& weak : origin->recipes) {
         const auto recipe = weak.lock();
-        if (!recipe || recipe->kept) continue;
-        const StoragePointer original = recipe->original ? recipe->original->lock() : StoragePointer();
-        if (original.get() == &storage) recipe->keep(original);
+        if (recipe && !recipe->kept && recipe->original && recipe->original->_unsafe_get_target() == &storage)
+          recipe->keep(held);
       }
       for (const auto& weak : origin->readers)
         if (auto recipe = weak.lock(); recipe && !recipe->kept) readers.push_back(std::move(recipe));
@@ -204,7 +208,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // Of a tensor that autograd has saved. Null: it stays as it is.
   Packed* pack(const at::Tensor& tensor) {
-    const std::lock_guard<std::recursive_mutex> guard(mutex_);
+    const Guard guard;
     if (mode == Recompute::kOff || !is_plain(tensor)) return nullptr;
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     if (static_cast<int64_t>(storage.nbytes()) < large_) return nullptr;
@@ -251,7 +255,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   void close() {
     std::vector<std::shared_ptr<Recipe>> all;  // those that autograd has; others are parts of them
     {
-      const std::lock_guard<std::recursive_mutex> guard(mutex_);
+      const Guard guard;
       mode = Recompute::kOff;
       for (Recipe* recipe : shelf_->recipes)
         if (auto held = recipe->weak_from_this().lock(); held && held->origin && !held->kept) all.push_back(std::move(held));
@@ -269,7 +273,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
  private:
   void keep(const std::shared_ptr<Recipe>& recipe) {
     StoragePointer storage = bytes_of(recipe, false);
-    const std::lock_guard<std::recursive_mutex> guard(mutex_);
+    const Guard guard;
     if (!recipe->kept) recipe->keep(std::move(storage));
   }
 
@@ -331,7 +335,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     if (!recipe) return {};
     recipe->origin = origin;
     recipe->version = origin->version;
-    recipe->original.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
+    recipe->original.emplace(weak_of(storage));
     add(origin->recipes, recipe);
     ++made;
     return recipe;
@@ -374,11 +378,17 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
         if (input.recipe) {
           recipe->depth = std::max(recipe->depth, input.recipe->depth + 1);
         } else {
-          if (as_it_was && from->storage) input.storage = from->storage->lock();
-          if (!input.storage || pager_.origin_of(*input.storage) != from) return {};
+          if (as_it_was && from->storage) input.storage = strong_of(*from->storage);
+          if (!input.storage || pager_.origin_of(*input.storage) != from || from->version != input.version) {
+            drop(std::move(input.storage));
+            return {};
+          }
         }
         recipe->inputs.push_back(std::move(input));
       }
+    // Another thread may have written to one of them meanwhile.
+    for (const Input& input : recipe->inputs)
+      if (input.origin && input.origin->version != input.version) return {};
     for (const Input& input : recipe->inputs)
       if (input.origin) add(input.origin->readers, recipe);
     return recipe;
@@ -392,15 +402,19 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     };
     if (recipe.kept) return recipe.kept;
     if (!recipe.original) return again(recipe);
-    if (auto storage = recipe.original->lock(); storage && holds(*storage, recipe.origin, recipe.version)) return storage;
-    return again(recipe);
+    if (auto storage = strong_of(*recipe.original)) {
+      if (holds(*storage, recipe.origin, recipe.version)) return storage;
+      drop(std::move(storage));
+    }
+    return recipe.kept ? recipe.kept : again(recipe);
   }
   StoragePointer again(Recipe& recipe) {
     if (!recipe.again) return {};
-    auto storage = recipe.again->lock();
-    if (storage && recipe.again_origin && pager_.known_origin(*storage) == recipe.again_origin &&
+    auto storage = strong_of(*recipe.again);
+    if (storage && recipe.again && recipe.again_origin && pager_.known_origin(*storage) == recipe.again_origin &&
         recipe.again_origin->version == recipe.again_version)
       return storage;
+    drop(std::move(storage));
     recipe.again.reset();
     recipe.again_origin.reset();
     return {};
@@ -410,7 +424,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     std::vector<Input> inputs;
     std::vector<std::shared_ptr<const Step>> steps;
     {
-      const std::lock_guard<std::recursive_mutex> guard(mutex_);
+      const Guard guard;
       TORCH_CHECK(recipe->lost.empty(), "outofcore: a tensor that autograd has saved could not be made again when the "
                   "loop ended, since ", recipe->lost, "; call backward() before the context ends, or give a larger budget");
       if (auto storage = present(*recipe, exact)) return storage;
@@ -420,7 +434,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     for (Input& input : inputs) {
       if (!input.storage) input.storage = bytes_of(input.recipe, true);
       if (input.recipe) continue;
-      const std::lock_guard<std::recursive_mutex> guard(mutex_);
+      const Guard guard;
       const bool same = pager_.known_origin(*input.storage) == input.origin &&
                         input.origin->version == input.version && count_of(input.counter) == input.count;
       TORCH_CHECK(same, "outofcore: a tensor that autograd needs cannot be made again: what it is made from was changed "
@@ -455,8 +469,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       TORCH_CHECK(storage && static_cast<int64_t>(storage->nbytes()) == recipe->bytes,
                   "outofcore: ", step->op.operator_name(), " made another storage than it had made before");
     }
-    const std::lock_guard<std::recursive_mutex> guard(mutex_);
-    recipe->again.emplace(storage);
+    const Guard guard;
+    recipe->again.emplace(weak_of(*storage));
     recipe->again_origin = pager_.known_origin(*storage);
     if (recipe->again_origin) recipe->again_version = recipe->again_origin->version;
     ++reruns;
@@ -464,7 +478,6 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     return storage;
   }
 
-  std::recursive_mutex& mutex_;
   Pager& pager_;
   const int64_t large_;
   std::shared_ptr<Shelf> shelf_;
