@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import os
@@ -11,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -224,6 +226,30 @@ def test_what_another_thread_writes_is_not_lost(run: outofcore.Loop) -> None:
     overwrite_the_arena()
     assert x.add(0).eq(3).all()
     assert run.stats.unseen_writes == 1
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fixed", [False, True], ids=["by address", "by an array"])
+def test_unseen_negation_of_a_clean_parameter_is_kept(
+    check: Literal["sampled", "full"], dtype: torch.dtype, fixed: bool
+) -> None:
+    model = nn.Linear(512, 256, bias=False, dtype=dtype)
+    weight = model.weight.detach()
+    wanted = -weight
+    with outofcore.budget(16 * MIB, model, check=check) as run:
+        if fixed:
+            weight.view(torch.int16).numpy()
+        weight.sum()
+        send_away(weight)
+        weight.sum()  # in the arena now, and the same as at home
+        address = load_paging().follow_memory(weight.untyped_storage()._cdata)
+        signs = np.ctypeslib.as_array((ctypes.c_uint8 * weight.nbytes).from_address(address))
+        signs[dtype.itemsize - 1 :: dtype.itemsize] ^= 0x80
+        send_away(weight)
+        overwrite_the_arena()
+        assert weight.equal(wanted)
+        assert run.stats.unseen_writes == 1
 
 
 def test_other_threads_read_what_is_away(run: outofcore.Loop) -> None:

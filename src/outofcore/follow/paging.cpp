@@ -30,6 +30,7 @@
 #else
 #include "device_cpu.h"
 #endif
+#include "checksum.h"
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
@@ -86,6 +87,7 @@ using follow::answered;
 using follow::kPage;
 using follow::let_go;
 using follow::mutex;
+using follow::sum_of;
 using follow::wait_for_answer;
 
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
@@ -347,19 +349,6 @@ bool tracked() {
 
 void release_raw(void* pointer);
 void release_block(void* context);
-
-// A checksum at the speed of memory, of 64 bytes in so many; equal bytes have equal sums.
-uint64_t sum_of(const char* bytes, int64_t count, int64_t step = 64) {
-  constexpr int kLanes = 8;
-  uint64_t lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = 0x9E3779B97F4A7C15ull * (i + 1);
-  const auto* words = reinterpret_cast<const uint64_t*>(bytes);
-  for (int64_t i = 0, n = count / 8; i + kLanes <= n; i += step / 8)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = (lanes[lane] ^ words[i + lane]) * 0x100000001B3ull;
-  uint64_t sum = 0;
-  for (const uint64_t lane : lanes) sum = (sum ^ (lane ^ lane >> 29)) * 0xBF58476D1CE4E5B9ull;
-  return sum;
-}
 
 // Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
 // always the beginning of one.
