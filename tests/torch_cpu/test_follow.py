@@ -10,13 +10,14 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import outofcore
@@ -250,6 +251,67 @@ def test_unseen_negation_of_a_clean_parameter_is_kept(
         overwrite_the_arena()
         assert weight.equal(wanted)
         assert run.stats.unseen_writes == 1
+
+
+def test_running_statistics_are_those_of_plain_pytorch_without_checks() -> None:
+    """Batch norm writes them, and its schema does not say so."""
+
+    def train(budget: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(20000), nn.Linear(20000, 4), nn.BatchNorm1d(4))
+
+        def loop() -> None:
+            for _ in range(8):
+                model(torch.randn(8, 20000) * 2 + 1).square().mean().backward()
+
+        if budget is None:
+            loop()
+        else:
+            with outofcore.budget(budget, model, check="off") as run:
+                load_paging().follow_stress(run._space, 1)
+                loop()
+        return [value.clone() for value in model.state_dict().values()]
+
+    for ours, theirs in zip(train(16 * MIB), train(None), strict=True):
+        assert ours.equal(theirs)
+
+
+def write_by_relu6(x: Tensor) -> None:
+    torch.ops.quantized.relu6(x, True)
+
+
+def write_by_collective(x: Tensor) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_gather([x], x + 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def quantized_negatives() -> Tensor:
+    return torch.quantize_per_tensor(torch.full((300, 300), -3.0), 0.1, 64, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [(lambda: torch.zeros(40000) + 1, write_by_collective), (quantized_negatives, write_by_relu6)],
+    ids=["collective", "relu6"],
+)
+def test_silent_write_of_an_operator_is_kept_without_checks(
+    make: Callable[[], Tensor], write: Callable[[Tensor], None]
+) -> None:
+    write(wanted := make())
+    assert not torch.equal(wanted, make())
+    with outofcore.budget(16 * MIB, check="off"):
+        x = make()
+        send_away(x)
+        x.clone()  # in the arena now, and the same as at home
+        write(x)
+        x.clone()
+        send_away(x)
+        overwrite_the_arena()
+        assert torch.equal(x, wanted)
 
 
 def test_other_threads_read_what_is_away(run: outofcore.Loop) -> None:

@@ -14,6 +14,7 @@ from effort import examples, is_exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_checks import FOLDER
+from strategies import LIMITS
 
 from outofcore.compiling import COMPILERS, compile_library
 
@@ -180,7 +181,7 @@ def test_sampled_sum_sees_the_first_line_of_each_step(sum_of: Sum) -> None:
                 words[place] ^= np.uint64(1)
 
 
-@settings(max_examples=examples(500))
+@settings(LIMITS, max_examples=examples(500))
 @given(
     data=st.binary(min_size=1, max_size=3 * 1024),
     changes=st.lists(st.tuples(st.integers(0, 3 * 1024 - 1), st.integers(0, 255)), min_size=1, max_size=8),

@@ -36,6 +36,8 @@
 #include <utility>
 #include <vector>
 
+#include "silent_writes.h"
+
 namespace follow {
 
 // What running an op once more gives.
@@ -48,11 +50,10 @@ enum class Again {
 };
 
 inline Again again_of(const c10::OperatorHandle& op) {
-  // Of these the schema does not tell what they change, or they read what lies outside of their arguments, or give other
-  // bits each time.
+  // These read what lies outside of their arguments, or give other bits each time.
   static const std::unordered_set<std::string> refused{
-      "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats", "aten::from_file",
-      "aten::_cudnn_init_dropout_state", "aten::linalg_lstsq", "aten::fake_quantize_per_tensor_affine_cachemask_tensor_qparams"};
+      "aten::from_file", "aten::_cudnn_init_dropout_state", "aten::linalg_lstsq",
+      "aten::fake_quantize_per_tensor_affine_cachemask_tensor_qparams"};
   static const std::unordered_set<std::string> empty{
       "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
       "aten::new_empty_strided"};
@@ -64,9 +65,12 @@ inline Again again_of(const c10::OperatorHandle& op) {
   if (name.rfind("aten::", 0) != 0 || refused.count(name) != 0) return Again::kNo;
   if (op.hasTag(at::Tag::nondeterministic_bitwise) || op.hasTag(at::Tag::inplace_view)) return Again::kNo;
   if (schema.returns().empty() || schema.arguments().empty()) return Again::kNo;
-  size_t written = 0;
-  for (const auto& argument : schema.arguments())
+  size_t written = 0, place = 0;
+  for (const auto& argument : schema.arguments()) {
     written += argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    // step_of() keeps native_batch_norm from its statistics.
+    if (writes_silently(name, argument.name(), place++) && name != "aten::native_batch_norm") return Again::kNo;
+  }
   if (written == 0) {
     for (const auto& result : schema.returns())
       if (result.alias_info() != nullptr) return Again::kNo;

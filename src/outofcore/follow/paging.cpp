@@ -39,6 +39,7 @@
 #include "ranking.h"
 #include "recipes.h"
 #include "record.h"
+#include "silent_writes.h"
 #include "sources.h"
 
 #include <ATen/SequenceNumber.h>
@@ -1520,7 +1521,8 @@ Operator describe(const c10::OperatorHandle& op) {
   Operator found{};
   bool writes = false, aliases = false, fresh = false;
   for (const auto& argument : schema.arguments()) {
-    found.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+    found.writes.push_back((argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
+                           follow::writes_silently(name, argument.name(), found.writes.size()));
     writes |= found.writes.back();
   }
   for (const auto& result : schema.returns()) (result.alias_info() != nullptr ? aliases : fresh) = true;
