@@ -26,6 +26,7 @@ from outofcore.errors import VersionError
 
 __all__ = [
     "BACKWARD_ENTRY_POINTS",
+    "DLPACK_EXPORTERS",
     "FAKE_LOGGER",
     "FOREACH_TENSOR_TYPES",
     "FUNCTIONAL_COLLECTIVES",
@@ -541,6 +542,11 @@ def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
         return True
     return _address(tensor) % bytes_ == 0
 
+
+# What makes a capsule of a tensor; one has a public name, too.
+DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
+    _private(f"torch._C.{name}") for name in ("_to_dlpack", "_to_dlpack_versioned")
+)
 
 _neg_view: Any = _private("torch._neg_view")
 

@@ -460,6 +460,7 @@ def test_what_does_not_fit_is_told_with_op_line_and_bytes() -> None:
     x = torch.randn(512, 512)
     where_it_was = pytest.raises(outofcore.BudgetError, match=r"aten::mm at .*test_follow\.py:\d+")
     with where_it_was as caught, outofcore.budget("1.5MiB"):
+        x = x.clone()  # in the arena
         x @ x
     assert caught.value.smallest_budget == 2 * MIB
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -493,6 +494,8 @@ def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
     finally:
         run.stop()
     run.stop()
+    gc.collect()
+    torch.empty(1).data_ptr()  # no tensor lies in a loop's memory: addresses are watched no longer
     assert torch.Tensor.numpy is torch._C.TensorBase.numpy  # nothing stays wrapped
     model = nn.Linear(256, 256)
 

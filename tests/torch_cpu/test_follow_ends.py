@@ -59,13 +59,21 @@ def train_step(model: nn.Module, between: Callable[[], object] = lambda: None) -
     return loss.item()
 
 
+def unwatch_addresses() -> None:
+    """Take the address of a tensor, where none lies in memory of a loop any more."""
+    gc.collect()
+    torch.empty(1).data_ptr()
+
+
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     """Every test ends its loops, and leaves PyTorch as it was."""
+    unwatch_addresses()
     before = torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy
     yield
     assert not is_followed()
     assert not outofcore.stop()
+    unwatch_addresses()
     assert (torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy) == before
     assert not torch._C._dispatch_tls_local_include_set().has(torch._C._parse_dispatch_key("Fake"))
 

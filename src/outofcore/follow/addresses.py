@@ -1,23 +1,39 @@
 """Who takes the address of a tensor, by which it is then used without PyTorch: such a storage keeps it.
 
-Python code gets at an address by a few methods only, which are wrapped while a loop is followed. Compiled extensions
-that keep pointers from one op to the next cannot be seen.
+Methods of Python's that hand out an address, or make a second storage on the same memory, are wrapped while a loop is
+followed, and as long as a tensor lies where a loop has left it. A function that modules have imported by name is
+changed where CPython keeps it. NumPy arrays are seen at any time: ``Tensor.numpy`` marks the storage (``has_array`` in
+paging.cpp).
+
+What cannot be seen: addresses other than NumPy's that are taken while no loop runs of a tensor that none has had, and
+NumPy's of one that ``torch.load`` made; pointers that compiled extensions keep from one op to the next; and the table
+of C functions in ``Tensor.__dlpack_c_exchange_api__``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 
-from outofcore._torch_internals import TENSOR_MODULE
+from outofcore._torch_internals import DLPACK_EXPORTERS, TENSOR_MODULE
 
-# By class, what hands out an address, or something that has it: methods, and a property.
+# By class, what hands out an address, or something that has it: methods, and a property. Left out is what is done when
+# it returns (``tolist``, ``_write_file``), shares the storage itself (``set_``, ``_weak_ref``), copies
+# (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves to memory that loops leave alone
+# (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("numpy", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__")),
+    (
+        torch.Tensor,
+        ("numpy", "data_ptr", "const_data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__"),
+    ),
     (torch.UntypedStorage, ("data_ptr",)),
 )
 
@@ -37,46 +53,159 @@ _AT_ONCE = frozenset(
 )
 
 
+_STORAGE_MODULE = torch.TypedStorage.__module__
 # This library's own, between the steps of a compiled step.
 _OURS = "outofcore."
 
+# Returns the address of a C function that tells of a call with its arguments, and then calls another. It is given which
+# of two it is, whom to tell, and the address of the other.
+Trampoline = Callable[[int, Callable[[tuple[object, ...]], int], int], int]
 
-@contextlib.contextmanager
-def addresses_seen(fix: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """While in this context, ``fix`` is called with a storage before its address is handed out.
+
+class AddressWatch:
+    """Calls a function with a storage before its address is handed out.
 
     Args:
         fix: is told of storages in memory of the CPU or of a GPU.
+        is_needed: whether a tensor lies in memory of a loop, open or not. As long as it does, addresses are watched
+            also after ``watching``.
+        trampoline: see there.
     """
-    with _wrapped(fix):
-        yield
+
+    def __init__(
+        self, fix: Callable[[torch.UntypedStorage], object], is_needed: Callable[[], bool], trampoline: Trampoline
+    ) -> None:
+        self._fix = fix
+        self._is_needed = is_needed
+        self._trampoline = trampoline
+        self._open = False
+        self._undo: contextlib.ExitStack | None = None
+        self._wrapped: list[tuple[Any, str, object]] = []
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While in this context, addresses are watched."""
+        with self._lock:
+            self._open = True
+            if self._undo is None:
+                self._undo = self._wrap()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open = False
+            self._stop_if_needless()
+
+    def _stop_if_needless(self) -> None:
+        with self._lock:
+            if self._open or self._undo is None or self._is_needed():
+                return
+            # Where somebody else has wrapped a method since, it is left for later.
+            if all(vars(kind).get(name) is wrapper for kind, name, wrapper in self._wrapped):
+                self._undo.close()
+                self._undo = None
+
+    def _tell(self, value: object) -> None:
+        if not self._open:
+            self._stop_if_needless()
+        if isinstance(value, torch.UntypedStorage):
+            self._fix(value)
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in {"cpu", "cuda"}:
+            self._fix(value.untyped_storage())
+
+    def _wrap(self) -> contextlib.ExitStack:
+        def told(method: Callable[..., Any]) -> Callable[..., Any]:
+            def tells(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                asks = _module_of(sys._getframe(1))
+                if asks not in _AT_ONCE and not asks.startswith(_OURS):
+                    self._tell(self_)
+                return method(self_, *args, **kwargs)
+
+            return _named_like(tells, method)
+
+        def slices_told(method: Callable[..., Any]) -> Callable[..., Any]:
+            def tells(self_: Any, index: Any) -> Any:
+                if isinstance(index, slice):  # a storage of its own, on the same memory
+                    self._tell(self_)
+                return method(self_, index)
+
+            return _named_like(tells, method)
+
+        undo = contextlib.ExitStack()
+        self._wrapped = []
+        for kind, names in _METHODS:
+            for name in names:
+                if hasattr(kind, name):  # older releases lack some
+                    self._replace(undo, kind, name, told)
+        self._replace(undo, torch.UntypedStorage, "__getitem__", slices_told)
+        for number, function in enumerate(DLPACK_EXPORTERS):
+            _divert(undo, function, functools.partial(self._trampoline, number, self._tell_of_all))
+        return undo
+
+    def _tell_of_all(self, arguments: tuple[object, ...]) -> int:
+        for argument in arguments:
+            self._tell(argument)
+        return 0
+
+    def _replace(
+        self, undo: contextlib.ExitStack, kind: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        own = vars(kind).get(name)
+        plain: Any = getattr(kind, name)
+        getter: Any = getattr(plain, "fget", None)  # of a property
+        wrapper = wrap(plain) if getter is None else property(wrap(getter))
+        setattr(kind, name, wrapper)
+        self._wrapped.append((kind, name, wrapper))
+        if own is None:  # what the class inherits, it inherits again
+            undo.callback(delattr, kind, name)
+        else:
+            undo.callback(setattr, kind, name, own)
 
 
-def _wrapped(fix: Callable[[torch.UntypedStorage], object]) -> contextlib.ExitStack:
-    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            asks = sys._getframe(1).f_globals.get("__name__") or ""
-            if asks in _AT_ONCE or asks.startswith(_OURS):
-                pass
-            elif isinstance(self, torch.UntypedStorage):
-                fix(self)
-            elif self.layout is torch.strided and self.device.type in {"cpu", "cuda"}:
-                fix(self.untyped_storage())
-            return method(self, *args, **kwargs)
+def _module_of(frame: FrameType | None) -> str:
+    """Return the module that asks for an address, also where it asks a typed storage, which passes it on."""
+    asks = ""
+    while frame is not None:
+        asks = frame.f_globals.get("__name__") or ""
+        if asks != _STORAGE_MODULE:
+            break
+        frame = frame.f_back
+    return asks
 
-        told.__name__ = method.__name__
-        told.__doc__ = method.__doc__
-        return told
 
-    undo = contextlib.ExitStack()
-    for kind, names in _METHODS:
-        for name in names:
-            own = vars(kind).get(name)
-            plain: Any = getattr(kind, name)
-            getter: Any = getattr(plain, "fget", None)  # of a property
-            setattr(kind, name, wrapped(plain) if getter is None else property(wrapped(getter)))
-            if own is None:  # what the class inherits, it inherits again
-                undo.callback(delattr, kind, name)
-            else:
-                undo.callback(setattr, kind, name, own)
-    return undo
+def _named_like(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = other.__name__
+    function.__doc__ = other.__doc__
+    return function
+
+
+class _MethodDef(ctypes.Structure):
+    """CPython's ``PyMethodDef``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+# Of a function that takes a tuple and a dictionary: METH_VARARGS | METH_KEYWORDS.
+_TAKES_ALL = 3
+
+
+def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
+    """Have all references to a function that is written in C call a trampoline, which is given its address.
+
+    Where Python is not CPython, or has it in another form, it stays as it is.
+    """
+    if sys.implementation.name != "cpython" or type(function) is not type(len):
+        return
+    at = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
+    definition = _MethodDef.from_address(at or 0) if at else None
+    if definition is None or definition.flags != _TAKES_ALL or definition.name != function.__name__.encode():
+        return
+    plain = definition.function
+    definition.function = trampoline(plain)
+    undo.callback(setattr, definition, "function", plain)

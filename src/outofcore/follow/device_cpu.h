@@ -18,7 +18,10 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -57,8 +60,10 @@ class Device {
   static bool is_stock(c10::Allocator* installed) { return installed == c10::GetDefaultCPUAllocator(); }
   static void enter() {}
 
-  // The arena: addresses, which get memory when they are first written to.
-  static char* reserve(int64_t bytes) {
+  // The arena: addresses, which get memory when they are first written to. Its core, of as many bytes as the budget, gets
+  // huge pages. Elsewhere only large blocks do, on the whole pages that they have to themselves: in a huge page that is
+  // used in part, the kernel sooner or later gives memory to the rest as well (khugepaged).
+  char* reserve(int64_t bytes) {
     constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
     bytes = (bytes + kPage - 1) / kPage * kPage;
     void* mapped =
@@ -69,23 +74,39 @@ class Device {
     char* base = static_cast<char*>(mapped) + before;
     if (before > 0) munmap(mapped, before);
     munmap(base + bytes, kHuge - before);
-    madvise(base, bytes, MADV_HUGEPAGE);
+    base_ = base;
+    size_ = bytes;
+    start_over();
     return base;
   }
   static void unreserve(char* base, int64_t bytes) {
     if (base != nullptr) munmap(base, bytes);
   }
   // Gives memory to the kernel; the addresses stay.
-  static void discard(char* at, int64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
+  void discard(char* at, int64_t bytes) {
+    madvise(at, bytes, MADV_DONTNEED);
+    want_small(at, bytes);
+  }
+  // As at first, once nothing lies in the arena.
+  void start_over() {
+    const int64_t core = size_ / kAddresses / kPage * kPage;
+    madvise(base_, core, MADV_HUGEPAGE);
+    madvise(base_ + core, size_ - core, MADV_NOHUGEPAGE);
+    huge_ = {{0, core}};
+  }
   // Puts memory together to huge pages, where the kernel can (from Linux 6.1 on); addresses in between get memory too. In
   // one call: each waits for all processors.
-  static void collapse(char* at, int64_t bytes) {
+  void collapse(char* at, int64_t bytes) {
     constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not have
+    want_huge(at - base_, at - base_ + bytes);
     madvise(at, bytes, kCollapse);
   }
 
   // A block gets memory, gives it back, is about to be used by the op that runs, and has been used by it.
-  void take(Order&, const char*, int64_t) {}
+  void take(Order&, const char* at, int64_t bytes) {
+    const int64_t begin = at - base_;
+    if (bytes >= kLeastHuge) want_huge((begin + kHuge - 1) / kHuge * kHuge, (begin + bytes) / kHuge * kHuge);
+  }
   void give(Order&, const char*, int64_t) {}
   void use(Order&) {}
   void used(Order&) {}
@@ -129,9 +150,12 @@ class Device {
     homes.of(slot).show(at, slot.offset, slot.bytes, privately);
   }
   // False: the window is still there.
-  static bool uncover(char* at, int64_t bytes) {
-    return mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) !=
-           MAP_FAILED;
+  bool uncover(char* at, int64_t bytes) {
+    if (mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
+        MAP_FAILED)
+      return false;
+    want_small(at, bytes);
+    return true;
   }
   // Puts memory with the bytes of a slot in place of its window: others may look at its addresses meanwhile. Throws
   // c10::Error, and then the window is still there.
@@ -144,6 +168,7 @@ class Device {
                      mremap(filled, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) != MAP_FAILED, kNoMemory, bytes,
                      kLessMemory);
     unmapped.release();
+    want_small(at, bytes);
   }
 
   // Whether somebody has looked at a slot since.
@@ -156,6 +181,58 @@ class Device {
   void forget(const Span&) {}
   std::vector<int64_t> nanos_between(const std::vector<Span>&) { return {}; }
   int64_t nanos_of_copy(char*, char*, int64_t, bool) { return 0; }
+
+ private:
+  static constexpr int64_t kHuge = Extents::kHuge, kLeastHuge = 2 * kHuge;
+  // The kernel keeps a record for each stretch of either kind, of which a process may have 65,530.
+  static constexpr size_t kMostStretches = 8192;
+
+  void want_huge(int64_t begin, int64_t end) {
+    auto it = huge_.upper_bound(begin);
+    if (it != huge_.begin() && std::prev(it)->second >= end) return;
+    if (begin >= end || huge_.size() >= kMostStretches) return;
+    forget_huge(begin, end);
+    try {
+      huge_[begin] = end;
+    } catch (const std::bad_alloc&) {
+      return;
+    }
+    madvise(base_ + begin, end - begin, MADV_HUGEPAGE);
+  }
+  // All huge pages that lie there in part. Does not throw, as memory is given back in destructors.
+  void want_small(const char* at, int64_t bytes) {
+    const int64_t begin = (at - base_) / kHuge * kHuge;
+    const int64_t end = std::min((at - base_ + bytes + kHuge - 1) / kHuge * kHuge, size_);
+    madvise(base_ + begin, end - begin, MADV_NOHUGEPAGE);
+    forget_huge(begin, end);
+    if (huge_.size() >= 2 * kMostStretches) no_huge();
+  }
+  void forget_huge(int64_t begin, int64_t end) {
+    auto it = huge_.upper_bound(begin);
+    if (it != huge_.begin()) --it;
+    while (it != huge_.end() && it->first < end) {
+      const auto [from, to] = *it;
+      if (to <= begin) {
+        ++it;
+        continue;
+      }
+      it = huge_.erase(it);
+      try {
+        if (from < begin) huge_[from] = begin;
+        if (to > end) huge_[end] = to;
+      } catch (const std::bad_alloc&) {
+        return no_huge();
+      }
+    }
+  }
+  void no_huge() {
+    madvise(base_, size_, MADV_NOHUGEPAGE);
+    huge_.clear();
+  }
+
+  char* base_ = nullptr;
+  int64_t size_ = 0;
+  std::map<int64_t, int64_t> huge_;  // stretches that may have huge pages: their ends, by their beginnings
 };
 
 }  // namespace follow

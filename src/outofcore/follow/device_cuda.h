@@ -131,6 +131,7 @@ class Device {
     if (base != nullptr) c10::cuda::CUDACachingAllocator::raw_delete(base);
   }
   static void discard(char*, int64_t) {}
+  static void start_over() {}
   static void collapse(char*, int64_t) {}
 
   void take(Order& order, const char* at, int64_t bytes) {

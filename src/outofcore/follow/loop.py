@@ -40,17 +40,19 @@ from outofcore.execution.mapped_files import FileMapping, MappedFiles
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
-from outofcore.follow.addresses import addresses_seen
+from outofcore.follow.addresses import AddressWatch
 from outofcore.follow.gpu import graphs_refused, make_workspaces
 from outofcore.follow.native import (
     DISPATCH_KEY,
     call,
     error_of,
+    has_pieces,
     is_followed,
     load_paging,
     loaded_paging,
     loaded_pagings,
     open_paging,
+    trampoline,
 )
 from outofcore.follow.observed import (
     LINKS,
@@ -93,6 +95,8 @@ _SPARE = 0.02
 _CPU = torch.device("cpu")
 # As ``follow_new`` in paging.cpp takes them.
 _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
+# As ``follow_adopt`` returns it.
+_HAS_ARRAY = 2
 _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the plans that were made, so many are told in reports.
 _TOLD_PLANS = 8
@@ -618,6 +622,7 @@ class Loop:
     def _adopt(self, library: ctypes.CDLL, tensors: Iterable[torch.Tensor], tell: Tell, count: int) -> None:
         mapped = None if self._on_gpu else MappedFiles()
         files: dict[FileMapping, int] = {}
+        left = 0
         for done, tensor in enumerate(tensors, 1):
             tell("move the model to its home", done - 1, count)
             if not self._is_ours(tensor):
@@ -630,9 +635,16 @@ class Loop:
                 mapping = mapped and mapped.find(address, storage.nbytes())
                 number = -1 if mapping is None else self._file_number(library, mapping, files)
                 offset = 0 if mapping is None else mapping.offset + address - mapping.begin
-                call(library, "follow_adopt", storage_address(storage), number, offset)
+                taken = call(library, "follow_adopt", storage_address(storage), number, offset)
+                left += storage.nbytes() if taken == _HAS_ARRAY else 0
         if count:
             tell("move the model to its home", count, count)
+        if left:
+            _log.warning(
+                "%s of parameters and buffers stay where they are, beside the budget: a NumPy array was taken of them, "
+                "and may still show them; take arrays of clones, as by .detach().clone().numpy()",
+                format_bytes(left),
+            )
 
     def _file_number(self, library: ctypes.CDLL, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
         """By which number the native code knows a file; -1: it cannot be read."""
@@ -847,7 +859,7 @@ def _after_backward(complete: bool) -> None:
 
 @contextlib.contextmanager
 def _seen() -> Iterator[None]:
-    with addresses_seen(_fix), without_python_dispatch(DISPATCH_KEY), backward_passes_seen(_after_backward):
+    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), backward_passes_seen(_after_backward):
         yield
 
 
@@ -859,6 +871,9 @@ def _fix(storage: torch.UntypedStorage) -> None:
     library = None if flavor is None else loaded_paging(flavor)
     if library is not None:
         call(library, "follow_fix", storage_address(storage))
+
+
+_addresses = AddressWatch(_fix, has_pieces, trampoline)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

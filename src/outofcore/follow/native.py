@@ -13,6 +13,7 @@ import hashlib
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -76,6 +77,8 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_fix": (_COUNT, (_POINTER,)),
     "follow_hold": (_COUNT, (_POINTER,)),
     "follow_unhold": (None, ()),
+    "follow_told": (_POINTER, (ctypes.c_int, _POINTER, _POINTER)),
+    "follow_pieces": (_COUNT, ()),
     "follow_where": (_COUNT, (_POINTER,)),
     "follow_evict": (_COUNT, (_POINTER,)),
     "follow_evict_all": (_COUNT, (_POINTER,)),
@@ -181,6 +184,28 @@ def _take_key(library: ctypes.CDLL) -> None:
             "use outofcore.compile, or another release of torch"
         )
     _key.holder = library
+
+
+# What native code calls must stay there.
+_trampolines: list[object] = []
+
+
+def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function: int) -> int:
+    """Return the address of a C function that tells of each call with its arguments, and then calls another.
+
+    Args:
+        number: 0 or 1: there is one of each at a time.
+        tell: is given the arguments by position.
+        function: the address of the other; it takes a tuple and a dictionary.
+    """
+    callback = native_callback(tell, ctypes.py_object, failed=0)
+    _trampolines.append(callback)
+    return loaded_pagings()[0].follow_told(number, function, callback)
+
+
+def has_pieces() -> bool:
+    """Whether a tensor lies in memory of a loop, also of one that has ended."""
+    return any(library.follow_pieces() for library in loaded_pagings())
 
 
 def is_followed() -> bool:

@@ -117,7 +117,7 @@ enum Counter {
   kFixed,          // storages whose address somebody took
   kOutside,        // bytes of 64 KiB and more that threads outside of the loop hold
   kOutsidePeak,
-  kForeign,        // operands that cannot be moved: memory that is not PyTorch's own
+  kForeign,        // operands that were used where they are: see ``block_of``
   kTransferMicros,
   kHomePeak,       // bytes of the homes at the most
   kPlanned,        // ops that came where a plan has them
@@ -238,6 +238,7 @@ struct Space {
   std::vector<Block*> finished;               // copies beside ops that are to take effect
   int64_t copying_in = 0, copying_out = 0;    // copies beside ops that are under way
   int64_t early = 0;                          // bytes of blocks that are early
+  bool core_counted = false;                  // see ``count_core``
   int64_t looked = -1;                        // how far ahead in the history was looked for what to fetch
   int64_t until_look = 0;                     // ops until it is looked for what to write
   bool evicted = false;                       // whether there ever was too little room
@@ -350,6 +351,7 @@ bool tracked() {
 
 void release_raw(void* pointer);
 void release_block(void* context);
+c10::Allocator& allocator_of_loops();
 
 // Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
 // always the beginning of one.
@@ -392,6 +394,20 @@ bool is_held_elsewhere(const Block& block) { return block.holds && *block.holds 
 // Another thread may be using it: what its storage shows stays as it is.
 bool used_elsewhere(const Block& block) { return block.others > 0 || blind > 0 || is_held_elsewhere(block); }
 
+// Whether a NumPy array was ever taken of a storage: ``Tensor.numpy`` then forbids to resize it. It has to stay where it is.
+// Storages that are made around memory, such as by ``torch.load``, never can be resized, and have no allocator.
+bool has_array(const StorageImpl& storage) {
+  const c10::Allocator* made_by = storage.allocator();
+  return !storage.resizable() && made_by != nullptr &&
+         (made_by == stock || made_by == beneath || made_by == &allocator_of_loops());
+}
+// The same, for a block that is in the arena: it keeps its address from now on.
+void keep_for_array(Space& space, Block& block, const StorageImpl& storage) {
+  if (block.fixed || !has_array(storage)) return;
+  block.fixed = true;
+  ++space.counters[kFixed];
+}
+
 bool movable(const Block& block) {
   return block.here() && block.storage && !block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&
          !block.stays && !is_held_elsewhere(block) && (Device::kFixedLeave || !block.fixed);
@@ -417,6 +433,14 @@ void let_go_of_idle(Space& space) {
   }
 }
 
+// The kernel fills the core with huge pages, so more of it may have memory than blocks have used. That is within the
+// budget until something lies behind the core: from then on, what is free there counts, and is given back if need be.
+void count_core(Space& space, const Block& block) {
+  if (Device::kAddresses == 1 || space.core_counted || block.offset + block.bytes <= space.budget) return;
+  space.core_counted = true;
+  space.extents.fill(space.budget);
+}
+
 // Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
 void place(Space& space, Block& block, State as, int64_t wanted = -1) {
   TORCH_CHECK(space.base != nullptr, "outofcore: a tensor was used before the loop had its arena");
@@ -434,6 +458,7 @@ void place(Space& space, Block& block, State as, int64_t wanted = -1) {
     space.at[block.offset] = &block;
     space.ranking.add(&block);
     space.device.take(block.order, space.address(block), block.bytes);
+    count_core(space, block);
   }
   let_go_of_idle(space);
   block.become(as);
@@ -517,7 +542,8 @@ void end_copies(Space& space, bool waited = false) {
 // Shows what has arrived in place of its window; false: it is used elsewhere, or code that nobody sees may have written to
 // the window since it was read, and it is away again. The storage must not go meanwhile.
 bool show_arrived(Space& space, Block& block) {
-  if (used_elsewhere(block) || !is_owned(block) || space.device.was_touched(space.homes, block.slot)) {
+  if (used_elsewhere(block) || !is_owned(block) || has_array(*block.storage->_unsafe_get_target()) ||
+      space.device.was_touched(space.homes, block.slot)) {
     unplace(space, block);
     return false;
   }
@@ -666,6 +692,7 @@ void observe_surprise(Space& space, const Block& block, follow::Cause cause) {
 // Lets a block leave that is movable and not being copied; its storage must not go meanwhile. Throws if its home fails, and
 // then it stays.
 void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause = follow::Cause::kMemory) {
+  keep_for_array(space, block, storage);
   const Stopwatch watch{space.counters[kTransferMicros]};
   const char* from = space.address(block);
   bool write = block.dirty || !block.slot || space.unseen ||
@@ -968,6 +995,8 @@ std::string source_of_running(const Space& space) {
 // stays. Its storage must not go meanwhile.
 bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, int64_t bytes) {
   if (block.writing) return false;
+  keep_for_array(space, block, storage);
+  if (block.fixed) return false;
   // Where free addresses have no memory, both places have some for a moment.
   if (Device::kAddresses > 1 && space.charged + block.bytes > space.budget) return false;
   const int64_t wanted = planned_offset(space, block), before = block.offset;
@@ -991,6 +1020,7 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   block.offset = to;
   space.at[to] = &block;
   space.ranking.touch(&block);
+  count_core(space, block);
   show(block, storage, space.address(block));
   space.extents.give(before, block.bytes, true);
   count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
@@ -1014,6 +1044,7 @@ void move_into_core(Space& space) {
   if (!space.torn || Device::kAddresses == 1) return;
   if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.budget) return;
   space.torn = false;
+  space.core_counted = true;
   space.device.collapse(space.base, space.budget);
   space.extents.fill(space.budget);
   let_go_of_idle(space);
@@ -1124,7 +1155,8 @@ void fetch(Space& space, Block& block) {
   if (block.state == State::kArrived && show_arrived(space, block)) return;
   // What keeps its address away, or is used by another thread, is used through its window.
   const auto through_window = [&] {
-    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || used_elsewhere(block) || !is_owned(block);
+    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || used_elsewhere(block) || !is_owned(block) ||
+           (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
   };
   if (through_window()) return space.device.use_slot(block.order);
   const auto place_for = room_for(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
@@ -1363,6 +1395,7 @@ struct PagedAllocator final : follow::WrappingAllocator {
   }
 };
 PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages keep a pointer to it
+c10::Allocator& allocator_of_loops() { return allocator; }
 
 // ---- storages and blocks -------------------------------------------------------------------------------------------
 
@@ -1394,12 +1427,23 @@ Block* enroll(StorageImpl& storage) {
   return block;
 }
 
+// Somebody has the address of memory that is not a loop's: no loop takes it over.
+void release_kept(void* context) { delete static_cast<at::DataPtr*>(context); }
+void keep_outside(StorageImpl& storage) {
+  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  void* const at = data.get();
+  const c10::Device device = data.device();
+  auto kept = std::make_unique<at::DataPtr>();
+  *kept = storage.set_data_ptr(at::DataPtr(at, device));
+  storage.set_data_ptr_noswap(at::DataPtr(at, kept.release(), &release_kept, device));
+}
+
 // `given`: whose memory it is does not matter, since the user has put it under the budget.
 bool adoptable(const StorageImpl& storage, bool given) {
   const at::DataPtr& data = const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks();
-  if (!Device::is_ours(data.device()) || data.get() == nullptr) return false;
+  if (!Device::is_ours(data.device()) || data.get() == nullptr || has_array(storage)) return false;
   if (blind > 0 || used_by_others.count(&storage) != 0) return false;
-  if (given) return true;
+  if (given) return data.get_deleter() != &release_kept;
   return data.get() == data.get_context() &&
          (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw ||
           (beneath != nullptr && data.get_deleter() == beneath->raw_deleter()));
@@ -1407,11 +1451,10 @@ bool adoptable(const StorageImpl& storage, bool given) {
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
 // to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours. Null: the arena has no
-// hole for it.
+// room for it.
 Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
-  if (!away && !make_room(space, whole_pages(bytes))) refuse(space, bytes);
-  if (!away && !make_hole(space, whole_pages(bytes))) return nullptr;
+  if (!away && (!make_room(space, whole_pages(bytes)) || !make_hole(space, whole_pages(bytes)))) return nullptr;
   Block* block = new_block(space, bytes);
   const char* from = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
   void* to = nullptr;
@@ -1463,32 +1506,44 @@ Block* adopt_in_file(Space& space, StorageImpl& storage, std::shared_ptr<const f
 bool return_to_file(Block& block, StorageImpl& storage) {
   if (!block.slot.original || block.fixed || block.held()) return false;
   if (block.state == State::kArrived) unplace(*block.space, block);
-  if (block.here() && !movable(block)) return false;
+  if (block.here() && (has_array(storage) || !movable(block))) return false;
   if (block.here()) evict(*block.space, block, storage);
   if (!block.slot.original) return false;
   const at::DataPtr ours = storage.set_data_ptr(block.slot.original->give_back());
   return true;
 }
 
-// The block of a storage, in this space; null: it is not to be moved. `given`: it is adopted in any case, at a home.
-Block* block_of(Space& space, StorageImpl& storage, bool given, at::DataPtr& left) {
+// How an op uses a storage.
+struct Use {
+  bool given = false;    // the user has put it under the budget: it is adopted in any case, at a home
+  bool in_part = false;  // it looks at a part of it, such as at rows of a data set
+  int64_t beside = 0;    // bytes of its other operands
+};
+// Whether to take over memory of outside: what an op uses as a whole, and that leaves room for its other operands and for
+// a result of the same size. Else it would be copied for a few rows, or be the reason to refuse what needs no room.
+bool is_worth_adopting(const Space& space, int64_t bytes, const Use& use) {
+  return use.given || (!use.in_part && use.beside + 2 * whole_pages(bytes) <= space.budget);
+}
+
+// The block of a storage, in this space; null: it is used where it is.
+Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr& left) {
   if (!is_large(storage.nbytes()) || !Device::is_ours(storage.device())) return nullptr;
   Block* block = known(storage);
   if (block == nullptr) block = enroll(storage);
-  if (block != nullptr) {
-    if (block->space == &space) return block;
-    // From a loop that has ended. An address that somebody took is not moved.
-    return block->fixed || block->held() || used_elsewhere(*block) ? nullptr : adopt(space, storage, given, left);
-  }
-  if (adoptable(storage, given))
-    if (Block* adopted = adopt(space, storage, given, left)) return adopted;
+  if (block != nullptr && block->space == &space) return block;
+  // What comes from a loop that has ended keeps an address that somebody took.
+  const bool moves = block != nullptr ? !block->fixed && !block->stays && !block->held() && !used_elsewhere(*block) &&
+                                            !has_array(storage)
+                                      : adoptable(storage, use.given);
+  if (moves && is_worth_adopting(space, static_cast<int64_t>(storage.nbytes()), use))
+    if (Block* adopted = adopt(space, storage, use.given, left)) return adopted;
   ++space.counters[kForeign];
   return nullptr;
 }
 // What lies in PyTorch's own memory can be freed at once.
-Block* block_of(Space& space, StorageImpl& storage) {
+Block* block_of(Space& space, StorageImpl& storage, const Use& use = {}) {
   at::DataPtr left;
-  return block_of(space, storage, false, left);
+  return block_of(space, storage, use, left);
 }
 
 // ---- ops -----------------------------------------------------------------------------------------------------------
@@ -1503,6 +1558,7 @@ struct Operator {
   Kind kind;
   bool sliced;              // works through lists of tensors, each place for itself
   bool lists;               // and gives a list of results
+  bool looks_up;            // uses places of its first operand that others name
   bool communicates;        // goes on after it has returned
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
@@ -1516,9 +1572,16 @@ Operator describe(const c10::OperatorHandle& op) {
       "aten::empty_like",   "aten::zeros_like",       "aten::ones_like", "aten::full_like",  "aten::rand_like",
       "aten::randn_like",   "aten::randint_like",     "aten::new_empty", "aten::new_zeros",  "aten::new_ones",
       "aten::new_full",     "aten::new_empty_strided", "aten::set_",     "aten::is_same_size"};
+  static const std::unordered_set<std::string> lookups{
+      "aten::index",       "aten::_unsafe_index", "aten::index_select",   "aten::gather",
+      "aten::take",        "aten::masked_select", "aten::embedding",      "aten::_embedding_bag",
+      "aten::index_put",   "aten::index_put_",    "aten::_index_put_impl_", "aten::_embedding_bag_forward_only",
+      "aten::index_copy_", "aten::index_add_",    "aten::index_fill_",    "aten::scatter_",
+      "aten::slice_copy",  "aten::select_copy",   "aten::narrow_copy"};
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   Operator found{};
+  found.looks_up = lookups.count(name) != 0;
   bool writes = false, aliases = false, fresh = false;
   for (const auto& argument : schema.arguments()) {
     found.writes.push_back((argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
@@ -1569,7 +1632,12 @@ void each_storage(const c10::IValue& value, Action&& action) {
   const auto visit = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    if (impl->has_storage() && Device::is_ours(impl->device())) action(*impl->unsafe_storage().unsafeGetStorageImpl());
+    if (!impl->has_storage() || !Device::is_ours(impl->device())) return;
+    StorageImpl& storage = *impl->unsafe_storage().unsafeGetStorageImpl();
+    if constexpr (std::is_invocable_v<Action, StorageImpl&, const c10::TensorImpl*>)
+      action(storage, impl);
+    else
+      action(storage);
   };
   if (value.isTensor()) {
     visit(value.toTensor());
@@ -1578,8 +1646,24 @@ void each_storage(const c10::IValue& value, Action&& action) {
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) each_storage(element, action);
   } else if (value.isStorage() && Device::is_ours(value.toStorage().device())) {
-    action(*value.toStorage().unsafeGetStorageImpl());
+    StorageImpl& storage = *value.toStorage().unsafeGetStorageImpl();
+    if constexpr (std::is_invocable_v<Action, StorageImpl&, const c10::TensorImpl*>)
+      action(storage, nullptr);
+    else
+      action(storage);
   }
+}
+
+// Bytes of the storages of 64 KiB and more that an op has as operands.
+int64_t bytes_of_operands(const torch::jit::Stack& stack, size_t first) {
+  std::unordered_set<const StorageImpl*> seen;
+  int64_t bytes = 0;
+  for (size_t i = first; i < stack.size(); ++i)
+    each_storage(stack[i], [&](StorageImpl& storage) {
+      const auto own = static_cast<int64_t>(storage.nbytes());
+      if (is_large(own) && seen.insert(&storage).second) bytes += whole_pages(own);
+    });
+  return bytes;
 }
 
 struct Operand {
@@ -1913,6 +1997,9 @@ void forget_idle(Space& space) {
     const auto [offset, bytes] = space.extents.forget_some(space.budget, space.extents.idle());
     space.device.discard(space.base + offset, bytes);
   }
+  if (!space.at.empty()) return;
+  space.device.start_over();
+  space.core_counted = space.torn = false;
 }
 
 void evict_everything(Space& space) {
@@ -2123,10 +2210,19 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     std::vector<follow::History::Touch> noted;
     std::vector<std::pair<int32_t, Block*>> places;
     int32_t place = 0;
+    int64_t together = -1;  // bytes of all operands
+    const auto use_of = [&](StorageImpl& storage, const c10::TensorImpl* tensor, size_t argument) -> Use {
+      const auto bytes = static_cast<int64_t>(storage.nbytes());
+      const Block* block = is_large(bytes) ? known(storage) : nullptr;
+      if (!is_large(bytes) || (block != nullptr && block->space == &space)) return {};
+      if (together < 0) together = bytes_of_operands(*stack, first);
+      const bool in_part = tensor != nullptr && 2 * tensor->numel_default() * static_cast<int64_t>(tensor->itemsize()) < bytes;
+      return {.in_part = in_part || (about.looks_up && argument == 0), .beside = together - whole_pages(bytes)};
+    };
     for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
-      each_storage((*stack)[first + i], [&](StorageImpl& storage) {
+      each_storage((*stack)[first + i], [&](StorageImpl& storage, const c10::TensorImpl* tensor) {
         ++place;
-        Block* block = block_of(space, storage);
+        Block* block = block_of(space, storage, use_of(storage, tensor, i));
         if (block == nullptr) return;
         pinned.add(block, about.writes[i]);
         noted.emplace_back(place, block->id);
@@ -2614,7 +2710,7 @@ bool release_from(Block& block, StorageImpl& storage) {
   Space& space = *block.space;
   wait_for_copies(space);
   if (!owns(storage, block)) return false;  // something was done to it meanwhile
-  if (block.fixed || block.held() || used_elsewhere(block)) return false;
+  if (block.fixed || block.stays || block.held() || used_elsewhere(block) || has_array(storage)) return false;
   if (return_to_file(block, storage)) return true;
   at::DataPtr own = stock->allocate(storage.nbytes());
   block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
@@ -2918,7 +3014,8 @@ EXPORT int64_t follow_close(Space* space) noexcept {
   });
 }
 
-// Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be.
+// Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be; 2: nor, since a NumPy array may
+// show it.
 // With the number of a file (not -1): it is mapped from there.
 EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) noexcept {
   at::DataPtr left;  // freed without the lock
@@ -2929,8 +3026,8 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Block* block = nullptr;
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
       block = adopt_in_file(*space, *storage, space->files.at(file), offset);
-    if (block == nullptr) block = block_of(*space, *storage, true, left);
-    if (block == nullptr) return 0;
+    if (block == nullptr) block = block_of(*space, *storage, {.given = true}, left);
+    if (block == nullptr) return is_large(static_cast<int64_t>(storage->nbytes())) && has_array(*storage) ? 2 : 0;
     if (block->given < 0) {
       block->given = static_cast<int64_t>(space->given.size());
       space->given.push_back(block);
@@ -2992,7 +3089,7 @@ EXPORT void follow_forget(StorageImpl* storage) noexcept {
   const Guard guard;
   if (const Block* block = known(*storage)) forget_window(*block);
 }
-// Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is never moved anyway.
+// Somebody takes the address of a storage: it keeps it from now on. 1: done; 0: it is no loop's, and never will be.
 EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     std::shared_ptr<follow::Recipes> recipes;
@@ -3005,15 +3102,19 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
     // Between the calls of a step that is followed nothing is current, and what it has may have to stay all the same.
     Space* space = current;
     const bool loops = space == nullptr || is_opener();
-    Block* block = space != nullptr && loops ? block_of(*space, *storage) : known(*storage);
-    if (block == nullptr || block->fixed || !block->space->open) return block != nullptr;
+    Block* block = space != nullptr && loops ? block_of(*space, *storage) : nullptr;
+    if (block == nullptr) block = known(*storage);
+    if (block == nullptr) block = enroll(*storage);
+    if (block == nullptr) {
+      // On a GPU, PyTorch looks for its own deleter to note which streams use memory.
+      if (!Device::kStreams && is_large(static_cast<int64_t>(storage->nbytes())) && adoptable(*storage, false))
+        keep_outside(*storage);
+      return 0;
+    }
+    if (!block->space->open) block->stays = true;  // where its loop has left it
+    if (block->fixed || !block->space->open) return 1;
     space = block->space;
-    if (!loops) {
-      // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
-      if (block->state == State::kArrived) unplace(*space, *block);
-      if (Device::kFixedLeave && movable(*block) && !block->writing) evict(*space, *block, *storage);
-      block->stays = true;
-    } else {
+    if (loops) {
       ++block->pins;  // while others do what they like
       try {
         fetch(*space, *block);
@@ -3024,6 +3125,11 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
       }
       --block->pins;
       if (destroy_if_free(block)) return 1;
+    } else {
+      // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
+      if (block->state == State::kArrived) unplace(*space, *block);
+      if (Device::kFixedLeave && movable(*block) && !block->writing) evict(*space, *block, *storage);
+      block->stays = true;
     }
     block->fixed = true;
     ++space->counters[kFixed];
@@ -3047,6 +3153,35 @@ EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   });
 }
 EXPORT void follow_unhold() noexcept { holds.release(); }
+
+// Stands in for a function of Python's that is written in C: tells of each call what it is called with, then calls it.
+template <int kNumber>
+struct Told {
+  inline static void* (*function)(void*, void*, void*) = nullptr;
+  inline static void (*tell)(void* arguments, int64_t* answer) = nullptr;
+  static void* call(void* self, void* arguments, void* named) {
+    answer_of(tell, arguments);
+    return function(self, arguments, named);
+  }
+};
+// The address of one of two such functions.
+EXPORT void* follow_told(int number, void* function, void (*tell)(void*, int64_t*)) noexcept {
+  const auto made = [&](auto& told) {
+    told.function = reinterpret_cast<void* (*)(void*, void*, void*)>(function);
+    told.tell = tell;
+    return reinterpret_cast<void*>(&told.call);
+  };
+  static Told<0> first;
+  static Told<1> second;
+  return number == 0 ? made(first) : made(second);
+}
+// How many pieces of memory all loops have, also those that have ended.
+EXPORT int64_t follow_pieces() noexcept {
+  const Guard guard;
+  int64_t pieces = 0;
+  for (const Space* space : spaces) pieces += space->pieces;
+  return pieces;
+}
 
 // Where a storage is. 0: not followed; 1: in the arena; 2: away; 3: in the arena, of nobody yet.
 EXPORT int64_t follow_where(StorageImpl* storage) noexcept {

@@ -30,7 +30,9 @@ class LoopStats:
         fixed: storages whose address somebody took, such as by ``numpy()``: they keep it.
         outside_bytes: that threads which are not followed hold now, in requests of 64 KiB and more.
         peak_outside_bytes: the same, at the most.
-        foreign: times an op used memory that is not PyTorch's own, such as that of a NumPy array: it stays where it is.
+        foreign: times an op used memory where it is, beside the budget: what is not PyTorch's own, or a NumPy array or
+            somebody else has the address of; and data from before the loop that it uses in part, such as by index, or
+            that is too large to move (see ``is_worth_adopting`` in paging.cpp).
         transfer_microseconds: the loop waited so long for fetches and evictions.
         peak_home_bytes: bytes that the homes held at the most.
         planned_ops: ops that came where a plan has them.
