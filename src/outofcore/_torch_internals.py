@@ -28,6 +28,7 @@ __all__ = [
     "BACKWARD_ENTRY_POINTS",
     "DLPACK_EXPORTERS",
     "FAKE_LOGGER",
+    "FILE_WRITER",
     "FOREACH_TENSOR_TYPES",
     "FUNCTIONAL_COLLECTIVES",
     "PARALLEL_SETTINGS",
@@ -547,6 +548,9 @@ def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
 DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
     _private(f"torch._C.{name}") for name in ("_to_dlpack", "_to_dlpack_versioned")
 )
+
+# What ``torch.save`` writes files by.
+FILE_WRITER: Any = _private("torch._C.PyTorchFileWriter")
 
 _neg_view: Any = _private("torch._neg_view")
 

@@ -5,6 +5,9 @@ followed, and as long as a tensor lies where a loop has left it. A function that
 changed where CPython keeps it. NumPy arrays are seen at any time: ``Tensor.numpy`` marks the storage (``has_array`` in
 paging.cpp).
 
+What reads memory at once, such as a saver, is wrapped too: while another thread than the loop's does that, the storage
+stays where it is.
+
 What cannot be seen: addresses other than NumPy's that are taken while no loop runs of a tensor that none has had, and
 NumPy's of one that ``torch.load`` made; pointers that compiled extensions keep from one op to the next; and the table
 of C functions in ``Tensor.__dlpack_c_exchange_api__``.
@@ -23,10 +26,9 @@ from typing import Any
 
 import torch
 
-from outofcore._torch_internals import DLPACK_EXPORTERS, TENSOR_MODULE
+from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 
-# By class, what hands out an address, or something that has it: methods, and a property. Left out is what is done when
-# it returns (``tolist``, ``_write_file``), shares the storage itself (``set_``, ``_weak_ref``), copies
+# By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the storage itself (``set_``, ``_weak_ref``), copies
 # (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves to memory that loops leave alone
 # (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -53,6 +55,13 @@ _AT_ONCE = frozenset(
 )
 
 
+# By class, methods that read memory without an op, and are done with it when they return.
+_READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("tolist",)),
+    (torch.UntypedStorage, ("_write_file", "_byteswap", "tolist")),
+    (FILE_WRITER, ("write_record",)),
+)
+
 _STORAGE_MODULE = torch.TypedStorage.__module__
 # This library's own, between the steps of a compiled step.
 _OURS = "outofcore."
@@ -67,15 +76,24 @@ class AddressWatch:
 
     Args:
         fix: is told of storages in memory of the CPU or of a GPU.
+        hold: is told of those whose memory is about to be read, and is not from the thread's next op on.
+        unhold: called when it has been read.
         is_needed: whether a tensor lies in memory of a loop, open or not. As long as it does, addresses are watched
             also after ``watching``.
         trampoline: see there.
     """
 
     def __init__(
-        self, fix: Callable[[torch.UntypedStorage], object], is_needed: Callable[[], bool], trampoline: Trampoline
+        self,
+        fix: Callable[[torch.UntypedStorage], object],
+        hold: Callable[[torch.UntypedStorage], object],
+        unhold: Callable[[], object],
+        is_needed: Callable[[], bool],
+        trampoline: Trampoline,
     ) -> None:
         self._fix = fix
+        self._hold = hold
+        self._unhold = unhold
         self._is_needed = is_needed
         self._trampoline = trampoline
         self._open = False
@@ -106,23 +124,36 @@ class AddressWatch:
                 self._undo.close()
                 self._undo = None
 
-    def _tell(self, value: object) -> None:
+    def _tell(self, value: object, told: Callable[[torch.UntypedStorage], object] | None = None) -> None:
         if not self._open:
             self._stop_if_needless()
+        told = told or self._fix
         if isinstance(value, torch.UntypedStorage):
-            self._fix(value)
+            told(value)
         elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in {"cpu", "cuda"}:
-            self._fix(value.untyped_storage())
+            told(value.untyped_storage())
 
     def _wrap(self) -> contextlib.ExitStack:
         def told(method: Callable[..., Any]) -> Callable[..., Any]:
             def tells(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 asks = _module_of(sys._getframe(1))
-                if asks not in _AT_ONCE and not asks.startswith(_OURS):
-                    self._tell(self_)
+                if not asks.startswith(_OURS):
+                    self._tell(self_, self._hold if asks in _AT_ONCE else self._fix)
                 return method(self_, *args, **kwargs)
 
             return _named_like(tells, method)
+
+        def held(method: Callable[..., Any]) -> Callable[..., Any]:
+            def reads(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                for value in (self_, *args):
+                    with contextlib.suppress(RuntimeError):  # it has no memory of its own, such as in vmap
+                        self._tell(value, self._hold)
+                try:
+                    return method(self_, *args, **kwargs)
+                finally:
+                    self._unhold()
+
+            return _named_like(reads, method)
 
         def slices_told(method: Callable[..., Any]) -> Callable[..., Any]:
             def tells(self_: Any, index: Any) -> Any:
@@ -139,6 +170,9 @@ class AddressWatch:
                 if hasattr(kind, name):  # older releases lack some
                     self._replace(undo, kind, name, told)
         self._replace(undo, torch.UntypedStorage, "__getitem__", slices_told)
+        for kind, names in _READERS:
+            for name in names:
+                self._replace(undo, kind, name, held)
         for number, function in enumerate(DLPACK_EXPORTERS):
             _divert(undo, function, functools.partial(self._trampoline, number, self._tell_of_all))
         return undo

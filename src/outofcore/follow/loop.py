@@ -873,7 +873,19 @@ def _fix(storage: torch.UntypedStorage) -> None:
         call(library, "follow_fix", storage_address(storage))
 
 
-_addresses = AddressWatch(_fix, has_pieces, trampoline)
+def _hold(storage: torch.UntypedStorage) -> None:
+    flavor = _FLAVORS.get(storage.device.type)
+    library = None if flavor is None else loaded_paging(flavor)
+    if library is not None:
+        library.follow_hold(storage_address(storage))
+
+
+def _unhold() -> None:
+    for library in loaded_pagings():
+        library.follow_unhold()
+
+
+_addresses = AddressWatch(_fix, _hold, _unhold, has_pieces, trampoline)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
