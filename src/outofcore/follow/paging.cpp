@@ -94,6 +94,8 @@ using follow::wait_for_answer;
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
 // Operators in Python do not know that fallback: DISPATCH_KEY in native.py has them pass the key on.
 constexpr DispatchKey kKey = DispatchKey::Fake;
+// Every thread passes it below that one, and collectives have no kernel there.
+constexpr DispatchKey kCollectives = DispatchKey::BackendSelect;
 // Smaller storages stay with PyTorch's allocator.
 std::atomic<int64_t> smallest{64 * 1024};
 bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_relaxed); }
@@ -315,8 +317,11 @@ bool is_other() { return found || (opening != 0 && opening != openings.load()); 
 // Ops of other threads that run; of them, those that pin nothing, since they were under way when their thread was found.
 std::atomic<int> others_running{0};
 int blind = 0;
-// Storages in PyTorch's own memory that ops of other threads use.
+// Storages in PyTorch's own memory that ops of other threads use, or works of collectives.
 std::unordered_map<const StorageImpl*, int>& used_by_others = *new std::unordered_map<const StorageImpl*, int>;
+void no_longer_used(const StorageImpl* storage) {
+  if (const auto used = used_by_others.find(storage); --used->second == 0) used_by_others.erase(used);
+}
 
 // Whether the calling thread has opened the loop.
 bool is_opener() { return opening != 0 && opening == openings.load(); }
@@ -564,6 +569,7 @@ bool show_arrived(Space& space, Block& block) {
 struct Pending {
   c10::intrusive_ptr<c10d::Work> work;
   std::vector<Block*> blocks;
+  std::vector<const StorageImpl*> plain;  // in PyTorch's own memory
 };
 std::vector<Pending>& pending = *new std::vector<Pending>;
 
@@ -583,6 +589,7 @@ void end_works() {
       ++block->version;
       destroy_if_free(block);
     }
+    for (const StorageImpl* storage : done.plain) no_longer_used(storage);
   }
 }
 
@@ -1340,6 +1347,7 @@ void release_raw(void* pointer) {
 void release_block(void* context) {
   const Guard guard;
   auto* block = static_cast<Block*>(context);
+  if (!pending.empty()) end_works();
   if (Device::kStreams && block->state == State::kComing) {  // whoever gets its memory waits for the copy
     std::erase(block->space->finished, block);
     block->become(State::kArrived);
@@ -1718,8 +1726,7 @@ class Pinned {
       destroy_if_free(block);
     }
     if (!other_) return;
-    for (const StorageImpl* storage : plain_)
-      if (const auto used = used_by_others.find(storage); --used->second == 0) used_by_others.erase(used);
+    for (const StorageImpl* storage : plain_) no_longer_used(storage);
     --others_running;
     answer();
   }
@@ -2167,18 +2174,30 @@ void spare_recipes(follow::Recipes& recipes, const Operator& about, const torch:
 
 // --------------------------------------------------------------------------------------------------------------------
 
-// What a collective has begun goes on after it has returned: until then its tensors stay where they are.
-void remember_works(const Pinned& pinned, const torch::jit::Stack& stack, size_t results) {
-  for (size_t i = stack.size() - results; i < stack.size(); ++i) {
-    if (!stack[i].isObject()) continue;
-    const auto object = stack[i].toObject();
+// The kernel of all collectives, in every thread: what a work has begun goes on after the op has returned, and until it is
+// complete its tensors stay where they are.
+void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::vector<c10::IValue> operands;
+  if (!is_left()) operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kCollectives), stack);
+  if (operands.empty()) return;
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
+    if (!(*stack)[i].isObject()) continue;
+    const auto object = (*stack)[i].toObject();
     if (object->slots().empty() || !object->getSlot(0).isCapsule()) continue;
-    auto work = c10::dynamic_intrusive_pointer_cast<c10d::Work>(object->getSlot(0).toCapsule());
-    if (!work) continue;
-    Pending fresh{std::move(work), {}};
-    for (const Operand& operand : pinned.operands) fresh.blocks.push_back(operand.block);
-    pending.push_back(std::move(fresh));
-    for (const Operand& operand : pinned.operands) ++operand.block->works;
+    Pending fresh{c10::dynamic_intrusive_pointer_cast<c10d::Work>(object->getSlot(0).toCapsule()), {}, {}};
+    if (!fresh.work) continue;
+    const Guard guard;
+    for (const c10::IValue& operand : operands)
+      each_storage(operand, [&](StorageImpl& storage) {
+        if (!is_large(static_cast<int64_t>(storage.nbytes()))) return;
+        Block* block = known(storage);
+        if (block == nullptr) block = enroll(storage);
+        block == nullptr ? fresh.plain.push_back(&storage) : fresh.blocks.push_back(block);
+      });
+    pending.push_back(fresh);
+    for (Block* block : fresh.blocks) ++block->works;
+    for (const StorageImpl* storage : fresh.plain) ++used_by_others[storage];
   }
 }
 
@@ -2254,7 +2273,6 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   }
   const int64_t end = follow::nanos_now();
   const Guard guard;
-  if (about.communicates) remember_works(pinned, *stack, op.schema().returns().size());
   if (!space.open) return;
   try {
     lineage.ran();
@@ -2435,9 +2453,7 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
       const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
       op.redispatchBoxed(below, stack);
     }
-    if (!about.communicates) return;
-    const Guard guard;
-    return remember_works(pinned, *stack, op.schema().returns().size());
+    return;
   }
   const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
   op.redispatchBoxed(below, stack);
@@ -2775,7 +2791,7 @@ thread_local char failure[4096] = "";
 void fail(const char* why) { std::strncpy(failure, why, sizeof failure - 1); }
 // Python makes a MemoryError of it.
 constexpr const char* kNoMemory = "outofcore: the system gave no memory; end other programs, or use smaller batches";
-std::optional<c10::RegistrationHandleRAII>& registration = *new std::optional<c10::RegistrationHandleRAII>;
+std::vector<c10::RegistrationHandleRAII>& registrations = *new std::vector<c10::RegistrationHandleRAII>;
 
 // How fast copies are, so that the first plan does not guess: on the CPU those tell that are made.
 void measure_copies(Space& space) {
@@ -2821,11 +2837,16 @@ EXPORT const char* follow_failure() noexcept { return failure; }
 EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64_t*)) noexcept {
   return guarded([&]() -> int64_t {
     auto& dispatcher = c10::Dispatcher::singleton();
-    if (registration) return 0;
+    if (!registrations.empty()) return 0;
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
-    registration.emplace(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
-                                                     "outofcore follows the ops of a loop"));
+    constexpr const char* kWhy = "outofcore follows the ops of a loop";
+    registrations.push_back(
+        dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), kWhy));
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames())
+      if (starts(name.name, "c10d::"))
+        registrations.push_back(dispatcher.registerImpl(
+            name, kCollectives, c10::KernelFunction::makeFromBoxedFunction<&run_collective>(), {}, nullptr, kWhy));
     finding = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
     static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     static_cast<void>(once);
@@ -2835,7 +2856,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
 // Leaves it to the library of another device. No loop is followed.
 EXPORT void follow_unload() noexcept {
   guarded([&]() -> int64_t {
-    registration.reset();
+    registrations.clear();
     at::removeCallback(*finding);
     return 0;
   });
