@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
 	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels \
-	growth record record-write mutants clean
+	growth record record-write mutants tsan clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ growth: setup  ## followed loops for 10,000 steps each: resident memory against 
 
 mutants: setup  ## break the sources in fifty places, one at a time, and see which test notices; ONLY=NAME,NAME does a part
 	$(BIN)/python tools/mutants.py $(if $(ONLY),--only $(ONLY))
+
+tsan: setup  ## look for data races in the native code of followed loops, with ThreadSanitizer; ten minutes
+	$(BIN)/python tools/tsan.py
 
 bench-pack: setup  ## how low addresses are placed, and how fast
 	$(BIN)/python benchmarks/pack.py

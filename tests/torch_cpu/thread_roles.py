@@ -94,7 +94,7 @@ def make_optimizer(model: nn.Module, draw: random.Random) -> torch.optim.Optimiz
 
 
 def crc(values: Tensor | np.ndarray[Any, Any]) -> int:
-    return zlib.crc32(np.ascontiguousarray(values))
+    return zlib.crc32(np.asarray(values).tobytes())
 
 
 def or_exit(function: Callable[[], object]) -> None:
@@ -275,7 +275,7 @@ class Checkpoint(Visitor):
         for tensor in shown if style == 1 else ():
             np.save(buffer, tensor.numpy())
         for tensor in shown if style == 2 else ():
-            buffer.write(memoryview(tensor.cpu().numpy()))
+            buffer.write(tensor.cpu().numpy().tobytes())
         self.seen.append(zlib.crc32(buffer.getbuffer()))
 
 
@@ -422,7 +422,8 @@ class Collective(Role):
             os._exit(0)
         os.close(readable)
         join_group(store, 0)
-        self.flat, self.work_in_flight, self.result = torch.zeros(ROWS, ROW), None, torch.zeros(ROW)
+        self.flat, self.result = torch.zeros(ROWS, ROW), torch.zeros(ROW)
+        self.work_in_flight: Any = None
 
     def assist(self, store: Path, readable: int) -> None:
         """Take part, each time once the other process says so."""

@@ -1,0 +1,75 @@
+"""Threads beside a loop within a budget: each gets the bits of plain PyTorch, and nothing hangs or crashes.
+
+``thread_programs.py`` runs programs of several threads, each in a process of its own with a watchdog.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from effort import is_exhaustive
+
+SCRIPT = Path(__file__).with_name("thread_programs.py")
+TIGHT, STRESS = "--share 1.5..2", "--share 2..3 --stress"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported PyTorch, and runs programs."""
+    command = [sys.executable, str(SCRIPT), "--serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def run_programs(server: subprocess.Popen[str], arguments: str, seed: int) -> None:
+    """Run programs from a seed on: two of them, or as many as begin within a minute."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    amount = "--seconds 60" if is_exhaustive() else "--programs 2"
+    server.stdin.write(f"{arguments} --seed {seed} {amount} --limit 30\n")
+    server.stdin.flush()
+    told: list[str] = []
+    for line in server.stdout:
+        if line.startswith("exit "):
+            assert line == "exit 0\n", "".join(told)
+            return
+        told.append(line)
+    pytest.fail(f"the process that runs programs ended: {''.join(told)}")
+
+
+@pytest.mark.parametrize(
+    ("roles", "how", "seed"),
+    [
+        ("loader", TIGHT, 5),
+        ("saver", TIGHT, 5),
+        ("checkpoint", TIGHT, 1),
+        ("logger", TIGHT, 0),
+        ("teacher", STRESS, 0),
+        ("writer", TIGHT, 3),
+        ("twin", TIGHT, 2),
+        ("actor", STRESS, 1),
+        ("collective", TIGHT, 0),
+        ("functional", STRESS, 0),
+        ("forker", TIGHT, 9),
+    ],
+)
+def test_thread_gets_the_bits_of_plain_pytorch(server: subprocess.Popen[str], roles: str, how: str, seed: int) -> None:
+    """A thread loads, saves, logs, teaches, trains, forks or sums with another process beside the loop."""
+    run_programs(server, f"--roles {roles} --contexts one {how}", seed)
+
+
+@pytest.mark.parametrize("contexts", ["ends", "two"])
+def test_context_ends_while_threads_work(server: subprocess.Popen[str], contexts: str) -> None:
+    """The threads outlive a context; the loop goes on without one, and then perhaps within a second one."""
+    run_programs(server, f"--roles actor twin loader --contexts {contexts} {TIGHT}", 0)
+
+
+@pytest.mark.parametrize("launcher", ["futures", "pool"])
+def test_thread_pool_is_older_than_the_context(server: subprocess.Popen[str], launcher: str) -> None:
+    run_programs(server, f"--roles loader teacher --contexts one --launcher {launcher} {TIGHT}", 2)
