@@ -28,10 +28,10 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def run_programs(server: subprocess.Popen[str], arguments: str, seed: int) -> None:
-    """Run programs from a seed on: two of them, or as many as begin within a minute."""
+    """Run programs from a seed on: three of them, or as many as begin within a minute."""
     assert server.stdin is not None
     assert server.stdout is not None
-    amount = "--seconds 60" if is_exhaustive() else "--programs 2"
+    amount = "--seconds 60" if is_exhaustive() else "--programs 3"
     server.stdin.write(f"{arguments} --seed {seed} {amount} --limit 30\n")
     server.stdin.flush()
     told: list[str] = []
