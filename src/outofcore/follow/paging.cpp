@@ -396,8 +396,10 @@ bool owns(const StorageImpl& storage, const Block& block) {
 bool is_owned(const Block& block) { return block.storage && owns(*block.storage->_unsafe_get_target(), block); }
 
 bool is_held_elsewhere(const Block& block) { return block.holds && *block.holds > 0; }
-// Another thread may be using it: what its storage shows stays as it is.
-bool used_elsewhere(const Block& block) { return block.others > 0 || blind > 0 || is_held_elsewhere(block); }
+// Another thread, or a work of a collective, may be using it: what its storage shows stays as it is.
+bool used_elsewhere(const Block& block) {
+  return block.others > 0 || block.works > 0 || blind > 0 || is_held_elsewhere(block);
+}
 
 // Whether a NumPy array was ever taken of a storage: ``Tensor.numpy`` then forbids to resize it. It has to stay where it is.
 // Storages that are made around memory, such as by ``torch.load``, never can be resized, and have no allocator.
