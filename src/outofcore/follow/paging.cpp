@@ -276,8 +276,8 @@ struct Outside {
 };
 std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Outside>;  // by address
 std::atomic<int64_t> outside_count{0};
-c10::Allocator* stock = nullptr;
-c10::Allocator* beneath = nullptr;  // what was installed before ours: the stock allocator, or that of compiled steps
+std::atomic<c10::Allocator*> stock{nullptr};
+std::atomic<c10::Allocator*> beneath{nullptr};  // what was installed before ours: the stock allocator, or that of compiled steps
 // Decides whether the kernel of an operator is written in Python.
 void (*is_python)(const char* name, const char* overload, int64_t* answer) = nullptr;
 
@@ -1268,7 +1268,7 @@ Block* new_block(Space& space, int64_t bytes) {
 // ---- the allocator under PyTorch -----------------------------------------------------------------------------------
 
 void* serve_outside(Space& space, int64_t bytes, bool charged) {
-  void* pointer = stock->raw_allocate(bytes);
+  void* pointer = stock.load()->raw_allocate(bytes);
   outside[pointer] = {bytes, charged ? &space : nullptr};
   ++outside_count;
   if (charged) count_use(space, bytes);
@@ -1343,7 +1343,7 @@ void release_raw(void* pointer) {
       --outside_count;
     }
   }
-  stock->raw_deallocate(pointer);
+  stock.load()->raw_deallocate(pointer);
 }
 
 void release_block(void* context) {
@@ -1387,8 +1387,8 @@ struct PagedAllocator final : follow::WrappingAllocator {
       }
     }
     if (pointer == nullptr) {
-      if (::device::kOwnDeleter) return stock->allocate(count);
-      pointer = stock->raw_allocate(count);
+      if (::device::kOwnDeleter) return stock.load()->allocate(count);
+      pointer = stock.load()->raw_allocate(count);
     }
     return {pointer, pointer, &release_raw, ::device::current()};
   }
@@ -1455,8 +1455,8 @@ bool adoptable(const StorageImpl& storage, bool given) {
   if (blind > 0 || used_by_others.count(&storage) != 0) return false;
   if (given) return data.get_deleter() != &release_kept;
   return data.get() == data.get_context() &&
-         (data.get_deleter() == stock->raw_deleter() || data.get_deleter() == &release_raw ||
-          (beneath != nullptr && data.get_deleter() == beneath->raw_deleter()));
+         (data.get_deleter() == stock.load()->raw_deleter() || data.get_deleter() == &release_raw ||
+          (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
@@ -2730,7 +2730,7 @@ bool release_from(Block& block, StorageImpl& storage) {
   if (!owns(storage, block)) return false;  // something was done to it meanwhile
   if (block.fixed || block.stays || block.held() || used_elsewhere(block) || has_array(storage)) return false;
   if (return_to_file(block, storage)) return true;
-  at::DataPtr own = stock->allocate(storage.nbytes());
+  at::DataPtr own = stock.load()->allocate(storage.nbytes());
   block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
   space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
                     static_cast<int64_t>(storage.nbytes()));
