@@ -8,6 +8,6 @@ import pytest
 from native_checks import built, said
 
 
-@pytest.mark.parametrize("part", ["alignment", "extents", "history", "record", "requests"])
+@pytest.mark.parametrize("part", ["alignment", "extents", "history", "ranking", "record", "requests"])
 def test_it_finds_what_an_obvious_way_finds(part: str, tmp_path: Path) -> None:
     assert said(built(part, tmp_path)) == "ok"
