@@ -28,9 +28,9 @@ import torch
 
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 
-# By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the storage itself (``set_``, ``_weak_ref``), copies
-# (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves to memory that loops leave alone
-# (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
+# By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
+# storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves to
+# memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,
@@ -40,13 +40,11 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 
-# Modules that compare addresses, or are done with one before the next op: savers above all, which ask for that of every
-# parameter.
-_AT_ONCE = frozenset(
+# Modules that compare addresses: savers above all, which ask for that of every parameter.
+_COMPARE = frozenset(
     {
         TENSOR_MODULE,
         "torch.serialization",
-        "safetensors.torch",
         "transformers.modeling_utils",
         "transformers.pytorch_utils",
         "accelerate.utils.modeling",
@@ -54,6 +52,9 @@ _AT_ONCE = frozenset(
     }
 )
 
+
+# Modules that read what lies there, and are done with it before the next op of their thread.
+_SAVE = frozenset({"safetensors.torch"})
 
 # By class, methods that read memory without an op, and are done with it when they return.
 _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -75,9 +76,9 @@ class AddressWatch:
     """Calls a function with a storage before its address is handed out.
 
     Args:
-        fix: is told of storages in memory of the CPU or of a GPU.
-        hold: is told of those whose memory is about to be read, and is not from the thread's next op on.
-        unhold: called when it has been read.
+        fix: is told of storages in memory of the CPU or of a GPU, and whether only other threads than the loop's keep the
+            address until the next op.
+        held: returns a context for reading the memory of one without an op.
         is_needed: whether a tensor lies in memory of a loop, open or not. As long as it does, addresses are watched
             also after ``watching``.
         trampoline: see there.
@@ -85,15 +86,13 @@ class AddressWatch:
 
     def __init__(
         self,
-        fix: Callable[[torch.UntypedStorage], object],
-        hold: Callable[[torch.UntypedStorage], object],
-        unhold: Callable[[], object],
+        fix: Callable[[torch.UntypedStorage, bool], object],
+        held: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
         is_needed: Callable[[], bool],
         trampoline: Trampoline,
     ) -> None:
         self._fix = fix
-        self._hold = hold
-        self._unhold = unhold
+        self._held = held
         self._is_needed = is_needed
         self._trampoline = trampoline
         self._open = False
@@ -124,34 +123,32 @@ class AddressWatch:
                 self._undo.close()
                 self._undo = None
 
-    def _tell(self, value: object, told: Callable[[torch.UntypedStorage], object] | None = None) -> None:
+    def _tell(self, value: object, in_others: bool = False) -> None:
         if not self._open:
             self._stop_if_needless()
-        told = told or self._fix
-        if isinstance(value, torch.UntypedStorage):
-            told(value)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in {"cpu", "cuda"}:
-            told(value.untyped_storage())
+        storage = _storage_of(value)
+        if storage is not None:
+            self._fix(storage, in_others)
 
     def _wrap(self) -> contextlib.ExitStack:
         def told(method: Callable[..., Any]) -> Callable[..., Any]:
             def tells(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 asks = _module_of(sys._getframe(1))
-                if not asks.startswith(_OURS):
-                    self._tell(self_, self._hold if asks in _AT_ONCE else self._fix)
+                if asks not in _COMPARE and not asks.startswith(_OURS):
+                    self._tell(self_, asks in _SAVE)
                 return method(self_, *args, **kwargs)
 
             return _named_like(tells, method)
 
         def held(method: Callable[..., Any]) -> Callable[..., Any]:
             def reads(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                for value in (self_, *args):
-                    with contextlib.suppress(RuntimeError):  # it has no memory of its own, such as in vmap
-                        self._tell(value, self._hold)
-                try:
+                with contextlib.ExitStack() as holds:
+                    for value in (self_, *args):
+                        with contextlib.suppress(RuntimeError):  # it has no memory of its own, such as in vmap
+                            storage = _storage_of(value)
+                            if storage is not None:
+                                holds.enter_context(self._held(storage))
                     return method(self_, *args, **kwargs)
-                finally:
-                    self._unhold()
 
             return _named_like(reads, method)
 
@@ -195,6 +192,14 @@ class AddressWatch:
             undo.callback(delattr, kind, name)
         else:
             undo.callback(setattr, kind, name, own)
+
+
+def _storage_of(value: object) -> torch.UntypedStorage | None:
+    if isinstance(value, torch.UntypedStorage):
+        return value
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in {"cpu", "cuda"}:
+        return value.untyped_storage()
+    return None
 
 
 def _module_of(frame: FrameType | None) -> str:

@@ -866,26 +866,26 @@ def _seen() -> Iterator[None]:
 _patches = Overlapping(_seen)
 
 
-def _fix(storage: torch.UntypedStorage) -> None:
+def _fix(storage: torch.UntypedStorage, in_others: bool) -> None:
     flavor = _FLAVORS.get(storage.device.type)
     library = None if flavor is None else loaded_paging(flavor)
-    if library is not None:
+    if library is not None and not (in_others and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
 
 
-def _hold(storage: torch.UntypedStorage) -> None:
+@contextlib.contextmanager
+def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
     flavor = _FLAVORS.get(storage.device.type)
     library = None if flavor is None else loaded_paging(flavor)
-    if library is not None:
-        library.follow_hold(storage_address(storage))
+    held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
+    try:
+        yield
+    finally:
+        if library is not None and held:
+            library.follow_unhold()
 
 
-def _unhold() -> None:
-    for library in loaded_pagings():
-        library.follow_unhold()
-
-
-_addresses = AddressWatch(_fix, _hold, _unhold, has_pieces, trampoline)
+_addresses = AddressWatch(_fix, _storage_held, has_pieces, trampoline)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

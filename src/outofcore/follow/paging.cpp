@@ -601,8 +601,14 @@ void catch_up(Space& space) {
   if (!pending.empty()) end_works();
 }
 
+// Until a copy has ended, or something else has happened: what was looked at before has to be looked at again.
+void wait_for_copy(Space& space) {
+  if (space.finished.empty()) wait_for_answer();
+  end_copies(space, true);
+}
 void wait_for_copies(Space& space) {
-  for (end_copies(space); space.copying_in + space.copying_out > 0; end_copies(space, true)) wait_for_answer();
+  end_copies(space);
+  while (space.copying_in + space.copying_out > 0) wait_for_copy(space);
 }
 
 // The life of a thread that copies beside ops.
@@ -927,8 +933,7 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     if (chosen < needed) {
       if (easily >= 0) return false;
       if (space.copying_in + space.copying_out > 0 || is_kept_by_others(space)) {
-        wait_for_answer();  // what is on its way can leave again, and what was freed meanwhile is gone
-        end_copies(space, true);
+        wait_for_copy(space);  // what is on its way can leave again, and what was freed meanwhile is gone
       } else if (!outlive_dying(space)) {
         return false;
       }
@@ -953,8 +958,7 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     for (const Block* victim : victims)
       space.looked = std::min(space.looked, space.history.position() + next_use(space, *victim) - 1);
     if (std::any_of(victims.begin(), victims.end(), [](const Block* block) { return block->writing; })) {
-      wait_for_answer();
-      end_copies(space, true);
+      wait_for_copy(space);
       continue;
     }
     const int64_t before = space.charged;
@@ -1114,8 +1118,7 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
       writing |= block->writing;
     }
     if (writing) {
-      wait_for_answer();
-      end_copies(space, true);
+      wait_for_copy(space);
       continue;
     }
     std::erase_if(there, [&](Block* block) {
@@ -1155,10 +1158,7 @@ void fetch(Space& space, Block& block) {
   }
   if (block.state == State::kComing) {
     const Stopwatch watch{space.counters[kTransferMicros]};
-    while (block.state == State::kComing) {
-      wait_for_answer();
-      end_copies(space, true);
-    }
+    while (block.state == State::kComing) wait_for_copy(space);
   }
   if (block.here()) return space.device.use(block.order);
   if (block.state == State::kArrived && show_arrived(space, block)) return;
@@ -1460,11 +1460,9 @@ bool adoptable(const StorageImpl& storage, bool given) {
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
-// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours. Null: the arena has no
-// room for it.
+// to ``left``: to free memory of Python's takes its lock, which must not be waited for under ours. The arena must have room.
 Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
-  if (!away && (!make_room(space, whole_pages(bytes)) || !make_hole(space, whole_pages(bytes)))) return nullptr;
   Block* block = new_block(space, bytes);
   const char* from = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
   void* to = nullptr;
@@ -1542,11 +1540,19 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
   if (block == nullptr) block = enroll(storage);
   if (block != nullptr && block->space == &space) return block;
   // What comes from a loop that has ended keeps an address that somebody took.
-  const bool moves = block != nullptr ? !block->fixed && !block->stays && !block->held() && !used_elsewhere(*block) &&
-                                            !has_array(storage)
-                                      : adoptable(storage, use.given);
-  if (moves && is_worth_adopting(space, static_cast<int64_t>(storage.nbytes()), use))
-    if (Block* adopted = adopt(space, storage, use.given, left)) return adopted;
+  const auto moves = [&] {
+    if (known(storage) != block) return false;
+    if (block == nullptr) return adoptable(storage, use.given);
+    return !block->fixed && !block->stays && !block->held() && !used_elsewhere(*block) && !has_array(storage);
+  };
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  if (moves() && is_worth_adopting(space, bytes, use)) {
+    if (use.given) return adopt(space, storage, true, left);
+    // Another thread may have begun to use it while room was made.
+    if (make_room(space, whole_pages(bytes)) && make_hole(space, whole_pages(bytes)) && moves() &&
+        space.charged + whole_pages(bytes) <= space.budget)
+      return adopt(space, storage, false, left);
+  }
   ++space.counters[kForeign];
   return nullptr;
 }
@@ -2409,25 +2415,13 @@ void find_source(Space& space) {
   if (!node) source = nullptr;
 }
 
-// What the thread reads without an op, if it is not the loop's: until its next op, or its end.
-struct Holds {
-  std::vector<std::shared_ptr<int>> all;
-  ~Holds() { release(); }
-  void release() {
-    if (all.empty()) return;
-    const Guard guard;
-    for (const auto& hold : all) --*hold;
-    all.clear();
-    answer();
-  }
-};
-thread_local Holds holds;
+// What the thread reads without an op, if it is not the loop's.
+thread_local std::vector<std::shared_ptr<int>> holds;
 
 // An op of a thread that is not the loop's: what it uses stays where it is as long as it runs. Results lie in PyTorch's own
 // memory.
 void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
-  holds.release();
   if (about.kind == Kind::kAtom) {
     const size_t count = about.writes.size(), first = stack->size() - count;
     std::shared_ptr<follow::Recipes> recipes;
@@ -2680,7 +2674,7 @@ void before_fork() {
   // The child has no threads that would end the copies. A space may go while they are waited for.
   const auto copies = [] {
     return std::any_of(spaces.begin(), spaces.end(), [](Space* space) {
-      end_copies(*space);
+      end_copies(*space, true);
       return space->copying_in + space->copying_out > 0;
     });
   };
@@ -3011,6 +3005,8 @@ EXPORT int64_t follow_vacate(Space* space) noexcept {
 }
 // Whether a loop is followed now.
 EXPORT int follow_current() noexcept { return current.load() != nullptr; }
+// Whether the calling thread has opened the loop.
+EXPORT int follow_is_opener() noexcept { return is_opener(); }
 // Switches following on or off in the calling thread.
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {
@@ -3160,8 +3156,8 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   });
 }
 
-// Code of the calling thread is about to read a storage's memory without an op, and is done with it before the thread's
-// next op, or ``follow_unhold``. Nothing else moves what the loop's own thread reads.
+// Code of the calling thread reads a storage's memory without an op until ``follow_unhold``. 1: it stays where it is until
+// then; 0: nobody moves it meanwhile, such as what the loop's own thread reads.
 EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
     if (is_left() || is_opener()) return 0;
@@ -3170,12 +3166,18 @@ EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
     if (block == nullptr) block = enroll(*storage);
     if (block == nullptr) return 0;
     if (!block->holds) block->holds = std::make_shared<int>(0);
-    holds.all.push_back(block->holds);
+    holds.push_back(block->holds);
     ++*block->holds;
     return 1;
   });
 }
-EXPORT void follow_unhold() noexcept { holds.release(); }
+// Ends the last hold of the thread.
+EXPORT void follow_unhold() noexcept {
+  const Guard guard;
+  --*holds.back();
+  holds.pop_back();
+  answer();
+}
 
 // Stands in for a function of Python's that is written in C: tells of each call what it is called with, then calls it.
 template <int kNumber>
