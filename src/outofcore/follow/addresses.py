@@ -29,8 +29,8 @@ import torch
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 
 # By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
-# storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves to
-# memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
+# storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves
+# to memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,
@@ -76,8 +76,8 @@ class AddressWatch:
     """Calls a function with a storage before its address is handed out.
 
     Args:
-        fix: is told of storages in memory of the CPU or of a GPU, and whether only other threads than the loop's keep the
-            address until the next op.
+        fix: is told of storages in memory of the CPU or of a GPU, and whether only other threads than the loop's keep
+            the address until the next op.
         held: returns a context for reading the memory of one without an op.
         is_needed: whether a tensor lies in memory of a loop, open or not. As long as it does, addresses are watched
             also after ``watching``.

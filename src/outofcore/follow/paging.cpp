@@ -1733,10 +1733,10 @@ class Pinned {
       if (block->dead && block->pins == 0 && block->held()) block->space->recorder.free(block->id);
       destroy_if_free(block);
     }
+    answer();
     if (!other_) return;
     for (const StorageImpl* storage : plain_) no_longer_used(storage);
     --others_running;
-    answer();
   }
   void add(Block* block, bool written) {
     for (Operand& operand : operands)
@@ -3146,8 +3146,12 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
       if (destroy_if_free(block)) return 1;
     } else {
       // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
+      while (Device::kFixedLeave && block->here() && (block->writing || block->pins > 0)) {
+        wait_for_copy(*space);
+        if (known(*storage) != block) return 1;
+      }
       if (block->state == State::kArrived) unplace(*space, *block);
-      if (Device::kFixedLeave && movable(*block) && !block->writing) evict(*space, *block, *storage);
+      if (Device::kFixedLeave && movable(*block)) evict(*space, *block, *storage);
       block->stays = true;
     }
     block->fixed = true;
