@@ -293,9 +293,8 @@ def test_data_is_never_the_reason_to_refuse() -> None:
 
 def arena_in_smaps(run: outofcore.Loop) -> tuple[int, int, int]:
     """Resident bytes of the arena; what it may have once the kernel has filled its huge pages; and its mappings."""
-    x = torch.zeros(40000) + 1
-    inside = x.data_ptr()
-    limits = (inside - 64 * 64 * MIB, inside + 64 * 64 * MIB)
+    base = load_paging().follow_base(run._space)
+    limits = (base, base + 64 * 64 * MIB)
     resident = possible = mappings = rss = size = 0
     counts = False
     with Path("/proc/self/smaps").open() as file:

@@ -30,7 +30,7 @@ from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MOD
 
 # By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
 # storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves
-# to memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``torch.frombuffer``).
+# to memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -33,10 +34,10 @@ class History {
   }
   // A result of the op that began last.
   void note(const Touch& touch) {
-    std::vector<int64_t>& uses = uses_[touch.second];
+    Uses& uses = uses_[touch.second];
     try {
       ops_.back().touched.push_back(touch);
-      if (uses.empty() || uses.back() != now()) uses.push_back(now());
+      if (uses.empty() || uses.back() != now()) uses.add(now());
     } catch (...) {  // a storage that is listed has a use
       if (uses.empty()) uses_.erase(touch.second);
       throw;
@@ -75,7 +76,7 @@ class History {
   int64_t storages() const { return static_cast<int64_t>(uses_.size()); }
   int64_t uses() const {
     int64_t count = 0;
-    for (const auto& [storage, uses] : uses_) count += static_cast<int64_t>(uses.size());
+    for (const auto& [storage, uses] : uses_) count += uses.end() - uses.begin();
     return count;
   }
   int64_t now() const { return oldest_ + static_cast<int64_t>(ops_.size()) - 1; }
@@ -84,6 +85,28 @@ class History {
   struct Op {
     const void* op;
     std::vector<Touch> touched;
+  };
+  // The ops that use a storage, in order. Those that are forgotten go by halves: some storages are used by each op.
+  class Uses {
+   public:
+    bool empty() const { return gone_ == at_.size(); }
+    int64_t front() const { return at_[gone_]; }
+    int64_t back() const { return at_.back(); }
+    using Iterator = std::vector<int64_t>::const_iterator;
+    Iterator begin() const { return at_.begin() + static_cast<int64_t>(gone_); }
+    Iterator end() const { return at_.end(); }
+    auto rbegin() const { return std::make_reverse_iterator(end()); }
+    auto rend() const { return std::make_reverse_iterator(begin()); }
+    void add(int64_t op) { at_.push_back(op); }
+    void forget_first() {
+      if (2 * ++gone_ < at_.size()) return;
+      at_.erase(at_.begin(), begin());
+      gone_ = 0;
+    }
+
+   private:
+    std::vector<int64_t> at_;
+    size_t gone_ = 0;
   };
 
   // Ops that are kept. More than a step of any model has, and a few MB.
@@ -161,8 +184,8 @@ class History {
     for (const auto& [place, storage] : ops_.front().touched) {
       const auto found = uses_.find(storage);
       if (found == uses_.end()) continue;
-      std::vector<int64_t>& uses = found->second;
-      if (uses.front() == oldest_) uses.erase(uses.begin());
+      Uses& uses = found->second;
+      if (uses.front() == oldest_) uses.forget_first();
       if (uses.empty()) uses_.erase(found);
     }
     ops_.pop_front();
@@ -175,7 +198,7 @@ class History {
 
   std::deque<Op> ops_;
   int64_t oldest_ = 0;  // the number of the first op that is kept
-  std::unordered_map<int64_t, std::vector<int64_t>> uses_;  // of each storage, the ops, in order
+  std::unordered_map<int64_t, Uses> uses_;  // by storage
   int64_t position_ = -1;  // -1: what happens now is not known from before
   int64_t skipped_ = 0;    // ops in a row that were not expected
 };

@@ -86,6 +86,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_stress": (None, (_POINTER, ctypes.c_int)),
     "follow_smallest": (None, (_COUNT,)),
     "follow_ahead": (None, (_POINTER, ctypes.c_int)),
+    "follow_base": (_COUNT, (_POINTER,)),
     "follow_sizes": (None, (_POINTER, _POINTER)),
     "follow_offer_to": (None, (_POINTER,)),
     "follow_ask_source": (None, (_POINTER,)),

@@ -3244,6 +3244,8 @@ EXPORT void follow_smallest(int64_t bytes) noexcept { smallest = bytes; }
 // Whether to copy beside ops; it is done unless switched off.
 EXPORT void follow_ahead(Space* space, int on) noexcept { space->ahead = on != 0; }
 
+// For tests: where the arena begins.
+EXPORT int64_t follow_base(const Space* space) noexcept { return reinterpret_cast<int64_t>(space->base); }
 // For tests: how much is kept about a loop, each as in ``Sizes`` of test_follow_growth.py.
 EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
   const Guard guard;
