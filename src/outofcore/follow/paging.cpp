@@ -332,6 +332,8 @@ void leave_thread() {
   if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
 }
 
+std::optional<at::CallbackHandle> finding;  // of ``on_op``
+
 // Ops of all threads that use a space: it must not end under them. If that is asked for meanwhile, the last one ends it.
 std::atomic<int> entered{0};
 std::atomic<Space*> to_end{nullptr};
@@ -2482,8 +2484,6 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
   if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // it touches no memory, or by ops that are seen
   return std::make_unique<FirstOp>();
 }
-std::optional<at::CallbackHandle> finding;
-
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   if (is_other() && !is_left()) {
@@ -2740,7 +2740,7 @@ void close(Space& space) {
   wait_for_copies(space);
   space.open = false;
   forget_idle(space);
-  if (std::exchange(space.seen, false)) --open_spaces;
+  if (std::exchange(space.seen, false) && --open_spaces == 0) at::disableCallback(*finding);
   if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
   if (space.pieces == 0) forget_space(&space);
 }
@@ -2844,6 +2844,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
         registrations.push_back(dispatcher.registerImpl(
             name, kCollectives, c10::KernelFunction::makeFromBoxedFunction<&run_collective>(), {}, nullptr, kWhy));
     finding = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
+    at::disableCallback(*finding);  // until a loop is open
     static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     static_cast<void>(once);
     return 0;
@@ -2959,7 +2960,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     space->observer.open();
     current = space;
     ++openings;
-    if (!std::exchange(space->seen, true)) ++open_spaces;
+    if (!std::exchange(space->seen, true) && ++open_spaces == 1) at::reenableCallback(*finding);
     return 0;
   });
 }
