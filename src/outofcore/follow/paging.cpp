@@ -11,17 +11,18 @@
 //
 // Copies are made beside the ops: some bring in what is needed next, others write what is to leave, so that it can leave
 // at once. What that is, says a plan of the step (``Follower``, record.h), and where there is none, what the loop did
-// before (``History``). On the CPU two threads make them. They touch bytes alone; what they have done takes effect at the
-// beginning of an op (``commit``). On a GPU they are work on streams, which takes effect when it is issued: what comes
-// after it waits for it there.
+// before (``History``). On the CPU two threads make them. They touch bytes alone: a written block may leave once an op has
+// noted the end of the copy (``end_copies``), and the next op of the loop that uses a fetched block shows it
+// (``show_arrived``). On a GPU they are work on streams, which takes effect when it is issued: what comes after it waits for
+// it there.
 //
 // What the device decides is in device_cpu.h and device_cuda.h, of which one is compiled in.
 //
 // Threads. One thread, which has opened the loop, and threads that autograd starts for it, ask for memory of the arena and
 // move blocks. The ops of all other threads are seen too, from their first op on (``on_op``): each pins the blocks that it
-// uses, so that nothing is moved under it, and that is all. Such a thread never waits for a copy or for room, and its
-// requests are served by the stock allocator. A block that is away and pinned by another thread is used through its window
-// by everybody. Work of a collective holds its tensors until it is complete, whoever waits for it.
+// uses, so that nothing is moved under it, and that is all. Such an op never waits for a copy or for room, and its requests
+// are served by the stock allocator. A block that is away and pinned by another thread is used through its window by
+// everybody. Work of a collective holds its tensors until it is complete, whoever waits for it.
 //
 // All state is behind one lock (lock.h).
 
@@ -310,10 +311,10 @@ std::atomic<int64_t> openings{0};
 thread_local int64_t opening = 0;
 // Whether a loop is open, perhaps paused: then ops of all threads are seen.
 std::atomic<int> open_spaces{0};
-// Whether the thread was found running ops without being the loop's. Threads of autograd, which get the keys of the thread
-// that they work for, are not found.
-thread_local bool found = false;
-bool is_other() { return found || (opening != 0 && opening != openings.load()); }
+// Whether ``on_op`` has seen the thread run an op without being the loop's. Threads of autograd, which get the keys of the
+// thread that they work for, are the loop's.
+thread_local bool outside_loop = false;
+bool is_other() { return outside_loop || (opening != 0 && opening != openings.load()); }
 // Ops of other threads that run; of them, those that pin nothing, since they were under way when their thread was found.
 std::atomic<int> others_running{0};
 int blind = 0;
@@ -758,11 +759,13 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
 class Owners {
  public:
   explicit Owners(std::vector<Block*> blocks) : blocks_(std::move(blocks)), storages_(blocks_.size()) {
+    std::vector<std::optional<follow::WeakStorage>> weak;  // those of the blocks may be dropped meanwhile
+    for (Block* block : blocks_) weak.push_back(block->storage);
     for (Block* block : blocks_) ++block->pins;
     {
       const follow::Unlocked unlocked;
-      for (size_t i = 0; i < blocks_.size(); ++i)
-        if (blocks_[i]->storage) storages_[i] = blocks_[i]->storage->lock();
+      for (size_t i = 0; i < weak.size(); ++i)
+        if (weak[i]) storages_[i] = weak[i]->lock();
     }
     let_go.storages.reserve(let_go.storages.size() + blocks_.size());
     for (size_t i = 0; i < blocks_.size(); ++i) {
@@ -892,10 +895,8 @@ bool is_kept_by_others(const Space& space) {
 // Waits for storages to go that are being destroyed; false: there are none. Those that stay have given their memory to other
 // storages.
 bool outlive_dying(Space& space) {
-  std::vector<Block*> dying;
-  for (const auto& [offset, block] : space.at)
-    if (block->dying) dying.push_back(block);
-  if (dying.empty()) return false;
+  if (std::none_of(space.at.begin(), space.at.end(), [](const auto& placed) { return placed.second->dying; }))
+    return false;
   if (wait_for_answer(std::chrono::seconds(1))) return true;
   for (const auto& [offset, block] : space.at)
     if (std::exchange(block->dying, false)) block->storage.reset();
@@ -2477,7 +2478,7 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
     return nullptr;
   // The loop is paused and this thread will go on with it, or it does a part of an op's work.
   if (is_opener() || at::in_parallel_region()) return nullptr;
-  found = true;
+  outside_loop = true;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
   const auto name = seen.operator_name();
   const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
@@ -3012,7 +3013,7 @@ EXPORT int follow_is_opener() noexcept { return is_opener(); }
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {
     opening = openings;
-    found = false;
+    outside_loop = false;
   }
   c10::impl::tls_set_dispatch_key_included(kKey, on != 0);
 }
