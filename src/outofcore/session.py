@@ -618,7 +618,7 @@ class Session:
 
     def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
-        alone = not self.home.shared and not (self._ranks is not None and self._ranks.joined)
+        alone = not self.home.shared and not self._trains_with_others
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
         _log.warning("the step runs as an eager loop from now on: %s", refusal)
@@ -630,12 +630,16 @@ class Session:
     # Calls that are followed
 
     @property
+    def _trains_with_others(self) -> bool:
+        return self._ranks is not None and self._ranks.joined
+
+    @property
     def _may_follow(self) -> bool:
         return (
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # others find the model there
-            and not (self._ranks is not None and self._ranks.joined)  # all would have to do so at once
+            and not self._trains_with_others  # all would have to do so at once
         )
 
     def _passes_over(self, signature: Signature, change: str) -> bool:
@@ -1058,7 +1062,7 @@ class Session:
 
         Processes that run a step together follow this plan for long, so it is worth the whole search.
         """
-        together = self._shards is not None or (self._ranks is not None and self._ranks.joined)
+        together = self._shards is not None or self._trains_with_others
         quickly, kept = not self._is_ahead and not together, None if together else self._plans
         return plan(captured, costs, profiles, room, self.policy, self.home.stores, quickly=quickly, kept=kept)
 
@@ -1176,6 +1180,9 @@ class Session:
 
     def _plan_for_times(self, known: _Known, watch: Watch) -> None:
         """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
+        if self._trains_with_others:  # they would wait for this process, and each would search beside the steps
+            known.watch = watch.kept()
+            return
         step, begin = known.step, self._clock()
         job = job_of(step, self.policy, calm_of(watch.measured))
         if self._planner.start((known, step), job):
@@ -1324,7 +1331,7 @@ class Session:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
-            together = self._ranks is not None and self._ranks.joined
+            together = self._trains_with_others
             result, self.timeline = runner.run(self.engine, leaves, may_refuse=not together)
             self.outcome = Outcome.MADE
         except UpdateError as error:
@@ -1332,7 +1339,7 @@ class Session:
             raise (error.__cause__ or error) from None
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
-            if self._ranks is not None and self._ranks.joined:
+            if self._trains_with_others:
                 self._apart = self.torn
             if self._undone(runner, error):
                 self.torn, self.outcome = "", Outcome.APART if self._apart else Outcome.UNDONE

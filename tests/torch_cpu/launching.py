@@ -8,6 +8,7 @@ FOLDER/output-RANK.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import runpy
@@ -38,6 +39,7 @@ def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path)
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (1, 2):
         os.dup2(output, stream)
+    faulthandler.enable()
     sys.argv = [script, scenario, str(rank), str(processes), str(folder / "store")]
     sys.path.insert(0, str(Path(script).parent))
     try:

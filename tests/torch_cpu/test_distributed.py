@@ -28,9 +28,9 @@ SCRIPT = Path(__file__).with_name("together.py")
     ),
 )
 def test_processes_that_train_together(scenario: str, processes: int, tmp_path: Path) -> None:
-    for code, text in run_together(SCRIPT, scenario, processes, tmp_path):
-        assert code == 0, text
-        assert text.endswith("same\n")
+    ended = run_together(SCRIPT, scenario, processes, tmp_path)
+    everything = "\n".join(f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(ended))
+    assert all(code == 0 and text.endswith("same\n") for code, text in ended), everything
 
 
 def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
