@@ -66,8 +66,10 @@ class Device {
   char* reserve(int64_t bytes) {
     constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
     bytes = (bytes + kPage - 1) / kPage * kPage;
-    void* mapped =
-        mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* mapped = mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, kHow, -1, 0);
+    strict_ = mapped == MAP_FAILED && errno == ENOMEM;
+    if (strict_) mapped = mmap(nullptr, bytes + kHuge, PROT_NONE, kHow, -1, 0);
     TORCH_CHECK(mapped != MAP_FAILED, "outofcore: ", bytes, " bytes of addresses could not be mapped for the arena (",
                 std::strerror(errno), "); lift the limit on address space (ulimit -v), or give a smaller budget");
     const int64_t before = (kHuge - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped) % kHuge)) % kHuge;
@@ -76,6 +78,12 @@ class Device {
     munmap(base + bytes, kHuge - before);
     base_ = base;
     size_ = bytes;
+    try {
+      open_up(base, core());
+    } catch (...) {
+      unreserve(base, bytes);
+      throw;
+    }
     start_over();
     return base;
   }
@@ -85,14 +93,17 @@ class Device {
   // Gives memory to the kernel; the addresses stay.
   void discard(char* at, int64_t bytes) {
     madvise(at, bytes, MADV_DONTNEED);
+    // Of pages that cannot be written to, none is promised.
+    char* behind = std::max(at, base_ + core());
+    if (strict_ && behind < at + bytes)
+      mmap(behind, at + bytes - behind, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     want_small(at, bytes);
   }
   // As at first, once nothing lies in the arena.
   void start_over() {
-    const int64_t core = size_ / kAddresses / kPage * kPage;
-    madvise(base_, core, MADV_HUGEPAGE);
-    madvise(base_ + core, size_ - core, MADV_NOHUGEPAGE);
-    huge_ = {{0, core}};
+    madvise(base_, core(), MADV_HUGEPAGE);
+    madvise(base_ + core(), size_ - core(), MADV_NOHUGEPAGE);
+    huge_ = {{0, core()}};
   }
   // Puts memory together to huge pages, where the kernel can (from Linux 6.1 on); addresses in between get memory too. In
   // one call: each waits for all processors.
@@ -102,8 +113,10 @@ class Device {
     madvise(at, bytes, kCollapse);
   }
 
-  // A block gets memory, gives it back, is about to be used by the op that runs, and has been used by it.
-  void take(Order&, const char* at, int64_t bytes) {
+  // A block gets memory, gives it back, is about to be used by the op that runs, and has been used by it. Throws
+  // c10::OutOfMemoryError: the system promises no more memory.
+  void take(Order&, char* at, int64_t bytes) {
+    open_up(at, bytes);
     const int64_t begin = at - base_;
     if (bytes >= kLeastHuge) want_huge((begin + kHuge - 1) / kHuge * kHuge, (begin + bytes) / kHuge * kHuge);
   }
@@ -139,7 +152,10 @@ class Device {
   }
   // Copies and fills that the op that runs comes after.
   void copy(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
-  void move(Order&, char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+  void move(Order&, char* to, const char* from, int64_t bytes) {
+    open_up(to, bytes);
+    std::memcpy(to, from, bytes);
+  }
   void fill(char* at, int64_t bytes) { std::memset(at, 0xAB, bytes); }
   // What is not needed any more once the work is done that was issued.
   void retire(const c10::DataPtr&) {}
@@ -187,6 +203,14 @@ class Device {
   // The kernel keeps a record for each stretch of either kind, of which a process may have 65,530.
   static constexpr size_t kMostStretches = 8192;
 
+  int64_t core() const { return size_ / kAddresses / kPage * kPage; }
+  // Where the kernel promises memory to all addresses that can be written to (vm.overcommit_memory=2, ulimit -d), only those
+  // of the core and of blocks can be.
+  void open_up(char* at, int64_t bytes) {
+    TORCH_CHECK_WITH(OutOfMemoryError, !strict_ || mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0, kNoMemory, bytes,
+                     kLessMemory);
+  }
+
   void want_huge(int64_t begin, int64_t end) {
     auto it = huge_.upper_bound(begin);
     if (it != huge_.begin() && std::prev(it)->second >= end) return;
@@ -232,6 +256,7 @@ class Device {
 
   char* base_ = nullptr;
   int64_t size_ = 0;
+  bool strict_ = false;              // see ``open_up``
   std::map<int64_t, int64_t> huge_;  // stretches that may have huge pages: their ends, by their beginnings
 };
 

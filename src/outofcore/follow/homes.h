@@ -42,6 +42,8 @@ class PageMap {
   }
   PageMap(const PageMap&) = delete;
 
+  // Whether the kernel tells: not where /proc is hidden.
+  bool tells() const { return file_ >= 0; }
   // Whether a page of a stretch is in memory or swapped out; true where the kernel does not tell.
   bool any_mapped(const char* at, int64_t bytes) const {
     return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0; });
@@ -207,6 +209,7 @@ class Home {
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
   // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
   bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
+  bool tells_touches() const { return pages_.tells(); }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
@@ -217,7 +220,10 @@ class Home {
   // In the child of a fork: what it writes is its own, and what it frees is still its parent's.
   void part() {
     parted_ = true;
-    mmap(window_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
+    constexpr int kHow = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(window_, capacity_, PROT_READ | PROT_WRITE, kHow, file_, 0) != MAP_FAILED) return;
+    // Where memory is promised to all that could be written, it can be read at least; else it must not be seen at all.
+    if (mmap(window_, capacity_, PROT_READ, kHow, file_, 0) == MAP_FAILED) munmap(window_, capacity_);
   }
   int64_t used() const { return used_; }
   int64_t most_used() const { return most_used_; }
@@ -325,6 +331,11 @@ class Homes {
   }
   bool was_touched(const Slot& slot) const {
     return slot.original ? slot.original->was_written() : of(slot).was_touched(slot.offset, slot.bytes);
+  }
+
+  // Whether ``was_touched`` knows, and does not just say so.
+  bool tells_touches() const {
+    return std::all_of(homes_.begin(), homes_.end(), [](const auto& home) { return home->tells_touches(); });
   }
 
   // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.

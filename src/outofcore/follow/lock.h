@@ -107,7 +107,7 @@ inline void answer() {
   if (waiting > 0) answered.notify_all();
 }
 // Until there is an answer; false: there was none for so long. Others may have done anything meanwhile.
-inline bool wait_for_answer(std::chrono::seconds most = std::chrono::hours(24)) {
+inline bool wait_for_answer(std::chrono::milliseconds most = std::chrono::hours(24)) {
   const int64_t before = answers;
   ++waiting;
   bool any = false;

@@ -107,7 +107,8 @@ _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
 Names = dict[int, tuple[str, StorageKind]]
 _REFUSAL = re.compile(
     r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "
-    r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+)"
+    r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+) "
+    r"bytes are needed, of which tensors of less than (?P<smallest>\d+) bytes each take (?P<small>\d+)"
 )
 
 
@@ -753,7 +754,7 @@ class Loop:
         record = read_record(numbers[:], names)
         kept = self._store.find(record, self._limit, self._planned_by())
         if kept is None and self._policy is not None:
-            budget = int(self._limit * (1 - _SPARE))
+            budget = int((self._limit - self._read_stats().peak_small_bytes) * (1 - _SPARE))
             planner.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
         elif kept is not None:
             self._follow_plan(library, record, kept, 0.0)
@@ -926,8 +927,10 @@ def explained(error: BaseException, names: Names | None = None) -> Exception | N
     refused = _REFUSAL.search(text)
     if refused is None:
         return error_of(text)
-    counts = {name: format_bytes(int(refused[name])) for name in ("budget", "asked", "used", "kept", "least")}
+    counts = {name: format_bytes(int(count)) for name, count in refused.groupdict().items() if name != "op"}
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
+    if int(refused["small"]):
+        held += f", beside {counts['small']} of tensors below {counts['smallest']}"
     named = _named(refused["op"], error.__traceback__, names or {})
     return BudgetError(
         f"the budget of {counts['budget']} cannot hold {named}: beside {counts['used']} that it uses it asks for "

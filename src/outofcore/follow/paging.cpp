@@ -54,6 +54,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -131,10 +132,14 @@ enum Counter {
   kUnkeptBytes,    // of storages that went for that
   kRerunMicros,    // the loop spent so long on making them again
   kFileBytes,      // of storages whose home is the file that they were mapped from
+  kSmall,          // bytes of smaller storages: of those that the user has put under the budget, and what ops asked for
+  kSmallPeak,
   kCounters
 };
 
 struct Space;
+
+int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Where the bytes of a block are, and what its storage shows.
 enum class State : uint8_t {
@@ -177,6 +182,9 @@ struct Block {
   int64_t twin = -1;            // whose part it plays in the history
   int64_t role_in = -1;         // the record in which it plays a part that others play in other steps
   int32_t role = -1;
+  // Which storage of a record it is that is there from step to step, as it was looked up; and of which record that is.
+  mutable int32_t looked_up = -1;
+  mutable int64_t looked_up_in = -1;
   bool released = false;        // the plan has given its room to others
   int64_t given = -1;           // its place among those that the user put under the budget
   uint64_t sum = 0;             // of what is at home, while it is not dirty
@@ -208,6 +216,9 @@ struct Space {
       : budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
 
   int64_t budget;
+  std::atomic<int64_t> small_peak{0};    // of ``small_bytes`` while this space was followed
+  int64_t small_given = 0;               // bytes of small storages that the user has put under the budget
+  std::unordered_set<const StorageImpl*> small_seen;  // those
   Device device;
   char* base = nullptr;  // null: not reserved yet
   follow::Extents extents;
@@ -266,6 +277,9 @@ struct Space {
 
   ~Space() { device.unreserve(base, Device::kAddresses * budget); }
   char* address(const Block& block) const { return base + block.offset; }
+  int64_t small() const { return whole_pages(small_given + small_peak.load(std::memory_order_relaxed)); }
+  // Bytes of the budget that small storages leave to the arena. What they have taken once, they will take again.
+  int64_t room() const { return budget - small(); }
 };
 
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
@@ -277,6 +291,8 @@ struct Outside {
 };
 std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Outside>;  // by address
 std::atomic<int64_t> outside_count{0};
+// Of smaller storages that ops of loops have asked for, as the stock allocator gives them.
+std::atomic<int64_t> small_bytes{0};
 std::atomic<c10::Allocator*> stock{nullptr};
 std::atomic<c10::Allocator*> beneath{nullptr};  // what was installed before ours: the stock allocator, or that of compiled steps
 // Decides whether the kernel of an operator is written in Python.
@@ -293,12 +309,19 @@ int64_t answer_of(Function* function, Given... given) {
   return answer;
 }
 
-// Copies beside ops, for the threads that make them; those of this process.
-std::deque<Block*>& to_fetch = *new std::deque<Block*>;
-std::deque<Block*>& to_write = *new std::deque<Block*>;
-std::condition_variable_any& asked = *new std::condition_variable_any;
+// A thread that makes copies beside ops.
+struct Copier {
+  std::deque<Block*> queue;
+  std::condition_variable_any asked;
+  bool runs = false, sleeps = false;
+  void ask(Block* block) {
+    queue.push_back(block);
+    if (sleeps) asked.notify_one();
+  }
+};
+Copier& fetching = *new Copier;
+Copier& writing_out = *new Copier;
 pid_t copiers = -1;  // the process that has them
-bool fetches = false, writes_out = false;  // which of the two threads there are
 
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
@@ -351,7 +374,6 @@ struct Entered {
   Entered(const Entered&) = delete;
 };
 
-int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 // Whether the calling thread is the loop's, and between ops or inside one.
 bool tracked() {
   return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_other() && current.load() != nullptr);
@@ -435,8 +457,8 @@ void count_use(Space& space, int64_t bytes) {
 
 // Gives memory that nothing uses to the kernel, as far as the budget wants it.
 void let_go_of_idle(Space& space) {
-  while (space.charged + space.extents.idle() > space.budget) {
-    const int64_t excess = space.charged + space.extents.idle() - space.budget;
+  while (space.extents.idle() > 0 && space.charged + space.extents.idle() > space.room()) {
+    const int64_t excess = std::min(space.charged + space.extents.idle() - space.room(), space.extents.idle());
     const auto [offset, bytes] = space.extents.forget_some(space.budget, excess);
     space.device.discard(space.base + offset, bytes);
     space.torn = true;
@@ -450,6 +472,8 @@ void count_core(Space& space, const Block& block) {
   space.core_counted = true;
   space.extents.fill(space.budget);
 }
+
+void unplace(Space& space, Block& block);
 
 // Addresses and memory in the arena, of which there must be enough; at `wanted` if that is free.
 void place(Space& space, Block& block, State as, int64_t wanted = -1) {
@@ -467,7 +491,13 @@ void place(Space& space, Block& block, State as, int64_t wanted = -1) {
     }
     space.at[block.offset] = &block;
     space.ranking.add(&block);
-    space.device.take(block.order, space.address(block), block.bytes);
+    try {
+      space.device.take(block.order, space.address(block), block.bytes);
+    } catch (...) {
+      count_use(space, -block.bytes);
+      unplace(space, block);
+      throw;
+    }
     count_core(space, block);
   }
   let_go_of_idle(space);
@@ -598,6 +628,24 @@ void end_works() {
   }
 }
 
+// Waits for a work to complete that holds something in the arena; false: there is none, or it goes on for long. It may need
+// the loop's next collective.
+bool outlive_works(Space& space) {
+  constexpr auto kLong = std::chrono::seconds(30);
+  const auto since = std::chrono::steady_clock::now();
+  const auto held = [&] {
+    int64_t works = 0;
+    for (const auto& [offset, block] : space.at) works += block->works;
+    return works;
+  };
+  for (const int64_t before = held(); before > 0; wait_for_answer(std::chrono::milliseconds(1))) {
+    end_works();
+    if (held() < before) return true;
+    if (std::chrono::steady_clock::now() - since > kLong) return false;
+  }
+  return false;
+}
+
 // What has happened meanwhile takes effect.
 void catch_up(Space& space) {
   end_copies(space);
@@ -615,12 +663,14 @@ void wait_for_copies(Space& space) {
 }
 
 // The life of a thread that copies beside ops.
-void copy_on_demand(std::deque<Block*>& queue) {
+void copy_on_demand(Copier& copier) {
   std::unique_lock<std::recursive_mutex> lock(mutex);
   for (;;) {
-    asked.wait(lock, [&] { return !queue.empty(); });
-    Block* block = queue.front();
-    queue.pop_front();
+    copier.sleeps = true;
+    copier.asked.wait(lock, [&] { return !copier.queue.empty(); });
+    copier.sleeps = false;
+    Block* block = copier.queue.front();
+    copier.queue.pop_front();
     Space& space = *block->space;
     char* at = space.address(*block);
     const int64_t step = step_of_sums(space, *block);
@@ -655,17 +705,16 @@ void start_copiers() {
   if (Device::kStreams) return;
   if (copiers != getpid()) {
     copiers = getpid();
-    fetches = writes_out = false;
-    to_fetch.clear();
-    to_write.clear();
+    new (&fetching) Copier;
+    new (&writing_out) Copier;
   }
-  const auto start = [](bool& runs, std::deque<Block*>& queue) {
-    if (!runs) std::thread(copy_on_demand, std::ref(queue)).detach();
-    runs = true;
+  const auto start = [](Copier& copier) {
+    if (!copier.runs) std::thread(copy_on_demand, std::ref(copier)).detach();
+    copier.runs = true;
   };
   try {
-    start(fetches, to_fetch);
-    start(writes_out, to_write);
+    start(fetching);
+    start(writing_out);
   } catch (const std::system_error& error) {
     TORCH_CHECK(false, "outofcore: the system gives no thread for copies beside ops (", error.code().message(),
                 "); raise the limit on processes (ulimit -u), or end other programs");
@@ -801,8 +850,14 @@ class Owners {
 int32_t part_of(const Space& space, const Block& block) {
   const follow::Known& known = *space.follower.known();
   int32_t storage = block.role_in == known.number ? block.role : -1;
-  if (storage < 0)
-    if (const auto found = known.of_block.find(block.id); found != known.of_block.end()) storage = found->second;
+  if (storage < 0) {
+    if (block.looked_up_in != known.number) {
+      const auto found = known.of_block.find(block.id);
+      block.looked_up_in = known.number;
+      block.looked_up = found == known.of_block.end() ? -1 : found->second;
+    }
+    storage = block.looked_up;
+  }
   return storage >= 0 && known.playing[storage] == &block ? storage : -1;
 }
 // Where the plan has a block that is to be used next; -1: anywhere.
@@ -840,15 +895,16 @@ void visit_furthest(Space& space, Visit&& visit) {
     space.ranked_by = by;
     space.ranked_until = now + std::max(kEvery, static_cast<int64_t>(space.ranking.size()));
   }
+  int64_t distance = 0;  // of the block that was asked for last, which is the one that is visited
   const auto key_of = [&](const Block& block) {
     constexpr int64_t kNever = follow::History::kNever;
-    const int64_t distance = next_use(space, block);
+    distance = next_use(space, block);
     if (distance >= 2 * kNever) return distance;
     // The longer it was not used, the later it comes, where nothing is known.
     return by == nullptr || distance >= kNever ? kNever - block.last_use : now + distance;
   };
   const auto offset_of = [](const Block& block) { return block.offset; };
-  space.ranking.visit(key_of, offset_of, [&](Block& block) { return visit(block, next_use(space, block)); });
+  space.ranking.visit(key_of, offset_of, [&](Block& block) { return visit(block, distance); });
 }
 
 // The neighbours in the arena to evict with a block for a hole of so many bytes, of which so many are needed, if none of
@@ -916,18 +972,24 @@ void evict_all(Space& space, std::vector<Block*> victims) {
   });
 }
 
+constexpr int kMostSeen = 256;
+
 // Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. `easily`: only
 // what need not be written, and is not used for so many ops (-1: anything).
 bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
   if (easily < 0) catch_up(space);
-  while (space.charged + bytes > space.budget) {
-    const int64_t needed = space.charged + bytes - space.budget;
+  while (space.charged + bytes > space.room()) {
+    const int64_t needed = space.charged + bytes - space.room();
     std::vector<Block*> victims;
     int64_t chosen = 0, soonest = 0;
+    int left = kMostSeen;  // of those that cannot leave easily, which are written first
     visit_furthest(space, [&](Block& block, int64_t distance) {
-      if (distance <= easily) return false;
+      if (distance <= easily || left == 0) return false;
       if (!may_leave(block)) return true;
-      if (easily >= 0 && block.here() && (block.dirty || block.fixed || block.writing)) return true;
+      if (easily >= 0 && block.here() && (block.dirty || block.fixed || block.writing)) {
+        --left;
+        return true;
+      }
       victims.push_back(&block);
       chosen += block.bytes;
       soonest = distance;
@@ -937,7 +999,7 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
       if (easily >= 0) return false;
       if (space.copying_in + space.copying_out > 0 || is_kept_by_others(space)) {
         wait_for_copy(space);  // what is on its way can leave again, and what was freed meanwhile is gone
-      } else if (!outlive_dying(space)) {
+      } else if (!outlive_dying(space) && !outlive_works(space)) {
         return false;
       }
       continue;
@@ -1003,8 +1065,9 @@ std::string source_of_running(const Space& space) {
   }
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
                    name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
-                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept,
-                   " bytes are needed. The loop is out of memory.");
+                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept + space.small(),
+                   " bytes are needed, of which tensors of less than ", smallest.load(), " bytes each take ",
+                   space.small(), ". The loop is out of memory.");
 }
 
 // Moves a block that is movable within the arena, to where the plan has it if that is free, but out of a stretch; false: it
@@ -1014,7 +1077,7 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   keep_for_array(space, block, storage);
   if (block.fixed) return false;
   // Where free addresses have no memory, both places have some for a moment.
-  if (Device::kAddresses > 1 && space.charged + block.bytes > space.budget) return false;
+  if (Device::kAddresses > 1 && space.charged + block.bytes > space.room()) return false;
   const int64_t wanted = planned_offset(space, block), before = block.offset;
   const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
   int64_t to = wanted;
@@ -1031,7 +1094,13 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   }
   count_use(space, Device::kAddresses > 1 ? block.bytes : 0);
   let_go_of_idle(space);
-  space.device.move(block.order, space.base + to, space.base + before, block.bytes);
+  try {
+    space.device.move(block.order, space.base + to, space.base + before, block.bytes);
+  } catch (const c10::OutOfMemoryError&) {  // the system promises no memory for both places
+    count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
+    space.extents.give(to, block.bytes, false);
+    return false;
+  }
   space.at.erase(before);
   block.offset = to;
   space.at[to] = &block;
@@ -1135,7 +1204,7 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
       if (!leaves || !movable(block) || block.writing) return;  // as it is now, it is looked at again
       if (!block.released && move_away(space, block, storage, offset, bytes)) return;
       // There is room elsewhere.
-      leaves = block.released || space.charged + block.bytes + bytes > space.budget;
+      leaves = block.released || space.charged + block.bytes + bytes > space.room();
       if (leaves) evict(space, block, storage, follow::Cause::kPlace);
     });
     if (!leaves) return false;
@@ -1149,7 +1218,7 @@ std::optional<int64_t> room_for(Space& space, int64_t bytes, int64_t wanted) {
     if (!make_room(space, bytes)) refuse(space, bytes);
     const bool clears = wanted >= 0 && clear(space, wanted, bytes, true);
     if (!clears && !make_hole(space, bytes)) return {};
-    if (space.charged + bytes <= space.budget) return clears ? wanted : -1;  // nobody has taken it meanwhile
+    if (space.charged + bytes <= space.room()) return clears ? wanted : -1;  // nobody has taken it meanwhile
   }
 }
 
@@ -1368,6 +1437,32 @@ void release_block(void* context) {
   destroy(block);
 }
 
+// Small storages stay with PyTorch's allocator; those that the loop asks for count in its budget.
+int64_t size_of_small(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
+void release_small(void* pointer) {
+  small_bytes.fetch_sub(size_of_small(pointer), std::memory_order_relaxed);
+  stock.load()->raw_deallocate(pointer);
+}
+// More than ever: something large has to leave for it. Where nothing can, the next large request is refused.
+void make_room_for_small(Space& space, int64_t now) {
+  const Guard guard;
+  if (current != &space) return;
+  const int64_t before = space.small();
+  if (now > space.small_peak) space.small_peak = now;
+  if (space.small() == before || space.base == nullptr) return;
+  try {
+    make_room(space, 0);
+  } catch (const c10::Error&) {  // a home has failed, which is told when it is needed next
+  }
+  let_go_of_idle(space);
+}
+void count_small(void* pointer) {
+  const int64_t bytes = size_of_small(pointer);
+  const int64_t now = small_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  Space* space = current.load(std::memory_order_relaxed);
+  if (space != nullptr && now > space->small_peak.load(std::memory_order_relaxed)) make_room_for_small(*space, now);
+}
+
 struct PagedAllocator final : follow::WrappingAllocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
@@ -1392,6 +1487,10 @@ struct PagedAllocator final : follow::WrappingAllocator {
     if (pointer == nullptr) {
       if (::device::kOwnDeleter) return stock.load()->allocate(count);
       pointer = stock.load()->raw_allocate(count);
+      if (count > 0 && !is_large(bytes) && tracked()) {
+        count_small(pointer);
+        return {pointer, pointer, &release_small, ::device::current()};
+      }
     }
     return {pointer, pointer, &release_raw, ::device::current()};
   }
@@ -1459,7 +1558,7 @@ bool adoptable(const StorageImpl& storage, bool given) {
   if (given) return data.get_deleter() != &release_kept;
   return data.get() == data.get_context() &&
          (data.get_deleter() == stock.load()->raw_deleter() || data.get_deleter() == &release_raw ||
-          (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
+          data.get_deleter() == &release_small || (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
@@ -1533,7 +1632,7 @@ struct Use {
 // Whether to take over memory of outside: what an op uses as a whole, and that leaves room for its other operands and for
 // a result of the same size. Else it would be copied for a few rows, or be the reason to refuse what needs no room.
 bool is_worth_adopting(const Space& space, int64_t bytes, const Use& use) {
-  return use.given || (!use.in_part && use.beside + 2 * whole_pages(bytes) <= space.budget);
+  return use.given || (!use.in_part && use.beside + 2 * whole_pages(bytes) <= space.room());
 }
 
 // The block of a storage, in this space; null: it is used where it is.
@@ -1553,7 +1652,7 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
     if (use.given) return adopt(space, storage, true, left);
     // Another thread may have begun to use it while room was made.
     if (make_room(space, whole_pages(bytes)) && make_hole(space, whole_pages(bytes)) && moves() &&
-        space.charged + whole_pages(bytes) <= space.budget)
+        space.charged + whole_pages(bytes) <= space.room())
       return adopt(space, storage, false, left);
   }
   ++space.counters[kForeign];
@@ -1803,15 +1902,15 @@ void begin_copy(Space& space, Block& block, bool in) {
   block.copied_version = block.version;
   if (Device::kStreams) return issue_copy(space, block, in);
   space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
-  (in ? to_fetch : to_write).push_back(&block);
+  (in ? fetching : writing_out).ask(&block);
   block.writing = !in;
   ++(in ? space.copying_in : space.copying_out);
-  asked.notify_all();
 }
 
-// Whether a block is at home, and can be fetched ahead. Whether its storage is there is asked when it is shown.
+// Whether a block is at home, and can be fetched ahead: if it can be told later who wrote to its window meanwhile. Whether its
+// storage is there is asked when it is shown.
 bool fetchable(const Block& block) {
-  return block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
+  return block.space->homes.tells_touches() && block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
          !used_elsewhere(block);
 }
 
@@ -1822,7 +1921,7 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   const bool clears = wanted >= 0 && clear(space, wanted, block.bytes, false);
   if (!clears && !make_hole(space, block.bytes, true)) return false;
   // Somebody may have taken it meanwhile, or its room.
-  if (!fetchable(block) || space.charged + block.bytes > space.budget) return false;
+  if (!fetchable(block) || space.charged + block.bytes > space.room()) return false;
   place(space, block, State::kComing, clears ? wanted : -1);
   block.early = true;
   space.device.begin_watch(space.homes, block.slot);
@@ -1860,8 +1959,8 @@ void fetch_given(Space& space, int64_t window) {
 
 // Looks ahead in the history: brings in what is needed next, and writes what is needed last.
 void copy_ahead(Space& space) {
-  constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64, kEvery = 2;
-  constexpr int kMostSeen = 256;
+  constexpr int64_t kMostIn = 6, kMostOut = 6, kReach = 64;
+  constexpr int kEvery = 2, kSeenPerOp = 32;
   const int64_t window = space.budget / 8;
   if (!space.ahead || space.anchor != nullptr) return;
   if (!space.history.known()) return fetch_given(space, window);
@@ -1886,8 +1985,7 @@ void copy_ahead(Space& space) {
     ++space.looked;
   }
   if (--space.until_look > 0 || space.copying_out >= kMostOut) return;
-  space.until_look = kEvery;
-  int64_t easy = space.budget - space.charged;
+  int64_t easy = space.room() - space.charged;
   std::vector<Block*> dirty;
   int left = kMostSeen;
   visit_furthest(space, [&](Block& block, int64_t distance) {
@@ -1899,6 +1997,8 @@ void copy_ahead(Space& space) {
       dirty.push_back(&block);
     return true;
   });
+  // A few blocks are looked at for each op, however many there are.
+  space.until_look = std::max(kEvery, (kMostSeen - left) / kSeenPerOp);
   for (Block* block : dirty) {
     if (easy >= window || space.copying_out >= kMostOut || !write_ahead(space, *block)) break;
     easy += block->bytes;
@@ -2046,7 +2146,8 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
 struct OurPager final : follow::Pager {
   std::shared_ptr<follow::Origin> origin_of(StorageImpl& storage) override {
     Block* block = known(storage);
-    if (block == nullptr || block->fixed || block->works > 0 || !block->space->open || block->space != current) return {};
+    if (block == nullptr || block->fixed || block->stays || block->works > 0 || has_array(storage)) return {};
+    if (!block->space->open || block->space != current) return {};
     if (!block->origin) {
       block->origin = std::make_shared<follow::Origin>();
       block->origin->id = block->id;
@@ -2369,13 +2470,13 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
   }
   int64_t total = 0;
   for (const int64_t each : bytes) total += each;
-  if (total <= space.budget / 2) return run_atom(space, op, about, below, stack);
+  if (total <= space.room() / 2) return run_atom(space, op, about, below, stack);
   const torch::jit::Stack arguments(stack->end() - count, stack->end());
   stack->resize(first);
   c10::List<at::Tensor> results;
   for (size_t begin = 0, end = 0; begin < length; begin = end) {
     int64_t taken = 0;
-    for (end = begin; end < length && (end == begin || taken + bytes[end] <= space.budget / 4); ++end)
+    for (end = begin; end < length && (end == begin || taken + bytes[end] <= space.room() / 4); ++end)
       taken += bytes[end];
     torch::jit::Stack part;
     for (const c10::IValue& value : arguments) {
@@ -2708,7 +2809,6 @@ void after_fork_in_child() {
   // are not here.
   Guard::held = 0;
   new (&mutex) std::recursive_mutex;
-  new (&asked) std::condition_variable_any;
   new (&answered) std::condition_variable_any;
 }
 
@@ -2761,7 +2861,7 @@ void come_back(Space& space) {
   }
   try {
     owners.each([&](Block& block, StorageImpl&) {
-      if (!block.here() && space.charged + block.bytes <= space.budget) fetch(space, block);
+      if (!block.here() && space.charged + block.bytes <= space.room()) fetch(space, block);
     });
   } catch (...) {  // a disk that fails: the rest is read through its windows, as far as it can be
   }
@@ -2959,6 +3059,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     spaces.insert(space);
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
+    space->small_peak = std::max(space->small_peak.load(), small_bytes.load());
     current = space;
     ++openings;
     if (!std::exchange(space->seen, true) && ++open_spaces == 1) at::reenableCallback(*finding);
@@ -3045,6 +3146,9 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Space* space = current;
     if (space == nullptr) return 0;
     Block* block = nullptr;
+    if (!is_large(storage->nbytes()) && !Device::kStreams &&
+        storage->_mutable_data_ptr_no_checks().get_deleter() != &release_small && space->small_seen.insert(storage).second)
+      space->small_given += static_cast<int64_t>(storage->nbytes());
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
       block = adopt_in_file(*space, *storage, space->files.at(file), offset);
     if (block == nullptr) block = block_of(*space, *storage, {.given = true}, left);
@@ -3148,12 +3252,22 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
       if (destroy_if_free(block)) return 1;
     } else {
       // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
-      while (Device::kFixedLeave && block->here() && (block->writing || block->pins > 0)) {
-        wait_for_copy(*space);
+      const auto own = std::count(holds.begin(), holds.end(), block->holds);
+      const auto looked_at = [&] { return block->works > 0 || blind > 0 || (block->holds && *block->holds > own); };
+      const auto copied = [&] { return block->writing || block->pins > 0; };
+      // Two threads that hold a block, and both ask for its address, do not wait for each other for good.
+      constexpr auto kLong = std::chrono::seconds(1);
+      const auto since = std::chrono::steady_clock::now();
+      const auto lately = [&] { return std::chrono::steady_clock::now() - since < kLong; };
+      while (Device::kFixedLeave && block->here() && (copied() || (looked_at() && lately()))) {
+        if (space->finished.empty()) wait_for_answer(std::chrono::milliseconds(10));
+        end_copies(*space, true);
+        end_works();
         if (known(*storage) != block) return 1;
       }
       if (block->state == State::kArrived) unplace(*space, *block);
-      if (Device::kFixedLeave && movable(*block)) evict(*space, *block, *storage);
+      if (Device::kFixedLeave && block->here() && block->storage && !block->dying && !looked_at())
+        evict(*space, *block, *storage);
       block->stays = true;
     }
     block->fixed = true;
@@ -3336,6 +3450,8 @@ EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t ca
     if (counter < capacity) counters[counter] = value;
   };
   tell(kHomePeak, space->homes.most_used());
+  tell(kSmall, space->small_given + small_bytes);
+  tell(kSmallPeak, space->small_given + space->small_peak);
   tell(kRecipes, space->recipes->made);
   tell(kReruns, space->recipes->reruns);
   tell(kUnkeptBytes, space->recipes->unkept_bytes);

@@ -10,7 +10,7 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class LoopStats:
-    """What happened in a loop since it was started. Only storages of 64 KiB and more count.
+    """What happened in a loop since it was started. Storages of 64 KiB and more count, unless another size is named.
 
     Attributes:
         ops: that touched memory.
@@ -43,6 +43,9 @@ class LoopStats:
         unkept_bytes: of storages that were freed because of that.
         rerun_microseconds: the loop spent so long on making them again.
         file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
+        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops asked for.
+            They cannot be moved; the arena has the rest of the budget.
+        peak_small_bytes: the same, at the most.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
 
@@ -85,6 +88,8 @@ class LoopStats:
     unkept_bytes: int = 0
     rerun_microseconds: int = 0
     file_bytes: int = 0
+    small_bytes: int = 0
+    peak_small_bytes: int = 0
     steps: int = 0
     plans: int = 0
 
@@ -111,6 +116,9 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
         ("waited for copies", format_seconds(waited)),
         ("ops", f"{stats.ops}: {stats.expected_ops} as before, {stats.planned_ops} by {stats.plans} plans"),
     ]
+    if stats.peak_small_bytes:
+        now, most = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
+        facts.append(("tensors below 64 KiB", f"{now}, at most {most}"))
     if stats.file_bytes:
         facts.append(("live in files", format_bytes(stats.file_bytes)))
     if stats.reruns:
