@@ -1,4 +1,5 @@
-"""BERT for sequence classification, of Hugging Face's transformers: random weights, random tokens."""
+"""Workloads that the library's zoo has not: BERT for sequence classification, of Hugging Face's transformers, with random
+weights and tokens; and ``narrow``, thousands of layers of 64 KiB, a step of which is all overhead."""
 
 from __future__ import annotations
 
@@ -17,12 +18,32 @@ _LABELS = 2
 
 
 def workload(model: str, options: Mapping[str, Any]) -> Workload:
-    """A workload of the zoo, or ``bert`` or one of ``_texts.py`` or ``_unseen.py``, which the library has not."""
+    """A workload of the zoo, or one of those here, in ``_texts.py`` or in ``_unseen.py``."""
     if model in TASKS:
         return texts(model, options)
     if model in UNSEEN:
         return unseen(model, options)
+    if model == "narrow":
+        return _narrow(ZooOptions(**{"batch": 64, "optimizer": "sgd", **options}))
     return _bert(ZooOptions(**{"batch": 8, **options})) if model == "bert" else find_workload(model, options)
+
+
+def _narrow(options: ZooOptions) -> Workload:
+    options.check("narrow", frozenset({"layers"}))
+    layers, width = options.layers or 1000, 128
+
+    def network() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+    def stream(batch: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield (torch.rand(batch, width, generator=generator),)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    return Workload("narrow", options, f"{layers} layers of {width} x {width}", "random", network, loss, stream)
 
 
 def _bert(options: ZooOptions) -> Workload:

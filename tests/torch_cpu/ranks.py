@@ -7,6 +7,7 @@ that does not exist yet.
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple
         return train(rank, view), run.stats
 
 
+def request_beside_collective(rank: int) -> None:
+    """A request waits until the collective is complete that holds what has to leave for it."""
+    with outofcore.budget(4 << 20, home="host", policy=None):
+        summed = torch.full((640, 1024), float(rank))
+        if rank == 1:
+            time.sleep(0.5)  # meanwhile the other one asks
+        work = dist.all_reduce(summed, async_op=True)
+        other = torch.full((512, 1024), 3.0)
+        work.wait()
+        assert summed.eq(1).all()
+        assert other.eq(3).all()
+
+
 def main() -> None:
     view, rank, store = sys.argv[1] == "1", int(sys.argv[2]), sys.argv[4]
     torch.set_num_threads(1)
@@ -69,6 +83,7 @@ def main() -> None:
         for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             same = left.equal(right) if isinstance(right, torch.Tensor) else left == right
             assert same, f"rank {rank}, {budget} bytes: value {number} differs"
+    request_beside_collective(rank)
     dist.destroy_process_group()
     print("same")
 

@@ -5,13 +5,21 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from effort import is_exhaustive
+
+import outofcore
+from outofcore.follow.native import load_paging
 
 SCRIPT = Path(__file__).with_name("thread_programs.py")
 TIGHT, STRESS = "--share 1.5..2", "--share 2..3 --stress"
@@ -73,3 +81,40 @@ def test_context_ends_while_threads_work(server: subprocess.Popen[str], contexts
 @pytest.mark.parametrize("launcher", ["futures", "pool"])
 def test_thread_pool_is_older_than_the_context(server: subprocess.Popen[str], launcher: str) -> None:
     run_programs(server, f"--roles loader teacher --contexts one --launcher {launcher} {TIGHT}", 2)
+
+
+class SlowFile(io.BytesIO):
+    """Begins to write what is large, and ends once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        if len(data) > 100_000:
+            self.began.set()
+            assert self.may_end.wait(60)
+        return super().write(data)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_address_is_given_once_another_thread_has_read() -> None:
+    """A tensor that one thread saves does not move; then it goes home, where it stays for who asks for its address."""
+    file, arrays = SlowFile(), []
+    with outofcore.budget("4MiB", home="host", policy=None):
+        x = torch.arange(40000.0) + 0
+        saving = threading.Thread(target=torch.save, args=(x, file))
+        asking = threading.Thread(target=lambda: arrays.append(x.numpy()))
+        saving.start()
+        assert file.began.wait(60)
+        asking.start()
+        asking.join(0.3)
+        waited = asking.is_alive()
+        file.may_end.set()
+        asking.join()
+        saving.join()
+        assert waited
+        assert load_paging().follow_where(x.untyped_storage()._cdata) == 2  # at home
+        assert x.equal(torch.arange(40000.0))
+    assert torch.load(io.BytesIO(file.getvalue())).equal(x)
+    assert np.array_equal(arrays[0], np.arange(40000))

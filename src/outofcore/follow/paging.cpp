@@ -216,7 +216,8 @@ struct Space {
       : budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
 
   int64_t budget;
-  std::atomic<int64_t> small_peak{0};    // of ``small_bytes`` while this space was followed
+  int64_t small_before = 0;              // of ``small_bytes``, those that other loops left
+  std::atomic<int64_t> small_peak{0};    // of the others, while this space was followed
   int64_t small_given = 0;               // bytes of small storages that the user has put under the budget
   std::unordered_set<const StorageImpl*> small_seen;  // those
   Device device;
@@ -341,6 +342,7 @@ bool is_other() { return outside_loop || (opening != 0 && opening != openings.lo
 // Ops of other threads that run; of them, those that pin nothing, since they were under way when their thread was found.
 std::atomic<int> others_running{0};
 int blind = 0;
+thread_local int own_blind = 0;  // of them, those of the calling thread
 // Storages in PyTorch's own memory that ops of other threads use, or works of collectives.
 std::unordered_map<const StorageImpl*, int>& used_by_others = *new std::unordered_map<const StorageImpl*, int>;
 void no_longer_used(const StorageImpl* storage) {
@@ -582,7 +584,7 @@ void end_copies(Space& space, bool waited = false) {
 // Shows what has arrived in place of its window; false: it is used elsewhere, or code that nobody sees may have written to
 // the window since it was read, and it is away again. The storage must not go meanwhile.
 bool show_arrived(Space& space, Block& block) {
-  if (used_elsewhere(block) || !is_owned(block) || has_array(*block.storage->_unsafe_get_target()) ||
+  if (block.stays || used_elsewhere(block) || !is_owned(block) || has_array(*block.storage->_unsafe_get_target()) ||
       space.device.was_touched(space.homes, block.slot)) {
     unplace(space, block);
     return false;
@@ -1446,9 +1448,9 @@ void release_small(void* pointer) {
 // More than ever: something large has to leave for it. Where nothing can, the next large request is refused.
 void make_room_for_small(Space& space, int64_t now) {
   const Guard guard;
-  if (current != &space) return;
+  if (current != &space || now <= space.small_peak) return;
   const int64_t before = space.small();
-  if (now > space.small_peak) space.small_peak = now;
+  space.small_peak = now;
   if (space.small() == before || space.base == nullptr) return;
   try {
     make_room(space, 0);
@@ -1458,9 +1460,11 @@ void make_room_for_small(Space& space, int64_t now) {
 }
 void count_small(void* pointer) {
   const int64_t bytes = size_of_small(pointer);
-  const int64_t now = small_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  const int64_t all = small_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
   Space* space = current.load(std::memory_order_relaxed);
-  if (space != nullptr && now > space->small_peak.load(std::memory_order_relaxed)) make_room_for_small(*space, now);
+  if (space == nullptr) return;
+  if (const int64_t now = all - space->small_before; now > space->small_peak.load(std::memory_order_relaxed))
+    make_room_for_small(*space, now);
 }
 
 struct PagedAllocator final : follow::WrappingAllocator {
@@ -2520,7 +2524,12 @@ void find_source(Space& space) {
 }
 
 // What the thread reads without an op, if it is not the loop's.
-thread_local std::vector<std::shared_ptr<int>> holds;
+// What code of the thread holds: blocks by their counts, or storages in PyTorch's own memory.
+struct Hold {
+  std::shared_ptr<int> of_block;
+  const StorageImpl* plain = nullptr;
+};
+thread_local std::vector<Hold> holds;
 
 // An op of a thread that is not the loop's: what it uses stays where it is as long as it runs. Results lie in PyTorch's own
 // memory.
@@ -2564,11 +2573,13 @@ struct FirstOp final : at::ObserverContext {
   FirstOp() {
     const Guard guard;
     ++blind;
+    ++own_blind;
     ++others_running;
   }
   ~FirstOp() override {
     const Guard guard;
     --blind;
+    --own_blind;
     --others_running;
     answer();
   }
@@ -3059,7 +3070,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     spaces.insert(space);
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
-    space->small_peak = std::max(space->small_peak.load(), small_bytes.load());
+    if (!space->seen) space->small_before = small_bytes;
     current = space;
     ++openings;
     if (!std::exchange(space->seen, true) && ++open_spaces == 1) at::reenableCallback(*finding);
@@ -3146,8 +3157,8 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Space* space = current;
     if (space == nullptr) return 0;
     Block* block = nullptr;
-    if (!is_large(storage->nbytes()) && !Device::kStreams &&
-        storage->_mutable_data_ptr_no_checks().get_deleter() != &release_small && space->small_seen.insert(storage).second)
+    const bool counted = space->history.now() > 0 && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
+    if (!Device::kStreams && !is_large(storage->nbytes()) && !counted && space->small_seen.insert(storage).second)
       space->small_given += static_cast<int64_t>(storage->nbytes());
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
       block = adopt_in_file(*space, *storage, space->files.at(file), offset);
@@ -3252,14 +3263,22 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
       if (destroy_if_free(block)) return 1;
     } else {
       // It may be used in this thread at any time, so it is moved no more: at home, where it takes no memory of the arena.
-      const auto own = std::count(holds.begin(), holds.end(), block->holds);
-      const auto looked_at = [&] { return block->works > 0 || blind > 0 || (block->holds && *block->holds > own); };
+      const auto own = std::count_if(holds.begin(), holds.end(), [&](const Hold& hold) {
+        return hold.of_block != nullptr && hold.of_block == block->holds;
+      });
+      const auto looked_at = [&] {
+        return block->works > 0 || blind > own_blind || (block->holds && *block->holds > own);
+      };
       const auto copied = [&] { return block->writing || block->pins > 0; };
       // Two threads that hold a block, and both ask for its address, do not wait for each other for good.
-      constexpr auto kLong = std::chrono::seconds(1);
+      constexpr auto kLong = std::chrono::seconds(10);
       const auto since = std::chrono::steady_clock::now();
       const auto lately = [&] { return std::chrono::steady_clock::now() - since < kLong; };
-      while (Device::kFixedLeave && block->here() && (copied() || (looked_at() && lately()))) {
+      const auto on_its_way = [&] {
+        if (block->state == State::kComing) return true;
+        return Device::kFixedLeave && block->here() && (copied() || (looked_at() && lately()));
+      };
+      while (on_its_way()) {
         if (space->finished.empty()) wait_for_answer(std::chrono::milliseconds(10));
         end_copies(*space, true);
         end_works();
@@ -3284,9 +3303,13 @@ EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
     const Guard guard;
     Block* block = known(*storage);
     if (block == nullptr) block = enroll(*storage);
-    if (block == nullptr) return 0;
+    if (block == nullptr) {
+      holds.push_back({nullptr, storage});
+      ++used_by_others[storage];
+      return 1;
+    }
     if (!block->holds) block->holds = std::make_shared<int>(0);
-    holds.push_back(block->holds);
+    holds.push_back({block->holds});
     ++*block->holds;
     return 1;
   });
@@ -3294,8 +3317,9 @@ EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
 // Ends the last hold of the thread.
 EXPORT void follow_unhold() noexcept {
   const Guard guard;
-  --*holds.back();
+  const Hold last = std::move(holds.back());
   holds.pop_back();
+  last.plain != nullptr ? no_longer_used(last.plain) : void(--*last.of_block);
   answer();
 }
 
@@ -3450,7 +3474,7 @@ EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t ca
     if (counter < capacity) counters[counter] = value;
   };
   tell(kHomePeak, space->homes.most_used());
-  tell(kSmall, space->small_given + small_bytes);
+  tell(kSmall, space->small_given + std::max<int64_t>(small_bytes - space->small_before, 0));
   tell(kSmallPeak, space->small_given + space->small_peak);
   tell(kRecipes, space->recipes->made);
   tell(kReruns, space->recipes->reruns);

@@ -43,8 +43,8 @@ class LoopStats:
         unkept_bytes: of storages that were freed because of that.
         rerun_microseconds: the loop spent so long on making them again.
         file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
-        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops asked for.
-            They cannot be moved; the arena has the rest of the budget.
+        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops asked
+            for. They cannot be moved; the arena has the rest of the budget.
         peak_small_bytes: the same, at the most.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
