@@ -1,5 +1,8 @@
-"""Workloads that the library's zoo has not: BERT for sequence classification, of Hugging Face's transformers, with random
-weights and tokens; and ``narrow``, thousands of layers of 64 KiB, a step of which is all overhead."""
+"""Workloads that the library's zoo has not, with random weights and data.
+
+BERT for sequence classification, of Hugging Face's transformers, and ``narrow``: thousands of layers of 64 KiB, a step of
+which is all overhead.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def assert_exact(train: Train, folder: Path, shares: tuple[float, ...] = (0.5, 0
     theirs, _ = outcome(train, folder / "eager")
     roomy, stats = outcome(train, folder / "roomy", 1 << 30)
     assert_same(roomy, theirs)
-    peak = stats.peak_bytes
+    peak = stats.peak_bytes + stats.peak_small_bytes
     for number, (share, stress) in enumerate([*((share, False) for share in shares), (shares[0], True)]):
         ours, stats = outcome(train, folder / str(number), int(share * peak), stress=stress)
         assert_same(ours, theirs)

@@ -353,6 +353,10 @@ void no_longer_used(const StorageImpl* storage) {
 bool is_opener() { return opening != 0 && opening == openings.load(); }
 
 bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
+// Spaces that hold tensors. As long as there are some, threads that were found to be others pin what they use: another loop may
+// be opened meanwhile, and take those tensors over.
+std::atomic<int> living_spaces{0};
+bool others_pin() { return is_other() && living_spaces.load(std::memory_order_relaxed) > 0; }
 // Follows the calling thread no more, if no loop is open.
 void leave_thread() {
   if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
@@ -1272,7 +1276,7 @@ void fetch(Space& space, Block& block) {
 }
 
 void forget_space(Space* space) {
-  spaces.erase(space);
+  living_spaces -= static_cast<int>(spaces.erase(space));
   for (auto& [pointer, piece] : outside)
     if (piece.charged == space) piece.charged = nullptr;
   // A GPU cannot be used in the child of a fork, nor be told that what it has there is not needed.
@@ -2599,7 +2603,7 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
 }
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (is_other() && !is_left()) {
+  if (others_pin()) {
     const Operator& about = operator_of(op);
     return about.kind == Kind::kParts ? op.redispatchBoxed(below, stack) : run_for_other(op, about, below, stack);
   }
@@ -3067,7 +3071,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
       TORCH_CHECK(::device::installed() == &allocator, "PyTorch's allocator was installed with a higher priority");
     }
     space->device.enter();
-    spaces.insert(space);
+    living_spaces += spaces.insert(space).second;
     space->since = std::chrono::steady_clock::now();
     space->observer.open();
     if (!space->seen) space->small_before = small_bytes;
@@ -3299,7 +3303,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
 // then; 0: nobody moves it meanwhile, such as what the loop's own thread reads.
 EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   return guarded([&]() -> int64_t {
-    if (is_left() || is_opener()) return 0;
+    if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;
     const Guard guard;
     Block* block = known(*storage);
     if (block == nullptr) block = enroll(*storage);
