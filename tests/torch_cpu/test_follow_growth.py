@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KEPT_OPS = 1 << 16
 
 
-LOADED = ("loaded_by_workers", "6.5MiB", 4)
+LOADED = ("loaded_by_workers", "6MiB", 4)
 
 
 class Sizes(NamedTuple):

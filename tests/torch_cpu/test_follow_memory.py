@@ -47,6 +47,20 @@ def test_small_tensors_are_counted_as_long_as_they_live() -> None:
     assert len(kept) == 10
 
 
+def test_scratch_memory_of_kernels_is_not_counted_for_good() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(0, 1), nn.Flatten(), nn.Linear(30 * 30, 4))
+    counts = []
+    with outofcore.budget("16MiB", model, home="host", policy=None) as run:
+        x = torch.rand(4, 3, 32, 32)
+        for _ in range(2):
+            for _ in range(20):
+                model(x).sum().backward()
+            model.zero_grad()
+            gc.collect()
+            counts.append(run.stats.small_bytes)
+    assert counts[0] == counts[1]
+
+
 def steps_with_many_small(model: nn.Module, seen: Callable[[], None]) -> list[Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -1394,6 +1394,9 @@ Block* block_at(const void* pointer) {
 
 std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // addresses of all arenas there ever were
 
+// Small storages stay with PyTorch's allocator; those that the loop asks for count in its budget.
+int64_t size_of_small(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
+
 void release_raw(void* pointer) {
   if (pointer == nullptr) return;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -1419,8 +1422,13 @@ void release_raw(void* pointer) {
       if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
       outside.erase(found);
       --outside_count;
+      stock.load()->raw_deallocate(pointer);
+      return;
     }
   }
+  // Kernels of oneDNN ask for memory without a DataPtr, and give it back in the same op.
+  if (const int64_t bytes = tracked() ? size_of_small(pointer) : 0; bytes < 2 * smallest)
+    small_bytes.fetch_sub(bytes, std::memory_order_relaxed);
   stock.load()->raw_deallocate(pointer);
 }
 
@@ -1443,8 +1451,6 @@ void release_block(void* context) {
   destroy(block);
 }
 
-// Small storages stay with PyTorch's allocator; those that the loop asks for count in its budget.
-int64_t size_of_small(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
 void release_small(void* pointer) {
   small_bytes.fetch_sub(size_of_small(pointer), std::memory_order_relaxed);
   stock.load()->raw_deallocate(pointer);
@@ -1493,12 +1499,10 @@ struct PagedAllocator final : follow::WrappingAllocator {
       }
     }
     if (pointer == nullptr) {
-      if (::device::kOwnDeleter) return stock.load()->allocate(count);
+      if (::device::kOwnDeleter || count == 0 || is_large(bytes) || !tracked()) return stock.load()->allocate(count);
       pointer = stock.load()->raw_allocate(count);
-      if (count > 0 && !is_large(bytes) && tracked()) {
-        count_small(pointer);
-        return {pointer, pointer, &release_small, ::device::current()};
-      }
+      count_small(pointer);
+      return {pointer, pointer, &release_small, ::device::current()};
     }
     return {pointer, pointer, &release_raw, ::device::current()};
   }
