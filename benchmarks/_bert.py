@@ -1,7 +1,7 @@
 """Workloads that the library's zoo has not, with random weights and data.
 
-BERT for sequence classification, of Hugging Face's transformers, and ``narrow``: thousands of layers of 64 KiB, a step of
-which is all overhead.
+BERT for sequence classification, of Hugging Face's transformers, and ``narrow``: thousands of layers of 64 KiB, a step
+of which is all overhead.
 """
 
 from __future__ import annotations

@@ -329,6 +329,14 @@ MUTANTS = (
         ("tests/torch_cpu/test_follow_threads.py",),
     ),
     Mutant(
+        "readers-between-loops-are-not-seen",
+        "follow/paging.cpp",
+        "if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;",
+        "if (is_left() || is_opener()) return 0;",
+        "A loop that opens takes over what another thread is saving.",
+        ("tests/torch_cpu/test_follow_threads.py",),
+    ),
+    Mutant(
         "works-are-not-waited-for",
         "follow/paging.cpp",
         "!outlive_dying(space) && !outlive_works(space)",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from effort import is_exhaustive
+from torch import nn
 
 import outofcore
 from outofcore.follow.native import load_paging
@@ -118,3 +119,20 @@ def test_address_is_given_once_another_thread_has_read() -> None:
         assert x.equal(torch.arange(40000.0))
     assert torch.load(io.BytesIO(file.getvalue())).equal(x)
     assert np.array_equal(arrays[0], np.arange(40000))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_loop_that_opens_leaves_what_another_thread_reads() -> None:
+    """A thread saves what an earlier loop has left, while a loop opens that would take it over."""
+    file, model = SlowFile(), nn.Module()
+    with outofcore.budget("4MiB", home="host", policy=None):
+        model.register_buffer("x", torch.arange(40000.0) + 0)
+    saving = threading.Thread(target=torch.save, args=(model.x, file))
+    saving.start()
+    assert file.began.wait(60)
+    with outofcore.budget("4MiB", model, home="host", policy=None):
+        torch.full((900_000,), 7.0)
+        file.may_end.set()
+        saving.join()
+        assert model.x.equal(torch.arange(40000.0))
+    assert torch.load(io.BytesIO(file.getvalue())).equal(torch.arange(40000.0))
