@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,14 @@ def trained(
     return Trained(values, copies, generators), stats
 
 
-def peak_of(loop: Loop, model_of: Callable[[], nn.Module]) -> int:
-    """Bytes of tensors that a loop has at once where everything fits and nothing is planned."""
+def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -> int:
+    """Bytes that a loop has at once where everything fits and nothing is planned; of what can be moved a share."""
+    movable, small = _peaks_of(loop, model_of)
+    return int(share * movable) + small
+
+
+@functools.cache
+def _peaks_of(loop: Loop, model_of: Callable[[], nn.Module]) -> tuple[int, int]:
     stats = trained(loop, model_of, budget=ROOMY, policy=None)[1]
     assert stats is not None
-    return stats.peak_bytes + stats.peak_small_bytes
+    return stats.peak_bytes, stats.peak_small_bytes
