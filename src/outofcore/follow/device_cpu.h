@@ -187,9 +187,10 @@ class Device {
     want_small(at, bytes);
   }
 
-  // Whether somebody has looked at a slot since.
+  // Whether somebody has looked at a slot since; and whether that is known at all.
   void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
+  bool tells_touches(const Homes& homes) const { return homes.tells_touches(); }
 
   // How long ops took is what the clock of the host says.
   Moment moment() { return {}; }

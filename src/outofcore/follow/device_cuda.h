@@ -220,6 +220,7 @@ class Device {
   // Nobody can tell who looked at pinned memory.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }
+  bool tells_touches(const Homes&) const { return true; }
 
   // The device's own clock, in the order of the current stream.
   Moment moment() {

@@ -353,8 +353,8 @@ void no_longer_used(const StorageImpl* storage) {
 bool is_opener() { return opening != 0 && opening == openings.load(); }
 
 bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
-// Spaces that hold tensors. As long as there are some, threads that were found to be others pin what they use: another loop may
-// be opened meanwhile, and take those tensors over.
+// Spaces that hold tensors. As long as there are some, threads that were found to be others pin what they use: another loop
+// may be opened meanwhile, and take those tensors over.
 std::atomic<int> living_spaces{0};
 bool others_pin() { return is_other() && living_spaces.load(std::memory_order_relaxed) > 0; }
 // Follows the calling thread no more, if no loop is open.
@@ -1464,7 +1464,7 @@ void make_room_for_small(Space& space, int64_t now) {
   if (space.small() == before || space.base == nullptr) return;
   try {
     make_room(space, 0);
-  } catch (const c10::Error&) {  // a home has failed, which is told when it is needed next
+  } catch (...) {  // a home has failed, or there is no memory: told when one of them is needed next
   }
   let_go_of_idle(space);
 }
@@ -1570,7 +1570,8 @@ bool adoptable(const StorageImpl& storage, bool given) {
   if (given) return data.get_deleter() != &release_kept;
   return data.get() == data.get_context() &&
          (data.get_deleter() == stock.load()->raw_deleter() || data.get_deleter() == &release_raw ||
-          data.get_deleter() == &release_small || (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
+          data.get_deleter() == &release_small ||
+          (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
@@ -1922,8 +1923,8 @@ void begin_copy(Space& space, Block& block, bool in) {
 // Whether a block is at home, and can be fetched ahead: if it can be told later who wrote to its window meanwhile. Whether its
 // storage is there is asked when it is shown.
 bool fetchable(const Block& block) {
-  return block.space->homes.tells_touches() && block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
-         !used_elsewhere(block);
+  return block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
+         !used_elsewhere(block) && block.space->device.tells_touches(block.space->homes);
 }
 
 // Begins to fetch a block that is used in so many ops; false: there is no room without what is used sooner, or soon after.
@@ -3165,7 +3166,8 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Space* space = current;
     if (space == nullptr) return 0;
     Block* block = nullptr;
-    const bool counted = space->history.now() > 0 && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
+    const bool is_new = space->history.now() > 0;
+    const bool counted = is_new && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
     if (!Device::kStreams && !is_large(storage->nbytes()) && !counted && space->small_seen.insert(storage).second)
       space->small_given += static_cast<int64_t>(storage->nbytes());
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
