@@ -46,7 +46,8 @@ def _narrow(options: ZooOptions) -> Workload:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
-    return Workload("narrow", options, f"{layers} layers of {width} x {width}", "random", network, loss, stream)
+    shape, sample = f"{layers} layers of {width} x {width}", (((width,), torch.float32),)
+    return Workload("narrow", options, shape, "random numbers", network, loss, stream, sample)
 
 
 def _bert(options: ZooOptions) -> Workload:

@@ -59,6 +59,7 @@ def request_beside_collective(rank: int) -> None:
             time.sleep(0.5)  # meanwhile the other one asks
         work = dist.all_reduce(summed, async_op=True)
         other = torch.full((512, 1024), 3.0)
+        assert work is not None
         work.wait()
         assert summed.eq(1).all()
         assert other.eq(3).all()

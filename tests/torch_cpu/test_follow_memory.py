@@ -100,11 +100,12 @@ def test_large_tensors_make_room_for_small_ones(home: Any) -> None:
 
 
 def test_refusal_tells_what_small_tensors_take() -> None:
+    kept: list[Tensor] = []
     with (
         pytest.raises(BudgetError, match=r"beside 1\.\d+ MiB of tensors below 64\.0 KiB") as refused,
         outofcore.budget(2 * MIB, home="host", policy=None) as run,
     ):
-        kept = [torch.ones(60, 128) for _ in range(48)]
+        kept += [torch.ones(60, 128) for _ in range(48)]
         assert run.stats.small_bytes >= 48 * kept[0].nbytes
         torch.ones(256, 1024)
     least = refused.value.smallest_budget

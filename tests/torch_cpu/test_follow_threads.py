@@ -126,13 +126,14 @@ def test_loop_that_opens_leaves_what_another_thread_reads() -> None:
     """A thread saves what an earlier loop has left, while a loop opens that would take it over."""
     file, model = SlowFile(), nn.Module()
     with outofcore.budget("4MiB", home="host", policy=None):
-        model.register_buffer("x", torch.arange(40000.0) + 0)
-    saving = threading.Thread(target=torch.save, args=(model.x, file))
+        x = torch.arange(40000.0) + 0
+    model.register_buffer("x", x)
+    saving = threading.Thread(target=torch.save, args=(x, file))
     saving.start()
     assert file.began.wait(60)
     with outofcore.budget("4MiB", model, home="host", policy=None):
         torch.full((900_000,), 7.0)
         file.may_end.set()
         saving.join()
-        assert model.x.equal(torch.arange(40000.0))
+        assert x.equal(torch.arange(40000.0))
     assert torch.load(io.BytesIO(file.getvalue())).equal(torch.arange(40000.0))
