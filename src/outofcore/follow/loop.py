@@ -78,7 +78,7 @@ from outofcore.report.machine import this_machine
 from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
 from outofcore.report.trace import Beyond, write_trace
-from outofcore.units import MIB, format_bytes
+from outofcore.units import KIB, MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
 
@@ -92,6 +92,8 @@ _LONG = 256 * MIB
 _NICENESS = 10
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
+# What small tensors take is told to it in steps of so many bytes, so that a few bytes make no other plan.
+_SMALL_STEP = 64 * KIB
 _CPU = torch.device("cpu")
 # As ``follow_new`` in paging.cpp takes them.
 _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
@@ -754,7 +756,8 @@ class Loop:
         record = read_record(numbers[:], names)
         kept = self._store.find(record, self._limit, self._planned_by())
         if kept is None and self._policy is not None:
-            budget = int((self._limit - self._read_stats().peak_small_bytes) * (1 - _SPARE))
+            small = -(-self._read_stats().peak_small_bytes // _SMALL_STEP) * _SMALL_STEP
+            budget = int((self._limit - small) * (1 - _SPARE))
             planner.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
         elif kept is not None:
             self._follow_plan(library, record, kept, 0.0)
