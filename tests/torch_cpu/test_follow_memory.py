@@ -27,7 +27,7 @@ SLACK = 16 * KIB
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Free small tensors that earlier tests have left: they would be freed in the midst of a loop, and not be counted."""
+    """Free small tensors that earlier tests have left, which would be freed in the midst of a loop."""
     gc.collect()
 
 
