@@ -93,7 +93,7 @@ class Device {
   // Gives memory to the kernel; the addresses stay.
   void discard(char* at, int64_t bytes) {
     madvise(at, bytes, MADV_DONTNEED);
-    // Of pages that cannot be written to, none is promised.
+    // Under strict overcommit, addresses that nothing uses must not count: they can no longer be written to.
     char* behind = std::max(at, base_ + core());
     if (strict_ && behind < at + bytes)
       mmap(behind, at + bytes - behind, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
@@ -187,10 +187,10 @@ class Device {
     want_small(at, bytes);
   }
 
-  // Whether somebody has looked at a slot since; and whether that is known at all.
+  // Whether somebody has looked at a slot since; and whether that can be found out.
   void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
-  bool tells_touches(const Homes& homes) const { return homes.tells_touches(); }
+  bool can_detect_touches(const Homes& homes) const { return homes.can_detect_touches(); }
 
   // How long ops took is what the clock of the host says.
   Moment moment() { return {}; }

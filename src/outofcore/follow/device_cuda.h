@@ -220,7 +220,7 @@ class Device {
   // Nobody can tell who looked at pinned memory.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }
-  bool tells_touches(const Homes&) const { return true; }
+  bool can_detect_touches(const Homes&) const { return true; }
 
   // The device's own clock, in the order of the current stream.
   Moment moment() {

@@ -42,8 +42,8 @@ class PageMap {
   }
   PageMap(const PageMap&) = delete;
 
-  // Whether the kernel tells: not where /proc is hidden.
-  bool tells() const { return file_ >= 0; }
+  // Whether the kernel's page map can be read; it cannot where /proc is hidden.
+  bool is_readable() const { return file_ >= 0; }
   // Whether a page of a stretch is in memory or swapped out; true where the kernel does not tell.
   bool any_mapped(const char* at, int64_t bytes) const {
     return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0; });
@@ -209,7 +209,7 @@ class Home {
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
   // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
   bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
-  bool tells_touches() const { return pages_.tells(); }
+  bool can_detect_touches() const { return pages_.is_readable(); }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
@@ -222,7 +222,8 @@ class Home {
     parted_ = true;
     constexpr int kHow = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
     if (mmap(window_, capacity_, PROT_READ | PROT_WRITE, kHow, file_, 0) != MAP_FAILED) return;
-    // Where memory is promised to all that could be written, it can be read at least; else it must not be seen at all.
+    // Under strict overcommit a writable mapping may be refused. The child must never see what its parent writes later, so
+    // the window becomes read-only, or is unmapped.
     if (mmap(window_, capacity_, PROT_READ, kHow, file_, 0) == MAP_FAILED) munmap(window_, capacity_);
   }
   int64_t used() const { return used_; }
@@ -333,9 +334,9 @@ class Homes {
     return slot.original ? slot.original->was_written() : of(slot).was_touched(slot.offset, slot.bytes);
   }
 
-  // Whether ``was_touched`` knows, and does not just say so.
-  bool tells_touches() const {
-    return std::all_of(homes_.begin(), homes_.end(), [](const auto& home) { return home->tells_touches(); });
+  // Whether ``was_touched`` can find out; else it always returns true.
+  bool can_detect_touches() const {
+    return std::all_of(homes_.begin(), homes_.end(), [](const auto& home) { return home->can_detect_touches(); });
   }
 
   // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.

@@ -92,7 +92,7 @@ _LONG = 256 * MIB
 _NICENESS = 10
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
-# What small tensors take is told to it in steps of so many bytes, so that a few bytes make no other plan.
+# Bytes of small tensors are rounded up to a multiple of this before planning, so that a few do not change the plan.
 _SMALL_STEP = 64 * KIB
 _CPU = torch.device("cpu")
 # As ``follow_new`` in paging.cpp takes them.

@@ -132,7 +132,7 @@ enum Counter {
   kUnkeptBytes,    // of storages that went for that
   kRerunMicros,    // the loop spent so long on making them again
   kFileBytes,      // of storages whose home is the file that they were mapped from
-  kSmall,          // bytes of smaller storages: of those that the user has put under the budget, and what ops asked for
+  kSmall,          // bytes of smaller storages: the models', and those that the loop's ops have allocated
   kSmallPeak,
   kCounters
 };
@@ -216,8 +216,8 @@ struct Space {
       : budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
 
   int64_t budget;
-  int64_t small_before = 0;              // of ``small_bytes``, those that other loops left
-  std::atomic<int64_t> small_peak{0};    // of the others, while this space was followed
+  int64_t small_before = 0;              // ``small_bytes`` when this loop was opened: earlier loops' tensors
+  std::atomic<int64_t> small_peak{0};    // the most that ``small_bytes`` has exceeded that
   int64_t small_given = 0;               // bytes of small storages that the user has put under the budget
   std::unordered_set<const StorageImpl*> small_seen;  // those
   Device device;
@@ -988,7 +988,7 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     const int64_t needed = space.charged + bytes - space.room();
     std::vector<Block*> victims;
     int64_t chosen = 0, soonest = 0;
-    int left = kMostSeen;  // of those that cannot leave easily, which are written first
+    int left = kMostSeen;  // blocks that may still be passed over because they would have to be written first
     visit_furthest(space, [&](Block& block, int64_t distance) {
       if (distance <= easily || left == 0) return false;
       if (!may_leave(block)) return true;
@@ -1924,7 +1924,7 @@ void begin_copy(Space& space, Block& block, bool in) {
 // storage is there is asked when it is shown.
 bool fetchable(const Block& block) {
   return block.state == State::kAway && !block.fixed && block.slot && !block.dead && block.storage &&
-         !used_elsewhere(block) && block.space->device.tells_touches(block.space->homes);
+         !used_elsewhere(block) && block.space->device.can_detect_touches(block.space->homes);
 }
 
 // Begins to fetch a block that is used in so many ops; false: there is no room without what is used sooner, or soon after.
