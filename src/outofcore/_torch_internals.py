@@ -383,9 +383,13 @@ _GLOBAL_HOOKS: tuple[Any, ...] = tuple(
 )
 
 
+# Those of our own, by their numbers: they change nothing in a step.
+OWN_OPTIMIZER_HOOKS: set[int] = set()
+
+
 def global_optimizer_hooks() -> bool:
-    """Whether hooks are registered that run around the step of every optimizer."""
-    return any(_GLOBAL_HOOKS)
+    """Whether hooks of somebody else's are registered that run around the step of every optimizer."""
+    return any(not OWN_OPTIMIZER_HOOKS.issuperset(hooks) for hooks in _GLOBAL_HOOKS)
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,8 +18,11 @@ import pytest
 import torch
 from effort import is_exhaustive
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import outofcore
+from outofcore._torch_internals import storage_address
+from outofcore.follow.loop import tensors_of
 from outofcore.follow.native import load_paging
 
 SCRIPT = Path(__file__).with_name("thread_programs.py")
@@ -137,3 +140,59 @@ def test_loop_that_opens_leaves_what_another_thread_reads() -> None:
         saving.join()
         assert x.equal(torch.arange(40000.0))
     assert torch.load(io.BytesIO(file.getvalue())).equal(torch.arange(40000.0))
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(200, 200)
+    model(torch.ones(200)).sum().backward()
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_optimizer_of_another_thread_is_not_the_loops() -> None:
+    """Its steps are not the loop's; its parameters stay where they are, and nobody else reads their gradients."""
+    (model, optimizer), (other, others) = trained(), trained()
+    with outofcore.budget("4MiB", model, home="host", policy=None) as run:
+        optimizer.step()
+        thread = threading.Thread(target=lambda: [others.step() for _ in range(3)])
+        thread.start()
+        thread.join()
+        assert run.stats.steps == 1
+        names = {name for name, _ in run._names(run._native()).values()}
+    assert {"weight", "gradient of weight", "momentum_buffer of weight"} <= names
+    assert not any("parameter" in name for name in names)
+    assert [len(list(tensors_of(one))) for one in (model, other)] == [4, 2]
+    assert load_paging().follow_where(storage_address(other.get_parameter("weight").untyped_storage())) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_loop_ends_while_another_thread_steps_an_optimizer() -> None:
+    began, may_end, failed = threading.Event(), threading.Event(), []
+    (model, optimizer), (_, others) = trained(), trained()
+
+    def waits(stepped: torch.optim.Optimizer, *_: object) -> None:
+        if stepped is others:
+            began.set()
+            assert may_end.wait(60)
+
+    def step() -> None:
+        try:
+            others.step()
+        except RuntimeError as error:
+            failed.append(error)
+
+    with outofcore.budget("4MiB", model, home="host", policy=None) as run:
+        hooks = [register_optimizer_step_pre_hook(hook) for hook in (waits, lambda *_: None)]
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert began.wait(60)
+        optimizer.step()
+    may_end.set()
+    thread.join()
+    for hook in hooks:
+        hook.remove()
+    assert not failed
+    assert run.stats.steps == 1
+    with outofcore.budget("4MiB", model, home="host", policy=None) as run:
+        optimizer.step()
+        assert run.stats.steps == 1

@@ -374,6 +374,11 @@ class Twin(Role):
         super().__init__(plan, draw)
         self.model = make_model(plan, draw.randint(1, 3))
         self.optimizer = make_optimizer(self.model, draw)
+        # A model that a thread trains while the first context opens must not be given.
+        self.given = self.starts >= 0 and draw.random() < 0.5
+
+    def models(self) -> list[nn.Module]:
+        return [self.model] if self.given else []
 
     def work(self) -> None:
         for _ in range(self.plan.steps * 2):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from outofcore._torch_internals import (
     Feature,
     missing,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
     require,
     storage_address,
     without_python_dispatch,
@@ -62,7 +60,7 @@ from outofcore.follow.observed import (
     observed_notes,
     read_observed,
 )
-from outofcore.follow.patches import Overlapping, backward_passes_seen
+from outofcore.follow.patches import OptimizerHooks, Overlapping, backward_passes_seen
 from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
@@ -105,6 +103,9 @@ _TOLD_PLANS = 8
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 # An op that adds to a gradient, as paging.cpp names it.
 _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
+_T = TypeVar("_T")
+# By their identities.
+Optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 # Of storages, by their numbers.
 Names = dict[int, tuple[str, StorageKind]]
 _REFUSAL = re.compile(
@@ -172,7 +173,6 @@ class Loop:
         self._check = check
         self._beside = beside  # of compiled steps, none of which runs while this does
         self._paused = False
-        self._hooks: list[RemovableHandle] = []
         self._space: int | None = None
         self._thread: int | None = None
         self._process = os.getpid()
@@ -198,7 +198,7 @@ class Loop:
         self._leader: Hashable | None = None
         self._others: set[Hashable] = set()
         self._passes = 0  # backward passes, while no optimizer has stepped
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: Optimizers = weakref.WeakValueDictionary()  # that have stepped in the thread that is followed
 
     def __enter__(self) -> Self:
         return self.start()
@@ -252,10 +252,9 @@ class Loop:
             library.follow_close(space)
             raise
         self._space, self._thread = space, threading.get_ident()
-        _started.add(self)
+        _started[id(self)] = self
         try:
             self._undo.enter_context(_patches)
-            self._watch_optimizers()
             self._watch_calls()
             self._adopt_models()
             if self._on_gpu:  # once the model has left the device
@@ -306,7 +305,6 @@ class Loop:
             ending.callback(setattr, self, "_space", None)
             if remembered:
                 ending.callback(self._remember)
-            ending.callback(self._forget_optimizers)
             if not self._paused and threading.get_ident() == self._thread:
                 ending.callback(library.follow_thread, 0)
             ending.enter_context(undo)
@@ -315,7 +313,6 @@ class Loop:
         """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
         with self._lock:
             if self._space is not None and not self._paused:
-                self._forget_optimizers()
                 self._native().follow_thread(0)
                 call(self._native(), "follow_pause", self._space)
                 self._paused = True
@@ -330,7 +327,6 @@ class Loop:
             if self._space is not None and self._paused:
                 self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
                 self._take_turn(self._native(), self._space)
-                self._watch_optimizers()
                 self._native().follow_thread(1)
 
     def vacate(self) -> None:
@@ -486,7 +482,7 @@ class Loop:
 
     def _where_other(self) -> str:
         # In a frame of its own: those of an error would keep the other loop.
-        return next((one._started_at() for one in list(_started) if one is not self and one.is_running()), "")
+        return next((one._started_at() for one in _alive(_started) if one is not self and one.is_running()), "")
 
     def _started_at(self) -> str:
         return f" at {self._where}" if self._where else ""
@@ -519,16 +515,6 @@ class Loop:
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         ours = tensor.device == self._device if self._on_gpu else tensor.device.type == "cpu"
         return tensor.layout is torch.strided and ours
-
-    def _watch_optimizers(self) -> None:
-        self._hooks = [
-            _held(register_optimizer_step_pre_hook(_OfLoop(self, Loop._before_step))),
-            _held(register_optimizer_step_post_hook(_OfLoop(self, Loop._after_step))),
-        ]
-
-    def _forget_optimizers(self) -> None:
-        for hook in self._hooks:
-            _remove(hook)
 
     def _remember(self) -> None:
         self._last = self._read_stats()
@@ -567,6 +553,7 @@ class Loop:
     def _names(self, library: ctypes.CDLL) -> Names:
         """What the storages of models and optimizers are called, by their numbers."""
         found: Names = {}
+        elsewhere = _trained_elsewhere()
         named: dict[int, str] = {}  # parameters, by identity
 
         def note(tensor: object, name: str, kind: StorageKind) -> None:
@@ -578,7 +565,7 @@ class Loop:
                 number = library.follow_number(self._space, storage_address(part.untyped_storage()))
                 if number >= 0:
                     found.setdefault(number, (name, kind))
-            if kind is StorageKind.PARAMETER:
+            if kind is StorageKind.PARAMETER and id(tensor) not in elsewhere:
                 note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
         for prefix, model in self.named_models():
@@ -587,7 +574,7 @@ class Loop:
                 note(parameter, prefix + name, StorageKind.PARAMETER)
             for name, buffer in model.named_buffers():
                 note(buffer, prefix + name, StorageKind.BUFFER)
-        for optimizer in self._seen:
+        for optimizer in _alive(self._optimizers):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for place, parameter in enumerate(parameters):
                 name = named.get(id(parameter), f"parameter {place}")
@@ -656,15 +643,23 @@ class Loop:
             files[mapping] = -1 if file is None else call(library, "follow_add_file", self._space, file)
         return files[mapping]
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in self._seen:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step, in some thread."""
+        if not self._native().follow_here():
+            _others_optimizers[id(optimizer)] = optimizer
             return
-        self._seen.add(optimizer)
+        _others_optimizers.pop(id(optimizer), None)
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers[id(optimizer)] = optimizer
         held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         held += [p for group in optimizer.param_groups for p in group["params"]]
         self.adopt(part for tensor in held for part in parts_of(tensor))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped, in some thread."""
+        if not self._native().follow_here():
+            return
         if self._sign is Sign.BACKWARD:  # the passes until now were parts of this step
             self._steps -= self._passes
         self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
@@ -814,12 +809,34 @@ class _OfLoop:
         return _OfLoop, ()
 
 
-# Loops that were started, and perhaps stopped since.
-_started: weakref.WeakSet[Loop] = weakref.WeakSet()
+# Loops that were started, and perhaps stopped since, by their identities.
+_started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
-# The hooks of loops. Before a lost loop's ``__del__`` runs, garbage collection clears the weak references of what it
-# collects, also the one by which a handle finds what to remove.
+def _alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
+    """What is left of some objects. Other threads may add to them meanwhile, which to iterate does not allow."""
+    return [found for reference in those.valuerefs() if (found := reference()) is not None]
+
+
+# Those that have stepped in threads that are no loop's.
+_others_optimizers: Optimizers = weakref.WeakValueDictionary()
+
+
+def _trained_elsewhere() -> set[int]:
+    """The identities of parameters that another thread trains.
+
+    PyTorch crashes where one thread reads the gradient of a parameter while another one sets it to None.
+    """
+    groups = [group for optimizer in _alive(_others_optimizers) for group in optimizer.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _running() -> list[Loop]:
+    return [loop for loop in _alive(_started) if loop.is_running()]
+
+
+# The hooks of loops in models. Before a lost loop's ``__del__`` runs, garbage collection clears the weak references of
+# what it collects, also the one by which a handle finds what to remove.
 _handles: set[RemovableHandle] = set()
 
 
@@ -834,9 +851,8 @@ def _remove(hook: RemovableHandle) -> None:
 
 
 def _models_running() -> Iterator[tuple[str, nn.Module]]:
-    for loop in list(_started):
-        if loop.is_running():
-            yield from loop.named_models()
+    for loop in _running():
+        yield from loop.named_models()
 
 
 _sources = Sources(_models_running)
@@ -848,7 +864,7 @@ def stop_loops() -> bool:
     Returns:
         whether there was any.
     """
-    running = [loop for loop in list(_started) if loop.is_open()]
+    running = [loop for loop in _alive(_started) if loop.is_open()]
     for loop in running:
         loop.end()
     return bool(running)
@@ -857,13 +873,31 @@ def stop_loops() -> bool:
 def _after_backward(complete: bool) -> None:
     for library in loaded_pagings():
         library.follow_leave_thread()  # a loop that has ended in backward
-    for loop in list(_started) if complete else ():
+    for loop in _running() if complete else ():
         loop.after_backward()
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for loop in () if torch.compiler.is_compiling() else _running():
+        loop.before_optimizer_step(optimizer)
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for loop in () if torch.compiler.is_compiling() else _running():
+        loop.after_optimizer_step(optimizer)
+
+
+_optimizer_hooks = OptimizerHooks(_before_optimizer_step, _after_optimizer_step)
 
 
 @contextlib.contextmanager
 def _seen() -> Iterator[None]:
-    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), backward_passes_seen(_after_backward):
+    with (
+        _addresses.watching(),
+        without_python_dispatch(DISPATCH_KEY),
+        backward_passes_seen(_after_backward),
+        _optimizer_hooks,
+    ):
         yield
 
 
@@ -893,11 +927,12 @@ _addresses = AddressWatch(_fix, _storage_held, has_pieces, trampoline)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and gradients that have memory."""
+    """Parameters, buffers and gradients that have memory, but for the gradients that another thread may change."""
+    elsewhere = _trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
             yield from parts_of(parameter)
-            if parameter.grad is not None:
+            if id(parameter) not in elsewhere and parameter.grad is not None:
                 yield from parts_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, nn.parameter.UninitializedBuffer):

@@ -3130,6 +3130,8 @@ EXPORT int64_t follow_vacate(Space* space) noexcept {
 EXPORT int follow_current() noexcept { return current.load() != nullptr; }
 // Whether the calling thread has opened the loop.
 EXPORT int follow_is_opener() noexcept { return is_opener(); }
+// Whether the ops of the calling thread are those of a loop that is not paused.
+EXPORT int follow_here() noexcept { return tracked(); }
 // Switches following on or off in the calling thread.
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outofcore._torch_internals import current_autograd_node
+from torch.utils.hooks import RemovableHandle
+
+from outofcore._torch_internals import (
+    OWN_OPTIMIZER_HOOKS,
+    current_autograd_node,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from outofcore.capture.engine_calls import around_engine
 
 
@@ -57,3 +65,32 @@ def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
 
     with around_engine(seen):
         yield
+
+
+class OptimizerHooks:
+    """A context in which functions are called before and after each step of an optimizer, in all threads.
+
+    To remove a hook breaks a step that another thread is in. So where there are other threads, the hooks stay behind.
+
+    Args:
+        before, after: called with the optimizer, its step's arguments and its keyword arguments.
+    """
+
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._before, self._after = before, after
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+            OWN_OPTIMIZER_HOOKS.update(handle.id for handle in self._handles)
+
+    def __exit__(self, *_: object) -> None:
+        if len(sys._current_frames()) > 1:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
