@@ -310,7 +310,7 @@ MUTANTS = (
         "return block.others > 0 || block.works > 0 || blind > 0 ||",
         "return block.others > 0 || blind > 0 ||",
         "What a collective writes to an evicted tensor is lost when that tensor is fetched.",
-        ("tests/torch_cpu/test_follow_threads.py",),
+        ("tests/torch_cpu/test_follow_together.py",),
     ),
     Mutant(
         "small-tensors-are-free",
@@ -342,7 +342,7 @@ MUTANTS = (
         "!outlive_dying(space) && !outlive_works(space)",
         "!outlive_dying(space) && true",
         "A request is refused while a collective holds what would leave for it.",
-        ("tests/torch_cpu/test_follow_threads.py",),
+        ("tests/torch_cpu/test_follow_together.py",),
     ),
     Mutant(
         "stale-ranks-are-kept",

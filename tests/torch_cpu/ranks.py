@@ -7,6 +7,7 @@ that does not exist yet.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,22 @@ def request_beside_collective(rank: int) -> None:
         assert other.eq(3).all()
 
 
+def collective_on_tensor_at_home(rank: int) -> None:
+    """A tensor that another thread has begun to sum while it was at home is used there until the sum is complete."""
+    with outofcore.budget(4 << 20, home="host", policy=None) as run:
+        rows, works = torch.full((2, 100_000), float(rank)), []
+        load_paging().follow_evict_all(run._space)
+        thread = threading.Thread(target=lambda: works.append(dist.all_reduce(rows[0], async_op=True)))
+        if rank == 1:
+            time.sleep(0.5)  # meanwhile the other one uses the second row
+        thread.start()
+        thread.join()
+        rows[1] += 5
+        works[0].wait()
+        assert rows[0].eq(1).all()
+        assert rows[1].eq(rank + 5).all()
+
+
 def main() -> None:
     view, rank, store = sys.argv[1] == "1", int(sys.argv[2]), sys.argv[4]
     torch.set_num_threads(1)
@@ -85,6 +102,7 @@ def main() -> None:
             same = left.equal(right) if isinstance(right, torch.Tensor) else left == right
             assert same, f"rank {rank}, {budget} bytes: value {number} differs"
     request_beside_collective(rank)
+    collective_on_tensor_at_home(rank)
     dist.destroy_process_group()
     print("same")
 
