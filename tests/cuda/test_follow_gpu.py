@@ -19,7 +19,7 @@ from loops import adamw
 from torch import nn
 
 import outofcore
-from outofcore.errors import BudgetError, InputError, StateError
+from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.follow import loop as module
 from outofcore.follow.native import is_followed
 from outofcore.units import MIB
@@ -146,6 +146,6 @@ def test_loops_on_both_devices_take_turns() -> None:
 def test_homes_other_than_pinned_memory_are_refused() -> None:
     with pytest.raises(InputError, match="pinned host memory"):
         outofcore.budget("8MiB", model_of("dense"), home="disk")
-    with pytest.raises(StateError, match="no home has room"):
+    with pytest.raises(SpillError, match="no home has room"):
         outofcore.budget("8MiB", model_of("dense"), host_budget="256KiB").start()
     assert not is_followed()

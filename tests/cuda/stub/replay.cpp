@@ -117,18 +117,19 @@ void flatten(const c10::IValue& value, std::vector<Tensor>& into) {
     for (const c10::IValue& each : value.toTupleRef().elements()) flatten(each, into);
 }
 
-// What the thread that computes is in must not matter: autograd, modes written in Python, autocast.
-const c10::DispatchKeySet kPythons({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                    c10::DispatchKey::PythonDispatcher});
+// What the thread that computes is in must not matter: autograd, modes written in Python, autocast. Nor is it seen by the
+// fallback that follows loops, whose lock the host may have while it waits for the device.
+const c10::DispatchKeySet kAround({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                   c10::DispatchKey::PythonDispatcher, c10::DispatchKey::Fake});
 struct Plain {
   c10::impl::ForceDispatchKeyGuard keys{
       c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | kPythons};
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | kAround};
 };
 struct WithAutograd {
   c10::impl::ForceDispatchKeyGuard keys{
       c10::DispatchKeySet({c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView}),
-      c10::autocast_dispatch_keyset | kPythons};
+      c10::autocast_dispatch_keyset | kAround};
   at::AutoGradMode on{true};
 };
 
