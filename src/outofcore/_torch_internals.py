@@ -383,7 +383,7 @@ _GLOBAL_HOOKS: tuple[Any, ...] = tuple(
 )
 
 
-# Those of our own, by their numbers: they change nothing in a step.
+# The ids of our own hooks, which change nothing in a step.
 OWN_OPTIMIZER_HOOKS: set[int] = set()
 
 

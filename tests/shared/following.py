@@ -86,7 +86,7 @@ def trained(
 
 
 def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -> int:
-    """Bytes that a loop has at once where everything fits and nothing is planned; of what can be moved a share."""
+    """Peak bytes of a loop with ample room and no plan: a share of those in the arena, all of the small tensors'."""
     movable, small = _peaks_of(loop, model_of)
     return int(share * movable) + small
 

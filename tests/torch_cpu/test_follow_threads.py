@@ -125,7 +125,7 @@ def test_address_is_given_once_another_thread_has_read() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_loop_that_opens_leaves_what_another_thread_reads() -> None:
+def test_opening_a_loop_does_not_move_what_another_thread_saves() -> None:
     """A thread saves what an earlier loop has left, while a loop opens that would take it over."""
     file, model = SlowFile(), nn.Module()
     with outofcore.budget("4MiB", home="host", policy=None):

@@ -104,7 +104,7 @@ _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.Uninitialize
 # An op that adds to a gradient, as paging.cpp names it.
 _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
 _T = TypeVar("_T")
-# By their identities.
+# By identity.
 Optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 # Of storages, by their numbers.
 Names = dict[int, tuple[str, StorageKind]]
@@ -645,7 +645,7 @@ class Loop:
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, in some thread."""
-        if not self._native().follow_here():
+        if not self._native().follow_tracked():
             _others_optimizers[id(optimizer)] = optimizer
             return
         _others_optimizers.pop(id(optimizer), None)
@@ -658,7 +658,7 @@ class Loop:
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, in some thread."""
-        if not self._native().follow_here():
+        if not self._native().follow_tracked():
             return
         if self._sign is Sign.BACKWARD:  # the passes until now were parts of this step
             self._steps -= self._passes
@@ -673,7 +673,7 @@ class Loop:
             self._steps += self._passes == 2  # the first one was a step as well
             self._note_end(Sign.BACKWARD, user_line())
 
-    def after_call(self, model: nn.Module, *_: object) -> None:
+    def after_call(self, model: nn.Module) -> None:
         """A call of a model has ended."""
         if self._sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
             self._note_end(Sign.CALL, weakref.ref(model))
@@ -694,7 +694,7 @@ class Loop:
     def _watch_calls(self) -> None:
         for model in self._models:
             if not self._beside and not isinstance(model, torch.jit.ScriptModule):
-                hook = model.register_forward_hook(_OfLoop(self, Loop.after_call))
+                hook = model.register_forward_hook(_CallHook(self))
                 self._undo.callback(_remove, _held(hook))
 
     def end_of_step(self) -> None:
@@ -790,23 +790,22 @@ def _memory_file() -> int:
         ) from error
 
 
-class _OfLoop:
-    """Calls a method of a loop, as long as there is one. Copies of it, and where it is pickled, call none."""
+class _CallHook:
+    """Tells a loop of each call of a model, while the loop exists. Copies of it, also pickled ones, tell nobody."""
 
-    def __init__(self, loop: Loop | None = None, method: Callable[..., object] | None = None) -> None:
+    def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)
-        self._method = method
 
-    def __call__(self, *args: object) -> None:
+    def __call__(self, model: nn.Module, *_: object) -> None:
         # What is traced, such as the branches of torch.cond, must not break there; it is no call that ends a step.
         if torch.compiler.is_compiling():
             return
         loop = None if self._loop is None else self._loop()
-        if loop is not None and self._method is not None:
-            self._method(loop, *args)
+        if loop is not None:
+            loop.after_call(model)
 
-    def __reduce__(self) -> tuple[type[_OfLoop], tuple[()]]:
-        return _OfLoop, ()
+    def __reduce__(self) -> tuple[type[_CallHook], tuple[()]]:
+        return _CallHook, ()
 
 
 # Loops that were started, and perhaps stopped since, by their identities.
@@ -814,11 +813,11 @@ _started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
 def _alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
-    """What is left of some objects. Other threads may add to them meanwhile, which to iterate does not allow."""
+    """The objects that still exist, in a list that is made at once: other threads may add objects meanwhile."""
     return [found for reference in those.valuerefs() if (found := reference()) is not None]
 
 
-# Those that have stepped in threads that are no loop's.
+# Optimizers that have stepped in threads that no loop follows.
 _others_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 

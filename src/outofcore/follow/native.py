@@ -76,7 +76,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_forget": (None, (_POINTER,)),
     "follow_fix": (_COUNT, (_POINTER,)),
     "follow_is_opener": (ctypes.c_int, ()),
-    "follow_here": (ctypes.c_int, ()),
+    "follow_tracked": (ctypes.c_int, ()),
     "follow_hold": (_COUNT, (_POINTER,)),
     "follow_unhold": (None, ()),
     "follow_told": (_POINTER, (ctypes.c_int, _POINTER, _POINTER)),

@@ -132,7 +132,7 @@ enum Counter {
   kUnkeptBytes,    // of storages that went for that
   kRerunMicros,    // the loop spent so long on making them again
   kFileBytes,      // of storages whose home is the file that they were mapped from
-  kSmall,          // bytes of smaller storages: the models', and those that the loop's ops have allocated
+  kSmall,          // bytes of smaller storages, of the models and of what the loop's ops have allocated
   kSmallPeak,
   kCounters
 };
@@ -3131,7 +3131,7 @@ EXPORT int follow_current() noexcept { return current.load() != nullptr; }
 // Whether the calling thread has opened the loop.
 EXPORT int follow_is_opener() noexcept { return is_opener(); }
 // Whether the ops of the calling thread are those of a loop that is not paused.
-EXPORT int follow_here() noexcept { return tracked(); }
+EXPORT int follow_tracked() noexcept { return tracked(); }
 // Switches following on or off in the calling thread.
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {
@@ -3168,8 +3168,8 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Space* space = current;
     if (space == nullptr) return 0;
     Block* block = nullptr;
-    const bool is_new = space->history.now() > 0;
-    const bool counted = is_new && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
+    const bool has_run = space->history.now() > 0;  // else what ops have allocated belongs to an earlier loop
+    const bool counted = has_run && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
     if (!Device::kStreams && !is_large(storage->nbytes()) && !counted && space->small_seen.insert(storage).second)
       space->small_given += static_cast<int64_t>(storage->nbytes());
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)

@@ -70,7 +70,7 @@ def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
 class OptimizerHooks:
     """A context in which functions are called before and after each step of an optimizer, in all threads.
 
-    To remove a hook breaks a step that another thread is in. So where there are other threads, the hooks stay behind.
+    PyTorch fails in a step of another thread if a hook is removed meanwhile, so the hooks stay while there are threads.
 
     Args:
         before, after: called with the optimizer, its step's arguments and its keyword arguments.
