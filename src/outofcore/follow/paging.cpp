@@ -273,6 +273,7 @@ struct Space {
   // On a GPU, where what the host's clock says of ops means little: whether steps are timed, and the one under way; when
   // each of its ops arrived and began; the same of the step before, with its end.
   bool timed = false, timing = false;
+  bool lacking_times = false;    // a plan was wanted of a step that was not timed
   std::vector<Device::Span> moments, moments_before;
   bool unseen = false;           // code that nobody sees may have written to what is here
 
@@ -1691,12 +1692,26 @@ struct Operator {
   bool lists;               // and gives a list of results
   bool looks_up;            // uses places of its first operand that others name
   bool communicates;        // goes on after it has returned
+  size_t results;
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
   bool certain = true;      // Python was asked, unless Ctrl-C came
 };
 
 bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
+
+bool writes_to(const c10::FunctionSchema& schema, size_t argument) {
+  const auto& given = schema.arguments()[argument];
+  return (given.alias_info() != nullptr && given.alias_info()->isWrite()) ||
+         follow::writes_silently(schema.name(), given.name(), argument);
+}
+// All that it returns are its operands, or other tensors of their storages, and it writes to none.
+bool is_view(const c10::FunctionSchema& schema) {
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
+    if (writes_to(schema, i)) return false;
+  return !schema.returns().empty() && std::all_of(schema.returns().begin(), schema.returns().end(),
+                                                  [](const auto& result) { return result.alias_info() != nullptr; });
+}
 
 Operator describe(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> shapes{
@@ -1713,13 +1728,8 @@ Operator describe(const c10::OperatorHandle& op) {
   const std::string& name = schema.name();
   Operator found{};
   found.looks_up = lookups.count(name) != 0;
-  bool writes = false, aliases = false, fresh = false;
-  for (const auto& argument : schema.arguments()) {
-    found.writes.push_back((argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
-                           follow::writes_silently(name, argument.name(), found.writes.size()));
-    writes |= found.writes.back();
-  }
-  for (const auto& result : schema.returns()) (result.alias_info() != nullptr ? aliases : fresh) = true;
+  found.results = schema.returns().size();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) found.writes.push_back(writes_to(schema, i));
   const auto in_python = [&] {
     const int64_t answer =
         is_python == nullptr ? 0 : answer_of(is_python, name.c_str(), schema.overload_name().c_str());
@@ -1735,7 +1745,7 @@ Operator describe(const c10::OperatorHandle& op) {
     found.kind = Kind::kParts;
   else if (!starts(name, "aten::") && in_python() == 1)
     found.kind = Kind::kParts;
-  else if (!writes && aliases && !fresh)
+  else if (is_view(schema))
     found.kind = Kind::kView;
   else
     found.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
@@ -1800,6 +1810,33 @@ int64_t bytes_of_operands(const torch::jit::Stack& stack, size_t first) {
 struct Operand {
   Block* block;
   bool written;
+};
+
+// Lists that an op fills. A thread keeps them for its next op: to ask for their memory takes longer than to fill them.
+struct Lists {
+  std::vector<Operand> operands;
+  std::vector<follow::Touched> touched;
+  std::vector<follow::History::Touch> noted;
+  std::vector<std::pair<int32_t, Block*>> places;
+  std::unique_ptr<Lists> next;  // that the thread has too
+};
+class Borrowed {
+ public:
+  Borrowed() : lists_(idle_ ? std::move(idle_) : std::make_unique<Lists>()) { idle_ = std::move(lists_->next); }
+  ~Borrowed() {
+    lists_->operands.clear();
+    lists_->touched.clear();
+    lists_->noted.clear();
+    lists_->places.clear();
+    lists_->next = std::move(idle_);
+    idle_ = std::move(lists_);
+  }
+  Borrowed(const Borrowed&) = delete;
+  Lists* operator->() const { return lists_.get(); }
+
+ private:
+  inline static thread_local std::unique_ptr<Lists> idle_;
+  std::unique_ptr<Lists> lists_;
 };
 
 // When an op arrived and began, in the order of its stream; back to the device unless somebody keeps it.
@@ -1868,10 +1905,15 @@ class Pinned {
     plain_.push_back(&storage);
     ++used_by_others[&storage];
   }
-  std::vector<Operand> operands;
 
  private:
   bool other_;
+  Borrowed lists_;
+
+ public:
+  std::vector<Operand>& operands = lists_->operands;
+
+ private:
   std::vector<const StorageImpl*> plain_;
 };
 
@@ -2334,7 +2376,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   Lineage lineage(space, op, about);
   Timed timed(space);
   const Running inside(op);
-  std::vector<follow::Touched> touched;
+  const Borrowed lists;
+  std::vector<follow::Touched>& touched = lists->touched;
+  const void* const schema = &op.schema();
   const int64_t arrived = follow::nanos_now();
   int64_t start = arrived, planned = 0;
   const auto touch = [&](int32_t place, const Block& block, bool written, bool created) {
@@ -2351,8 +2395,8 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     planned = space.counters[kPlanned];
     space.requests.clear();
     space.wanted.clear();
-    std::vector<follow::History::Touch> noted;
-    std::vector<std::pair<int32_t, Block*>> places;
+    std::vector<follow::History::Touch>& noted = lists->noted;
+    std::vector<std::pair<int32_t, Block*>>& places = lists->places;
     int32_t place = 0;
     int64_t together = -1;  // bytes of all operands
     const auto use_of = [&](StorageImpl& storage, const c10::TensorImpl* tensor, size_t argument) -> Use {
@@ -2374,7 +2418,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         touch(place, *block, about.writes[i], false);
       });
     ++space.counters[kOps];
-    if (space.history.begin(&op.schema(), noted)) ++space.counters[kExpected];
+    if (space.history.begin(schema, noted)) ++space.counters[kExpected];
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       if (block->offset >= 0) space.ranking.touch(block);
@@ -2383,8 +2427,8 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
     }
     if (!touched.empty())
-      take_place(space, &op.schema(), touched, places);
-    else if (space.anchor != nullptr && space.follower.may_make(&op.schema()))
+      take_place(space, schema, touched, places);
+    else if (space.anchor != nullptr && space.follower.may_make(schema))
       want(space, space.follower.next());
     lineage.before(pinned.operands, below, *stack);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
@@ -2402,10 +2446,10 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   try {
     lineage.ran();
     int32_t place = 0;
-    std::vector<std::pair<int32_t, Block*>> places;
+    std::vector<std::pair<int32_t, Block*>>& places = lists->places;
+    places.clear();
     const bool operands = !touched.empty();
-    const size_t results = op.schema().returns().size();
-    for (size_t i = stack->size() - results; i < stack->size(); ++i)
+    for (size_t i = stack->size() - about.results; i < stack->size(); ++i)
       each_storage((*stack)[i], [&](StorageImpl& storage) {
         --place;
         if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
@@ -2424,7 +2468,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       });
     lineage.after(*stack);
     if (!operands && !touched.empty()) {
-      take_place(space, &op.schema(), touched, places);
+      take_place(space, schema, touched, places);
     } else if (operands && space.follower.on_course()) {
       for (const auto& [at, block] : places)
         if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
@@ -2434,13 +2478,13 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         }
     }
     if (!touched.empty())
-      space.observer.add(follow::Event::kOp, start, end, reinterpret_cast<int64_t>(&op.schema()), start - arrived,
+      space.observer.add(follow::Event::kOp, start, end, reinterpret_cast<int64_t>(schema), start - arrived,
                          space.counters[kPlanned] != planned);
     for (const follow::Touched& each : touched)
       space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
     if (!touched.empty()) timed.keep();
     const int64_t waited = space.counters[kTransferMicros] - space.waited;
-    space.recorder.add(&op.schema(), touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
+    space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
                        std::move(space.requests), source);
     space.requests.clear();
     space.since = std::chrono::steady_clock::now();
@@ -2656,12 +2700,11 @@ void observe_held(Space& space) {
 // The moments of a step are kept until the next one has ended. False: there are none.
 bool end_of_timing(Space& space) {
   if (!Device::kStreams) return false;
-  constexpr int64_t kTimed = 4;  // one step in so many is timed while a plan is followed
   const bool timed = space.timing;
   if (timed) space.moments.push_back(Device::Span{space.device.moment(), space.device.moment()});
   for (const Device::Span& span : space.moments_before) space.device.forget(span);
   space.moments_before = std::exchange(space.moments, {});
-  space.timing = space.timed && (space.anchor == nullptr || space.follower.steps() % kTimed == 0);
+  space.timing = space.timed;  // until it is known that no plan is wanted
   return timed;
 }
 
@@ -2700,11 +2743,13 @@ bool end_of_step(Space& space) {
   for (follow::Anchor& anchor : known->anchors)
     if (anchor.size >= size && anchor.size <= kClose * size) {
       anchor.used = space.follower.steps();
+      space.timing = space.lacking_times;
       return false;
     }
   if (Device::kStreams) {
     // Each op has its moments, unless one failed or the record is too long; then comes the end.
-    if (!timed || space.moments_before.size() != count + 1) return false;
+    space.lacking_times = space.timed && (!timed || space.moments_before.size() != count + 1);
+    if (!timed || space.lacking_times) return false;
     const std::vector<int64_t> nanos = space.device.nanos_between(space.moments_before);
     for (size_t i = 0; i < record->nanos.size(); ++i)
       if (const int64_t op = ops.empty() ? static_cast<int64_t>(i) : ops[i]; op >= 0) record->nanos[i] = nanos[op];
@@ -2960,10 +3005,16 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
     constexpr const char* kWhy = "outofcore follows the ops of a loop";
     registrations.push_back(
         dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), kWhy));
-    for (const c10::OperatorName& name : dispatcher.getAllOpNames())
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       if (starts(name.name, "c10d::"))
         registrations.push_back(dispatcher.registerImpl(
             name, kCollectives, c10::KernelFunction::makeFromBoxedFunction<&run_collective>(), {}, nullptr, kWhy));
+      // PyTorch's own views pass the fallback by, which would do nothing but take their operands into a list and out again.
+      const auto op = starts(name.name, "aten::") ? dispatcher.findSchema(name) : std::nullopt;
+      if (op && is_view(op->schema()))
+        registrations.push_back(
+            dispatcher.registerImpl(name, kKey, c10::KernelFunction::makeFallthrough(), {}, nullptr, kWhy));
+    }
     finding = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
     at::disableCallback(*finding);  // until a loop is open
     static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);

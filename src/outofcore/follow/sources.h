@@ -15,7 +15,12 @@ class Sources {
   // The nodes from the last call on, up to that with the number before `next`, come from there; null: it is not known.
   void note(uint64_t next, const char* source) {
     last_ = next;
-    if (!by_next_.empty() && std::prev(by_next_.end())->second == source) by_next_.erase(std::prev(by_next_.end()));
+    if (!by_next_.empty() && std::prev(by_next_.end())->second == source) {
+      auto last = by_next_.extract(std::prev(by_next_.end()));
+      last.key() = next;
+      by_next_.insert(std::move(last));
+      return;
+    }
     // Of what was made so long ago, nothing is differentiated any more; if it is, its source is not told.
     if (by_next_.size() >= kMost) by_next_.erase(by_next_.begin());
     by_next_[next] = source;
