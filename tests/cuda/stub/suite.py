@@ -304,18 +304,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="groups, such as bits,races; all: races, bits, loops, failures, "
                         "leaks, tests, visit, waits")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="cases side by side")
-    parser.add_argument("--out", type=Path, default=OUT / "logs", help="folder for the logs")
+    parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
+    parser.add_argument("--out", type=Path, help="folder for the logs; else logs/ beside the stub")
     given = parser.parse_args()
     begin = time.monotonic()
     try:
-        built = build()
+        built = build(given.stub.resolve())
     except BuildError as error:
         print(f"gpu-stub: {error}", file=sys.stderr)
         return 2
-    given.out.mkdir(parents=True, exist_ok=True)
+    out = (given.out or built / "logs").resolve()
+    out.mkdir(parents=True, exist_ok=True)
     forget_measurements(built / "cache")
-    print(f"gpu-stub: built in {time.monotonic() - begin:.0f} s; logs in {given.out}", flush=True)
-    suite = Suite(given.out, built)
+    print(f"gpu-stub: built in {time.monotonic() - begin:.0f} s; logs in {out}", flush=True)
+    suite = Suite(out, built)
     with ThreadPoolExecutor(given.jobs) as pool:
         # The longest first.
         list(pool.map(suite.try_case, sorted(chosen(given.only), key=lambda one: -one.limit)))
