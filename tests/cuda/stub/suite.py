@@ -170,6 +170,8 @@ class Suite:
             "OMP_NUM_THREADS": "1",  # cases run side by side
             "PYTHONFAULTHANDLER": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Since PyTorch 2.15 each product takes its workspace from the allocator: more than models here hold.
+            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",
             # What it builds is kept from run to run; what it measures is not.
             "XDG_CACHE_HOME": str(self.built / "cache"),
         }
