@@ -175,7 +175,7 @@ $(GPU_STUB)/venv/bin/python:
 	$@ -m pip install --quiet --disable-pip-version-check $(GPU_STUB_TORCH) numpy highspy msgspec typer rich pytest
 
 gpu-stub: $(GPU_STUB_PYTHON)  ## the CUDA build of PyTorch on a runtime without a device, no GPU needed; ONLY=bits,races does a part
-	$(GPU_STUB_PYTHON) tests/cuda/stub/suite.py $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS))
+	$(GPU_STUB_PYTHON) tests/cuda/stub/suite.py --stub $(GPU_STUB) $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS))
 
 gpu-predictions: setup  ## caps, batches and times of gpu-visit's rows as the planner predicts them, without a GPU; ROWS=1,3 does a part
 	$(BIN)/python tools/gpu_rows.py --predict $(ROWS)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
@@ -91,3 +92,19 @@ def test_no_exception_leaves_the_library() -> None:
         table = ScopeTable(arena, [[(4096, 0)]])
         assert library.outofcore_table_surprise_log(table._table, 17) is None
         assert library.outofcore_table_surprises(table._table, None, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"),
+    [("core/CachingDeviceAllocator.h", "DeviceAllocator"), ("cuda/CUDACachingAllocator.h", "CUDAAllocator")],
+)
+def test_all_that_the_allocator_of_cuda_is_asked_for_is_handed_on(header: str, kind: str) -> None:
+    """Newer versions of PyTorch bring methods that do nothing where they are not handed on."""
+    path = Path(torch.__file__).parent / "include" / "c10" / header
+    (theirs,) = re.findall(
+        rf"^(?:class|struct) [^;{{]*\b{kind} [^;]*?\{{.*?^\}};", path.read_text(), re.DOTALL | re.MULTILINE
+    )
+    ours = native._FOLDER.joinpath("device_cuda.h").read_text(encoding="utf-8")
+    names = set(re.findall(r"\bvirtual\b[^;{(]*?(\w+)\(", theirs))
+    assert len(names) > 6
+    assert {name for name in names if not re.search(rf"(?<!->)(?<!\.)\b{name}\(", ours)} == set()

@@ -41,6 +41,15 @@ std::shared_ptr<c10::GatheredContext> context_for(T& stock, const void* pointer)
   if constexpr (requires { stock.getContextForPointer(pointer); }) return stock.getContextForPointer(pointer);
   return nullptr;
 }
+template <typename T>
+bool takes_metadata(T& stock) {
+  if constexpr (requires { stock.supportsUserMetadata(); }) return stock.supportsUserMetadata();
+  return false;
+}
+template <typename T>
+void annotate(T& stock, const void* pointer, const std::string& metadata) {
+  if constexpr (requires { stock.annotateMemory(pointer, metadata); }) stock.annotateMemory(pointer, metadata);
+}
 
 struct Allocator : Stock {
   Stock* below = nullptr;  // the stock allocator
@@ -110,8 +119,12 @@ struct Allocator : Stock {
   }
   void pushCompileContext(std::string& context) override { below->pushCompileContext(context); }
   void popCompileContext() override { below->popCompileContext(); }
+  virtual bool supportsUserMetadata() { return takes_metadata(*below); }
   void setUserMetadata(const std::string& metadata) override { below->setUserMetadata(metadata); }
   std::string getUserMetadata() override { return below->getUserMetadata(); }
+  virtual void annotateMemory(const void* pointer, const std::string& metadata) {
+    annotate(*below, pointer, metadata);
+  }
   void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
     below->attachOutOfMemoryObserver(std::move(observer));
   }

@@ -171,7 +171,7 @@ def build(out: Path = OUT) -> Path:
         Library("cuda.cpp", "libcuda.so.1", packages.cuda / "include" / "cuda.h", versioned=False),
         Library("blas.cpp", blas.name, blas),
         Library("blas.cpp", lt.name, lt, flags=("-DSTUB_LT",)),
-        Library("dnn.cpp", dnn.name, dnn),
+        Library("dnn.cpp", dnn.name, dnn, flags=(f"-I{dnn.parents[1] / 'include'}",)),
     ]
     build_library(Library("cudart.cpp", cudart.name, cudart), packages, out, runtime)
     with ThreadPoolExecutor(2) as pool:

@@ -27,12 +27,10 @@ struct Awaited {
 }  // namespace
 
 extern "C" int cudaDeviceGetAttribute(int*, int, int);
+extern "C" int cudaDriverGetVersion(int*);
 
 API int cuInit(unsigned) { return 0; }
-API int cuDriverGetVersion(int* version) {
-  *version = 13000;
-  return 0;
-}
+API int cuDriverGetVersion(int* version) { return cudaDriverGetVersion(version); }
 API int cuDeviceGetCount(int* count) {
   *count = 1;
   return 0;

@@ -329,7 +329,7 @@ API cudaError_t cudaSetDevice(int device) {
   return device == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice, "cudaSetDevice");
 }
 API cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
@@ -735,7 +735,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** foun
 }
 API cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** found, unsigned long long flags,
                                         cudaDriverEntryPointQueryResult* status) {
-  return cudaGetDriverEntryPointByVersion(symbol, found, 13000, flags, status);
+  return cudaGetDriverEntryPointByVersion(symbol, found, CUDART_VERSION, flags, status);
 }
 API cudaError_t cudaProfilerStart() { return cudaSuccess; }
 API cudaError_t cudaProfilerStop() { return cudaSuccess; }

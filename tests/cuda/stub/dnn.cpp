@@ -2,6 +2,8 @@
 
 #include "shared.h"
 
+#include <cudnn_version.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -15,14 +17,14 @@ struct Handle {
 constexpr int kExecutionFailed = 5000;
 }  // namespace
 
-API size_t cudnnGetVersion() { return 91900; }
+API size_t cudnnGetVersion() { return CUDNN_VERSION; }
 API size_t cudnnGetCudartVersion() { return 13000; }
 API const char* cudnnGetErrorString(int) { return "an error of the stub's cuDNN"; }
 API void cudnnGetLastErrorString(char* text, size_t bytes) {
   if (bytes != 0) text[0] = 0;
 }
 API int cudnnGetProperty(int which, int* value) {
-  *value = which == 0 ? 9 : which == 1 ? 19 : 0;
+  *value = which == 0 ? CUDNN_MAJOR : which == 1 ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
   return 0;
 }
 API int cudnnCreate(void** made) {

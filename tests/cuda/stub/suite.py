@@ -170,6 +170,8 @@ class Suite:
             "OMP_NUM_THREADS": "1",  # cases run side by side
             "PYTHONFAULTHANDLER": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Since PyTorch 2.15 each product takes its workspace from the allocator: more than models here hold.
+            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",
             # What it builds is kept from run to run; what it measures is not.
             "XDG_CACHE_HOME": str(self.built / "cache"),
         }
@@ -304,18 +306,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="groups, such as bits,races; all: races, bits, loops, failures, "
                         "leaks, tests, visit, waits")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="cases side by side")
-    parser.add_argument("--out", type=Path, default=OUT / "logs", help="folder for the logs")
+    parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
+    parser.add_argument("--out", type=Path, help="folder for the logs; else logs/ beside the stub")
     given = parser.parse_args()
     begin = time.monotonic()
     try:
-        built = build()
+        built = build(given.stub.resolve())
     except BuildError as error:
         print(f"gpu-stub: {error}", file=sys.stderr)
         return 2
-    given.out.mkdir(parents=True, exist_ok=True)
+    out = (given.out or built / "logs").resolve()
+    out.mkdir(parents=True, exist_ok=True)
     forget_measurements(built / "cache")
-    print(f"gpu-stub: built in {time.monotonic() - begin:.0f} s; logs in {given.out}", flush=True)
-    suite = Suite(given.out, built)
+    print(f"gpu-stub: built in {time.monotonic() - begin:.0f} s; logs in {out}", flush=True)
+    suite = Suite(out, built)
     with ThreadPoolExecutor(given.jobs) as pool:
         # The longest first.
         list(pool.map(suite.try_case, sorted(chosen(given.only), key=lambda one: -one.limit)))
