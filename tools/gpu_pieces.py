@@ -904,6 +904,157 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
     }
 
 
+# Part 12: compiled kernels
+
+_KERNEL_STEPS = 5
+_ALIKE = 0.02  # of losses with Inductor's kernels and PyTorch's own in half precision, relative
+
+
+def compiled_kernels(case: str, small: bool) -> Found:
+    """Train with Inductor's kernels: compare bits at two budgets, or measure the time of a step beside others."""
+    import torch
+
+    name, mode = case.split(", ")
+    if mode != "bits":
+        return _time_with_kernels(name, mode, small)
+    try:
+        return _bits_with_kernels(name, small)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _bits_with_kernels(name: str, small: bool) -> Found:
+    torch = _deterministic()
+    from worlds import World, same
+
+    import outofcore
+    from outofcore.errors import BudgetError
+    from outofcore.execution.cuda.backend import CudaBackend
+
+    device = torch.device("cuda", 0)
+    much = torch.cuda.get_device_properties(0).total_memory // 2
+    found: Found = {}
+
+    def make_world() -> Any:
+        if name != "gpt":
+            return _make_world(name, "cpu")
+        work = _work(name, small)
+        model = work.build()
+        optimizer = work.optimizer(model)
+        return World(model, optimizer, work.make_step(model, optimizer), lambda seed: next(work.batches(seed=seed)))
+
+    def train(what: str, budget: int, **options: Any) -> tuple[list[Any], dict[str, Any], int]:
+        world, begin = make_world(), time.monotonic()
+        with outofcore.compile(
+            world.step, world.model, world.optimizer, budget=budget, device="cuda", **options
+        ) as step:
+            torch.manual_seed(1)
+            losses = [step(*world.batch(index)).detach().cpu() for index in range(_KERNEL_STEPS)]
+            arena = step.planned.program.arena_bytes
+            found[what] = {
+                **_about_kernels(step),
+                "seconds": time.monotonic() - begin,
+                "budget": budget,
+                "arena": arena,
+            }
+            found[what]["losses"] = [float(loss) for loss in losses]
+            state = world.state()
+        gc.collect()
+        torch.cuda.empty_cache()
+        tell(measurement=f"kernels: {name}, bits", **found)
+        return losses, state, arena
+
+    ours, state, arena = train("in core", much, kernels="inductor")
+    if not found["in core"]["kernels"]:
+        raise RefusedError("no kernel was compiled: see the log")
+    half = arena // 2 + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
+    options: Found = {"kernels": "inductor", "policy": "offload-all"}
+    try:
+        again, moved, _ = train("at half", half, **options)
+    except BudgetError as error:  # an optimizer that updates all parameters at once may need more
+        again, moved, _ = train("at half", (error.smallest_budget or half) + 512 * KIB, **options)
+    plain, _, _ = train("own kernels", much)
+    wrong = [index for index, (a, b) in enumerate(zip(ours, again, strict=True)) if not torch.equal(a, b)]
+    differ = same(moved, state)
+    if wrong or differ:
+        told = f"losses of steps {wrong}, {len(differ)} of {len(state)} tensors, first {differ[:3]}"
+        raise WrongBitsError(f"other bits at half of the memory than in core: {told}")
+    apart = [abs(float(a) - float(b)) / abs(float(b)) for a, b in zip(ours, plain, strict=True)]
+    found["apart"] = apart
+    if not max(apart) < _ALIKE:
+        raise WrongBitsError(f"losses are {apart} away from those with PyTorch's own kernels, relative to them")
+    say = f"equal in core and at half, {found['in core']['kernels']} ops of {found['in core']['distinct']} kernels, "
+    say += f"{found['at half']['off_plan']} off the plan; losses {apart[0]:.0e} to {max(apart):.0e} from own kernels'; "
+    taken = ", ".join(f"{way} {found[way]['seconds']:.0f} s" for way in ("in core", "at half", "own kernels"))
+    return {**found, "say": f"{say}{taken}"}
+
+
+def _about_kernels(step: Any) -> Found:
+    from outofcore.capture.kernels import Kernel
+
+    kernels = [call.func for call in step.captured.calls if isinstance(call.func, Kernel)]
+    return {
+        "kernels": len(kernels),
+        "distinct": len({kernel.recipe.text for kernel in kernels}),
+        "ops": len(step.captured.calls),
+        "off_plan": step.stats.off_plan,
+        "names": Counter(kernel.recipe.name for kernel in kernels).most_common(12),
+    }
+
+
+def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
+    import torch
+
+    import outofcore
+    from outofcore.execution.replay import load_replay
+
+    work = _work(name, small)
+    found: Found = {"job": f"{name}, kernels", "mode": mode}
+    with contextlib.ExitStack() as stack:
+        if mode in ("plain", "torch.compile"):
+            model = work.build().cuda()
+            if mode == "torch.compile":
+                model.compile()
+            run = work.make_step(model, work.optimizer(model))
+        else:
+            load_replay()
+            model = work.build()
+            optimizer = work.optimizer(model)
+            run = stack.enter_context(
+                outofcore.compile(
+                    work.make_step(model, optimizer),
+                    model,
+                    optimizer,
+                    budget=torch.cuda.get_device_properties(0).total_memory // 2,
+                    device="cuda",
+                    policy="offload-all" if mode.endswith("offloaded") else "auto",
+                    replay="graphs" if mode.endswith("graphs") else True,
+                    kernels="inductor" if mode.startswith("inductor") else "eager",
+                )
+            )
+        batch = tuple(t.cuda() for t in next(work.batches()))
+        torch.manual_seed(1)
+        torch.cuda.reset_peak_memory_stats()
+        begin = time.monotonic()
+        losses = [run(*batch).detach().clone()]
+        torch.cuda.synchronize()
+        found["first_s"] = time.monotonic() - begin
+        if mode not in ("plain", "torch.compile"):
+            found |= _about_kernels(run)
+        tell(measurement=f"kernels: {name}, {mode}", **found)
+        losses += [run(*batch).detach().clone() for _ in range(_KERNEL_STEPS - 1)]
+        found["losses"] = [float(loss) for loss in losses]
+        host_s, whole_s = _host_and_whole(lambda: run(*batch), 8, 4 if small else 12)
+        found |= {"host_s": host_s, "seconds_a_step": whole_s, "peak_reserved": torch.cuda.max_memory_reserved()}
+        busy, _ = _busy(lambda: run(*batch))
+    found["busy"] = busy
+    say = f"host {host_s * 1e3:.2f} ms of {whole_s * 1e3:.2f} ms"
+    say += f", kernels run {busy:.0%} of it" if busy is not None else ""
+    if found.get("kernels"):
+        say += f"; {found['kernels']} of {found['ops']} ops by {found['distinct']} kernels"
+    return {**found, "say": f"{say}; first step {found['first_s']:.1f} s, {found['peak_reserved'] / MIB:.0f} MiB"}
+
+
 def row(name: str, small: bool) -> Found:
     """Measure a row of ``gpu_rows.py``."""
     from gpu_rows import measure
@@ -933,6 +1084,7 @@ FAMILIES: dict[str, Callable[[str, bool], Found]] = {
     "host": host_time,
     "half": half,
     "fakes": fakes,
+    "kernels": compiled_kernels,
 }
 
 

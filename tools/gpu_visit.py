@@ -2,6 +2,7 @@
 
     python3 tools/gpu_visit.py --out FOLDER --seconds 540               # parts 1 to 8
     python3 tools/gpu_visit.py --out FOLDER --parts 9-11 --seconds 240  # the rest
+    python3 tools/gpu_visit.py --out FOLDER --parts 12 --seconds 240    # compiled kernels
 
 It needs Python, PyTorch's CUDA build and g++, and for missing packages the folder ``.gpu-wheels`` (``make gpu-wheels``
 makes it where there is a network). ``PARTS`` below has the parts, their measurements and all deadlines.
@@ -111,6 +112,12 @@ _FAKES = (
     "fakes: convolution 3d; fakes: unet3d, autocast; fakes: unet3d; fakes: vgg16; fakes: densenet121; fakes: lstm; "
     "fakes: lstm, dropout; fakes: gru, two ways"
 )
+_KERNELS = (
+    "kernels: gpt, plain; kernels: gpt, inductor; kernels: gpt, own; kernels: gpt, inductor graphs; "
+    "kernels: gpt, inductor offloaded; kernels: resnet, plain; kernels: resnet, inductor; kernels: resnet, own; "
+    "kernels: resnet, inductor graphs"
+)
+_OTHERS_KERNELS = "kernels: gpt, torch.compile; kernels: resnet, torch.compile"
 # Ours comes before plain PyTorch, and both before rivals.
 PARTS = (
     Part(1, "the machine and the native code", 80, _each(75, "native code") + _each(25, "machine; host memory")),
@@ -128,6 +135,16 @@ PARTS = (
         "what kernels return, and rivals",
         60,
         _each(20, _FAKES) + _each(60, "row 3: checkpoint; row 1: checkpoint", alone=True),
+    ),
+    # Compiling takes a second or two for each kernel that Inductor's cache does not have yet.
+    Part(
+        12,
+        "compiled kernels",
+        240,
+        _each(90, "kernels: gpt, bits")
+        + _each(60, _KERNELS)
+        + _each(60, _OTHERS_KERNELS, alone=True)
+        + _each(60, "kernels: convolutional, bits"),
     ),
 )
 USUAL = "1-8"

@@ -818,7 +818,7 @@ def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None
 
 
 class CompilerMissingError(Exception):
-    """There is nothing to compile with: for the CPU no C++ compiler, for a GPU no Triton."""
+    """There is nothing to compile with: for the CPU no C++ compiler, for a GPU no Triton that can start."""
 
 
 # All that Inductor may choose, and what it reads from the environment: fixed, so that a kernel is the same in every
@@ -826,9 +826,12 @@ class CompilerMissingError(Exception):
 _KERNEL_OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "allow_buffer_reuse": True,
+    "autotune_local_cache": False,
+    "autotune_remote_cache": False,
     "benchmark_combo_kernel": False,
     "benchmark_fusion": False,
     "benchmark_kernel": False,
+    "bundled_autotune_remote_cache": False,
     "combo_kernels": False,
     "comment_origin": False,
     "coordinate_descent_tuning": False,
@@ -842,6 +845,7 @@ _KERNEL_OPTIONS: dict[str, Any] = {
     "cpp.simdlen": None,
     "cpp_wrapper": False,
     "deterministic": True,
+    "dynamic_scale_rblock": False,
     "emulate_precision_casts": False,
     "force_disable_caches": False,
     "freezing": False,
@@ -853,9 +857,18 @@ _KERNEL_OPTIONS: dict[str, Any] = {
     "max_autotune_pointwise": False,
     "memory_planning": False,
     "nan_asserts": False,
+    "online_softmax": True,
     "profiler_mark_wrapper_call": False,
     "size_asserts": False,
+    "split_reductions": True,
+    "triton.autotune_pointwise": False,
+    "triton.cooperative_reductions": False,
     "triton.cudagraphs": False,
+    "triton.enable_pdl": False,
+    "triton.mix_order_reduction": True,
+    "triton.mix_order_reduction_autotune_split_size": False,
+    "triton.multi_kernel": 0,
+    "triton.persistent_reductions": True,
     "use_fast_math": False,
 }
 
@@ -875,20 +888,22 @@ def _compiler() -> dict[str, Any]:
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "torch.utils._triton.has_triton",
+        "torch.utils._triton.has_triton_package",
+        "torch.utils._triton.triton_backend",
     )
     return {name.rpartition(".")[2]: _private(name, Feature.KERNELS) for name in names}
 
 
 def compile_traced(
     function: Callable[..., tuple[torch.Tensor, ...]],
-    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]],
     threads: int,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """What a function computes, compiled by Inductor for tensors of these shapes and strides.
 
     Args:
         function: of operators that write nothing in place, but that its last ones may copy into its arguments.
-        layouts: of its arguments: shape, strides, dtype and device.
+        layouts: of its arguments: shape, strides, offset in their storage, dtype and device.
         threads: on how many the loops of a kernel for the CPU run.
 
     Returns:
@@ -901,7 +916,11 @@ def compile_traced(
     compiler = _compiler()
     settings: Any = compiler["config"]
     known = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
-    options = {name: value for name, value in _KERNEL_OPTIONS.items() if name in known} | {"cpp.threads": threads}
+    devices = {device.type for *_, device in layouts}
+    wanted = _KERNEL_OPTIONS | {"cpp.threads": threads}
+    if devices != {"cpu"}:
+        wanted["compile_threads"] = 1  # kernels come one by one: a pool of processes would have nothing to do
+    options = {name: value for name, value in wanted.items() if name in known}
     # Without an environment of shapes nothing is cached, although all sizes are numbers.
     mode = FakeTensorMode(shape_env=compiler["ShapeEnv"]())
     with (
@@ -911,12 +930,9 @@ def compile_traced(
         _without_autocast(),
         settings.patch(options),
     ):
-        _check_compiler({device.type for *_, device in layouts}, compiler)
+        _check_compiler(devices, compiler)
         with mode:
-            given = [
-                torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                for shape, stride, dtype, device in layouts
-            ]
+            given = [_placed(*layout) for layout in layouts]
             graph = compiler["make_fx"](function, decomposition_table=compiler["select_decomp_table"]())(*given)
         node = next(iter(reversed(graph.graph.nodes)))
         node.meta["user_visible_output_idxs"] = list(range(len(node.args[0])))
@@ -925,14 +941,37 @@ def compile_traced(
     return compiled
 
 
+def _placed(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor that begins somewhere in its storage: a kernel for a GPU takes copies of what is aligned otherwise."""
+    reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.empty(reach, dtype=dtype, device=device).as_strided(shape, stride, offset)
+
+
 def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:
     if "cpu" in devices:
         try:
             compiler["get_cpp_compiler"]()
         except compiler["exc"].InvalidCxxCompiler as error:
             raise CompilerMissingError("no C++ compiler is there; install g++ or clang++") from error
-    if devices - {"cpu"} and not compiler["has_triton"]():
-        raise CompilerMissingError("Triton is not installed, or does not know this GPU")
+    if devices - {"cpu"}:
+        _check_triton(compiler)
+
+
+def _check_triton(compiler: dict[str, Any]) -> None:
+    if not compiler["has_triton_package"]():
+        raise CompilerMissingError("Triton is not installed; install the package triton")
+    if not compiler["has_triton"]():
+        raise CompilerMissingError("Triton does not know this GPU; it needs compute capability 7.0 or more")
+    try:
+        compiler["triton_backend"]()  # compiles what calls the driver
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CompilerMissingError(
+            f"Triton does not start: {type(error).__name__}: {said}. It needs a C compiler and Python's headers, which "
+            "are gcc and python3-dev on Debian"
+        ) from error
 
 
 def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 from replay import Replay
 
 import outofcore
+from outofcore import _torch_internals as internals
 from outofcore.analysis.windows import Window, derivation
 from outofcore.capture import kernels
+from outofcore.capture.captured import Value
 from outofcore.capture.fusing import fused
 from outofcore.capture.kernels import Kernel, Kernels, derived
 from outofcore.capture.step import capture_step
@@ -143,6 +146,38 @@ def test_without_a_compiler_the_step_runs_as_it_is_and_the_log_says_so(tmp_path:
     assert json.loads(found.read_text(encoding="utf-8")) == losses
     assert done.stderr.count("nothing can be compiled: no C++ compiler") == 1
     assert COMPILERS[1] in done.stderr  # what to install
+
+
+def _no_headers() -> None:
+    raise RuntimeError("Failed to find C compiler.\nand more")
+
+
+@pytest.mark.parametrize(
+    ("said", "package", "known", "start"),
+    [
+        ("Triton is not installed; install the package triton", False, False, None),
+        ("Triton does not know this GPU; it needs compute capability 7.0", True, False, None),
+        (
+            "Triton does not start: RuntimeError: Failed to find C compiler.. It needs a C compiler",
+            True,
+            True,
+            _no_headers,
+        ),
+    ],
+)
+def test_the_log_names_what_triton_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str, package: bool, known: bool, start: Any
+) -> None:
+    loaded = {"has_triton_package": lambda: package, "has_triton": lambda: known, "triton_backend": start}
+    compiler = {**internals._compiler(), **loaded}
+    monkeypatch.setattr(internals, "_compiler", lambda: compiler)
+    value = Value(0, (64,), (1,), torch.float32)
+    recipe = kernels.Recipe((), (value,), (0,), (), (0,), torch.device("cuda", 0), "a recipe")
+    other = replace(recipe, text="another")
+    with caplog.at_level(logging.WARNING, logger="outofcore"):
+        assert Kernels().of([recipe, other]) == {}
+    assert caplog.text.count("nothing can be compiled: ") == 1
+    assert f"nothing can be compiled: {said}" in caplog.text
 
 
 def test_what_inductor_refuses_stays_as_it_is(

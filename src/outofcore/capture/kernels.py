@@ -184,7 +184,7 @@ def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Seq
         Exception: Inductor cannot compile it.
     """
     given = [(recipe.values[index], recipe.device) for index in recipe.inputs]
-    layouts = [(value.shape, value.stride, value.dtype, device) for value, device in given]
+    layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in given]
     return compile_traced(_Traced(recipe), layouts, threads)
 
 

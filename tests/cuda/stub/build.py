@@ -198,6 +198,7 @@ def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
         **os.environ,
         "LD_PRELOAD": (out / "preload").read_text(encoding="utf-8"),
         "STUB_REPLAY": str(out / "libreplay.so"),
+        "TRITON_LIBCUDA_PATH": str(out),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # that kernels are replaced is the purpose
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # There are no segments that grow.

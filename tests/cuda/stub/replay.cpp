@@ -579,5 +579,7 @@ STUB_EXPORT int replay_install() {
   }
   return count;
 }
+// What this thread calls until it is taken back runs as it does, and nothing computes it.
+STUB_EXPORT void replay_pause(int on) { within = on ? Within::kOp : Within::kNothing; }
 STUB_EXPORT uint64_t replay_computed() { return computed; }
 STUB_EXPORT uint64_t replay_failed() { return failed; }

@@ -142,7 +142,9 @@ def cases() -> list[Case]:
             tests("of followed loops", "not take_turns", order, "test_follow_gpu.py")
             for order in (lazy(11), threads(1))
         ),
+        tests("of compiled kernels", "", lazy(11), "test_kernels_gpu.py"),
         visit("from end to end", INLINE, "1-11"),
+        visit("of compiled kernels", INLINE, "12"),
         visit("a lost wait", lost, "2-4", "2 tape.*LostWait", "3 bits.*WrongBits", "4 loop.*WrongBits"),
         visit("a wrong bit", {"flip_bit": 40}, "2-4", "2 tape.*: 1 bytes", "3 bits.*WrongBits", "4 loop.*WrongBits"),
         visit("an exceeded budget", {"hog_mib": 256}, "3-4", "3 bits.*OverBudget", "4 loop.*OverBudget"),

@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib.util
 import os
 import sys
+import types
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 REPLAY = os.environ.get("STUB_REPLAY", "")
 HOG_BYTES = int(os.environ.get("STUB_HOG_MIB", "0")) << 20
 
 
-class _AfterTorch:
-    """Finds ``torch`` as others do, and does what is to be done once it is loaded.
+class _AfterImport:
+    """Finds modules as others do, and does what is to be done once one of them is loaded.
 
-    So a process that does not use PyTorch starts as fast as ever.
+    So a process that does not use PyTorch, or its compiler, starts as fast as ever.
     """
+
+    def __init__(self, then: dict[str, Callable[[types.ModuleType], None]]) -> None:
+        self._then = then
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         """As importers do it."""
-        if name != "torch":
+        then = self._then.pop(name, None)
+        if then is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def exec_module(module: object) -> None:
+            def exec_module(module: types.ModuleType) -> None:
                 run(module)
-                _install()
+                then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _install() -> None:
+def _install(torch: types.ModuleType) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels are replaced, which is the purpose
         ctypes.CDLL(REPLAY).replay_install()
     if HOG_BYTES:
-        _plant_hog()
+        _plant_hog(torch)
 
 
-def _plant_hog() -> None:
+def _plant_hog(torch: types.ModuleType) -> None:
     """Take memory of the device that nobody planned for, when a measurement of memory begins."""
-    import torch  # noqa: PLC0415 - it is loaded already
-
     begin, hogs = torch.cuda.reset_peak_memory_stats, []
 
     def reset_peak_memory_stats(*given: object) -> None:
@@ -57,5 +62,42 @@ def _plant_hog() -> None:
     torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
 
 
+def _compute_graphs(compile_fx: types.ModuleType) -> None:
+    """Give what Inductor compiles the results of its operators on the CPU, one by one; its kernels do nothing."""
+    import torch  # noqa: PLC0415 - it is loaded already
+
+    compile_inner, replay = compile_fx.compile_fx_inner, ctypes.CDLL(REPLAY)
+
+    def compile_fx_inner(graph: Any, given: Any, **options: Any) -> Callable[[list[Any]], Sequence[Any]]:
+        host = copy.deepcopy(graph)
+        for node in host.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        host.recompile()
+        compiled = compile_inner(graph, given, **options)
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            tensors, copies = list(args), [arg.cpu() for arg in args]
+            before = [one.clone() for one in copies]
+            # Kernels that do nothing leave indices that no operator among them could take.
+            replay.replay_pause(1)
+            try:
+                results = compiled(args)
+            finally:
+                replay.replay_pause(0)
+            with torch.no_grad():
+                computed = host(*copies)
+            for target, found in zip(results, computed, strict=True):
+                target.copy_(found)
+            for tensor, now, old in zip(tensors, copies, before, strict=True):
+                if not torch.equal(now, old):
+                    tensor.copy_(now)
+            return results
+
+        return call
+
+    compile_fx.compile_fx_inner = compile_fx_inner
+
+
 if REPLAY:
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _AfterImport({"torch": _install, "torch._inductor.compile_fx": _compute_graphs}))
