@@ -423,6 +423,9 @@ _SETTLED = 3  # steps in which ops and links are measured, which takes memory of
 def _deterministic() -> Any:
     import torch
 
+    # cuBLAS is deterministic with a workspace of fixed size only. It is set here alone: PyTorch 2.11 parses it with a
+    # regular expression at each call of cuBLAS, which takes longer than the call.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     gc.collect()
     torch.cuda.empty_cache()

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from double import FakeBackend, FakeCuda
-from worlds import CPU, budget_of, compiled, dense, eager, same
+from double import FakeBackend, FakeCuda, FakeMark
+from worlds import CPU, World, budget_of, compiled, dense, eager, same
 
+from outofcore.analysis import LARGE_BYTES
 from outofcore.capture import capture_step
 from outofcore.errors import DeviceError, StateError
 from outofcore.execution.arena import Arena
@@ -180,18 +181,36 @@ def test_an_op_is_recorded_once_it_has_run_where_libraries_try_kernels(warms_up:
 
 @dataclass
 class Asked(FakeCuda):
-    """A double that notes whether the host was to wait at the end of each step."""
+    """A double that notes what the host waits for at the end of each step."""
 
     waited: list[bool] = field(default_factory=list)
+    known: tuple[int, ...] = (0,) * len(Stream)  # by stream, how much the host has waited for
 
     def finish(self, *, host: bool) -> None:
         self.waited.append(host)
         super().finish(host=host)
 
+    def await_mark(self, mark: FakeMark) -> None:
+        self.known = tuple(map(max, self.known, mark.clock))
+        super().await_mark(mark)
+
+    def pending(self, start: int, count: int) -> list[str]:
+        """Accesses to some bytes that the host has not waited for."""
+        return [
+            access.what
+            for stream, accesses in self._accesses.items()
+            for access in accesses
+            if access.start < start + count and start < access.end and access.number > self.known[stream]
+        ]
+
+    def is_done(self, stream: Stream) -> bool:
+        """Whether the host has waited for all of a stream."""
+        return self.known[stream] >= self._clocks[stream][stream]
+
 
 @pytest.mark.usefixtures("_tapes")
 @pytest.mark.parametrize(("policy", "where", "at_home"), [("keep-all", 1.0, False), ("offload-all", 0.0, True)])
-def test_the_host_waits_where_the_model_is_in_its_memory_and_nowhere_else(
+def test_the_host_waits_for_copies_of_the_model_where_it_is_in_its_memory_alone(
     policy: str, where: float, at_home: bool
 ) -> None:
     states = [eager(dense(CPU), index + 1)[1] for index in range(4)]
@@ -202,5 +221,32 @@ def test_the_host_waits_where_the_model_is_in_its_memory_and_nowhere_else(
             step(*world.batch(index))
             # What the user may look at now is that of this step.
             assert same(world.state(), states[index]) == []
-    assert driver.waited[0]  # it is measured
-    assert driver.waited[1:] == [at_home] * 3
+            if index and at_home:
+                large = [p for p in world.model.parameters() if p.nbytes >= LARGE_BYTES]
+                assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
+        assert driver.waited == [True, False, False, False]  # the first is measured
+        assert any(driver.known) == at_home
+
+
+def _frozen(device: torch.device) -> World:
+    """A model of which the last layer is trained: the others are only read."""
+    world = dense(device)
+    world.model[:-1].requires_grad_(False)
+    return world
+
+
+@pytest.mark.usefixtures("_tapes")
+def test_the_host_does_not_wait_for_ops_behind_the_last_copy_of_the_model() -> None:
+    states = [eager(_frozen(CPU), index + 1)[1] for index in range(3)]
+    world, driver = _frozen(CPU), Asked()
+    # The smallest one, less than a layer more: none of them stays on the device.
+    with compiled(world, budget_of(_frozen, 0.0) - 200 * 1024, "offload-all", driver) as step:
+        torch.manual_seed(1)
+        for index in range(3):
+            step(*world.batch(index))
+            if index:
+                large = [p for p in world.model.parameters() if p.nbytes >= LARGE_BYTES]
+                assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
+                assert any(driver.known)
+                assert not driver.is_done(Stream.COMPUTE)
+            assert same(world.state(), states[index]) == []

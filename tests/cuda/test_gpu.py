@@ -219,9 +219,12 @@ def test_ops_that_native_code_calls(
     room = smallest(make, device) if policy == "offload-all" else 64 * MIB
     world = make(device)
     replay = "graphs" if graphs else True
-    with compiled(world, room + beside(device) + 8 * MIB, policy, CudaDriver(device), replay=replay) as step:
+    driver = CudaDriver(device)
+    with compiled(world, room + beside(device) + 8 * MIB, policy, driver, replay=replay) as step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).detach().cpu() for index in range(steps)]
+        # However many graphs there are, they share one pool of memory.
+        assert len({graph.pool() for graph in driver._graphs}) == bool(made)
         assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * steps
         assert same(world.state(), state) == []
         assert max(counts) > 10

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outofcore
 from outofcore.execution import cpu, replay
+from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 
 pytestmark = pytest.mark.skipif(replay.load_replay() is None, reason="no C++ compiler")
@@ -152,6 +153,31 @@ def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: l
         assert type(found.value) is type(expected.value)
         assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
         assert torch.equal(compiled(good), plain(good))
+
+
+def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
+    # As attention does on a GPU; on the CPU nothing does.
+    def attend(x: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+        return x + 1, x, x, x, 7, 7, x * 2, x, x
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", attend, "CPU")
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    x, more, twice = torch.ones(4), torch.zeros(4), torch.zeros(4)
+    results = ((0, more.data_ptr(), more, (1,)), (6, twice.data_ptr(), twice, (1,)))
+    run = BoundRun(0, 0, op, (x, x, x, None, False), {}, results, (), 1, False, Draws.FREELY)
+    native = replay.load_replay()
+    assert native is not None
+    calls, arena = replay.Replay(native, 1), Arena(4096)
+    with calls.watching():
+        assert calls.expect(run)
+        op(*run.args)
+        assert calls.take(0, run, 0)
+    x.fill_(3)
+    assert calls.run(0, 1, ScopeTable(arena, [[]]), None, None, ends_scopes=True) == 1
+    assert more.tolist() == [4.0] * 4
+    assert twice.tolist() == [6.0] * 4
+    arena.close()
 
 
 def test_a_mode_sees_every_op(replayed: list[int]) -> None:

@@ -136,7 +136,11 @@ void place(Replay& replay, const Call& call, const torch::jit::Stack& stack) {
   if (call.results.empty()) return;
   int64_t leaf = 0;
   auto next = call.results.begin();
-  for (const IValue& value : stack)
+  for (const IValue& value : stack) {
+    if (!value.isTensor() && !value.isTensorList()) {
+      ++leaf;  // a number
+      continue;
+    }
     each_tensor(value, [&](const Tensor& result) {
       if (next == call.results.end() || next->leaf != leaf++) return;
       const Result& wanted = *next++;
@@ -145,6 +149,7 @@ void place(Replay& replay, const Call& call, const torch::jit::Stack& stack) {
       wanted.target.copy_(address == wanted.address ? result.clone() : result);
       replay.elsewhere.push_back(result);
     });
+  }
 }
 
 Tensor tensor_of(const Number& number) {
@@ -243,8 +248,11 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
   if (calls != 1 || seen->depth != 0 || !called || called->name != name || called->overload_name != overload) return 0;
   const auto op = c10::Dispatcher::singleton().findSchema(*called);
   if (!op || op->schema().arguments().size() != arguments.size()) return 0;
-  for (const auto& returned : op->schema().returns())
-    if (const auto kind = returned.type()->str(); kind != "Tensor" && kind != "Tensor[]") return 0;
+  for (const auto& returned : op->schema().returns()) {
+    // Numbers, such as the lengths that attention returns, are what they were when the step was captured.
+    const auto kind = returned.type()->str();
+    if (kind != "Tensor" && kind != "Tensor[]" && kind != "int" && kind != "SymInt") return 0;
+  }
   std::vector<Number> numbers;
   for (size_t i = 0; i < arguments.size(); ++i) {
     bool all = true;

@@ -87,6 +87,7 @@ class CudaDriver:
         self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
         self._prepared: int | None = None  # the stream that libraries have their workspaces for
         self._capturing: Any = None  # the stream on which graphs are made
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those in use: they share a pool of memory
         self._nothing: float | None = None  # seconds between two events with nothing between them
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
@@ -163,17 +164,18 @@ class CudaDriver:
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """See ``Driver.graph``: a CUDA graph, taken on a stream of its own, since the default one cannot be.
 
-        What the ops ask for off the plan comes from a pool that belongs to the graph.
+        What the ops ask for off the plan comes from a pool of memory that all graphs in use share. They may, in any
+        order: they are replayed one after the other, and what one of them leaves in the pool no other one reads.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._capturing):
                 self._make_workspaces()
             self.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
         with torch.cuda.stream(self._capturing):
             try:
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(None if other is None else other.pool(), capture_error_mode="thread_local")
                 try:
                     call()
                 finally:
@@ -181,6 +183,7 @@ class CudaDriver:
             except (RuntimeError, OutOfCoreError) as error:
                 _log.info("ops are issued one by one, since no CUDA graph can be made of them: %s", error)
                 return None
+        self._graphs.add(graph)
         return graph.replay
 
     def _native(self, action: Action, transfers: Iterator[Transfer]) -> _Action:

@@ -3,8 +3,8 @@
 Nothing in a step makes the host wait. Between two queues stand the waits of the program and no others: a copy in
 waits for whoever held its room before, and a copy out for whoever wrote its bytes. Around a step, the copy streams
 begin after what is on the compute stream by then, and the compute stream goes on after the last copy; so tensors on
-the device can be used in the user's own stream as ever. Where a step leaves states in host memory, which the user may
-read at once, the call returns when they are there.
+the device can be used in the user's own stream as ever. States in host memory the user may read and change at once, so
+the call returns when the last copy of one of them is done, whatever runs on the device after that copy.
 
 Copies to and from a disk pass through host memory (``staging``). A queue of such copies is done with a block when the
 stream on the device's side is. That a file holds what is read from it is for the engine to see to: of an instruction
@@ -89,7 +89,7 @@ class _Prepared:
     """A bound program with its marks."""
 
     issues: list[_Issue]
-    shown: bool  # whether it leaves in host memory what the user may look at
+    shown: list[Mark]  # behind the last copies, out and in, of what the user may look at in host memory
     disk: bool  # whether it copies to or from a disk
     begin: Mark
     ends: dict[Stream, Mark]
@@ -255,8 +255,8 @@ class CudaEngine:
             self._end_early(error)
             raise
         try:
-            driver.finish(host=prepared.shown or prepared.disk or measured)
-            for mark in held:
+            driver.finish(host=prepared.disk or measured)
+            for mark in (*prepared.shown, *held):
                 driver.await_mark(mark)
             if measured or prepared.timeline is None:
                 prepared.timeline = self._timeline(prepared)
@@ -505,14 +505,25 @@ class CudaEngine:
             issue = self._prepare_one(index, stream, item, mark, marks, runs, arena, slots)
             after = stored[sources[index]] if index in sources else None
             issues.append(replace(issue, after=after, stored=stored.get(index)))
-        left = set(bound.program.results)
-        # What is only read there counts as well: the user may write to it as soon as the call has returned.
-        shown = any(copy.storage in left and copy.index in slots for queue in bound.copies for copy in queue)
+        shown = self._mark_shown(bound, issues, slots)
         started, stopped = driver.mark(timed=True), driver.mark(timed=True)
         beside = _BESIDE if collectives else ()
         ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()), *beside)}
         generators = GeneratorStates(driver.generators())
         return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped, generators)
+
+    def _mark_shown(self, bound: Bound, issues: list[_Issue], slots: Mapping[int, tuple[Piece, ...]]) -> list[Mark]:
+        """Marks behind the last copies, out and in, of what the user may look at in host memory."""
+        left = set(bound.program.results)
+        found: list[Mark] = []
+        for queue in bound.copies:
+            # What is only read there counts as well: the user may write to it as soon as the call has returned.
+            last = max((c.index for c in queue if c.storage in left and c.index in slots and not c.home), default=None)
+            if last is not None:
+                mark = issues[last].mark or self._driver.mark()
+                issues[last] = replace(issues[last], mark=mark)
+                found.append(mark)
+        return found
 
     def _prepare_one(
         self,
