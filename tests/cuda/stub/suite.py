@@ -268,7 +268,7 @@ IMPLIED_IN_STEPS = {
     "disk: end, DISK_IN": _OF_THE_DOUBLE,
 }
 _SHOWN = "the loop's stream has waited for the copy before it shows what it copied, and copies out wait for that stream"
-_UNSEEN = "nobody in these loops writes to what is at home; tests/cuda/test_follow_gpu.py has tests in which somebody does"
+_UNSEEN = "these loops write nothing to what is at home"
 _BY_THE_DRIVER = "giving memory to the driver, or taking it from there, waits for all work"
 IMPLIED_IN_LOOPS = {
     "reserve:": _BY_THE_DRIVER,

@@ -182,8 +182,8 @@ _SWITCH = """
 extern "C" __attribute__((visibility("default"))) inline unsigned long long follow_left_out = 0;
 """
 # Statements, by how they begin, each of which does what another one does as well, in loops of one stream: a stream that
-# shows a storage at its home has waited for the copy there, and what is there is free for others after that. What is left
-# is for code that nobody sees and for other streams.
+# shows a storage at its home has waited for the copy there. What is left is for code that nobody sees and for streams
+# beside the loop's.
 _SHOWN = "use_slot: streams_"
 TOGETHER = (
     ("used: order.after", "all_of: all.add(streams_.now(order.stream"),
