@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,11 @@ from loops import adamw
 from torch import nn
 
 import outofcore
+from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
+from outofcore.execution.native import Flavor
 from outofcore.follow import loop as module
-from outofcore.follow.native import is_followed
+from outofcore.follow.native import call, is_followed, load_paging
 from outofcore.units import MIB
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -105,6 +108,53 @@ def test_addresses_that_somebody_took_stay() -> None:
         assert [float(t[9]) for t in others] == [float(i) for i in range(40)]
         assert kept.data_ptr() == address
         assert kept.sum().item() == torch.arange(65536.0).sum().item()
+
+
+def _away() -> list[torch.Tensor]:
+    kept = [torch.full((65536,), float(i), device="cuda") for i in range(8)]
+    for tensor in kept:
+        call(load_paging(Flavor.CUDA), "follow_evict", storage_address(tensor.untyped_storage()))
+    return kept
+
+
+def _sums_are_of_one_more(kept: list[torch.Tensor]) -> None:
+    sums = [tensor.sum() for tensor in kept]
+    assert [total.item() / 65536 for total in sums] == [i + 1.0 for i in range(8)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_another_thread_writes_at_home_comes_back(first: bool) -> None:
+    with outofcore.budget(8 * MIB, device="cuda", policy=None):
+        kept, side = _away(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+
+        def write(tensors: list[torch.Tensor]) -> None:
+            with torch.cuda.stream(side):
+                if not first:
+                    torch.zeros(1, device="cuda")
+                for tensor in tensors:
+                    tensor.add_(1)
+
+        # Of each thread, the first op is not seen.
+        for tensors in [[tensor] for tensor in kept] if first else [kept]:
+            thread = threading.Thread(target=write, args=(tensors,))
+            thread.start()
+            thread.join()
+        torch.cuda.current_stream().wait_stream(side)
+        _sums_are_of_one_more(kept)
+
+
+def test_what_code_that_nobody_sees_writes_at_home_comes_back() -> None:
+    library = load_paging(Flavor.CUDA)
+    with outofcore.budget(8 * MIB, device="cuda", policy=None):
+        kept = _away()
+        memory = torch.UntypedStorage(MIB, device="cuda")  # asked for outside of an op
+        library.follow_thread(0)
+        for tensor in kept:
+            tensor.add_(1)
+        library.follow_thread(1)
+        _sums_are_of_one_more(kept)
+        assert memory.nbytes() == MIB
 
 
 def test_pytorchs_own_tools_work_beside_it() -> None:

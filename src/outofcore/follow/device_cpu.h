@@ -127,6 +127,9 @@ class Device {
   void take_slot(Order&, const char*, int64_t) {}
   void give_slot(Order&, const char*, int64_t) {}
   void use_slot(Order&) {}
+  void used_slot(Order&) {}
+  // Code that nobody sees has run, and may have written to windows; `more`: it may do so at any time from now on.
+  void note_unseen(bool) {}
   void record(Order&, void*) {}
 
   static constexpr const char* kNoMemory = "outofcore: the system gave no memory: ";

@@ -1,4 +1,4 @@
-// What paging.cpp needs to know of a GPU: memory that only streams of work read and write. It has never run on a GPU.
+// What paging.cpp needs to know of a GPU: memory that only streams of work read and write.
 //
 // Nothing waits on the host. What the loop's ops do is on streams of the loop's; copies to pinned host memory and back are
 // on two streams of our own. Who comes after what is known when work is issued (streams.h), so a block that leaves gives
@@ -6,7 +6,8 @@
 //
 // What a storage shows is right in the order of the stream that was current when it was shown: before a storage shows its
 // place in the arena, or its window at home, that stream waits for the copy. So code that nobody sees, and that is in
-// order with the loop's stream, reads the right bytes too.
+// order with the loop's stream, reads the right bytes too. What it writes to a window comes back with the next op, unless
+// that was fetched ahead: such copies only wait for code that is known to write.
 
 #pragma once
 
@@ -69,8 +70,41 @@ struct CudaRuntime {
   void drop(Event event) const {
     if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();  // at the end of a process CUDA may be gone
   }
-  void record(Event event, Handle stream) const { C10_CUDA_CHECK(cudaEventRecord(event, stream)); }
+  bool record(Event event, Handle stream) const {
+    const cudaError_t error = cudaEventRecord(event, stream);
+    const bool gone = error == cudaErrorInvalidResourceHandle || error == cudaErrorContextIsDestroyed;
+    if (!gone) C10_CUDA_CHECK(error);
+    if (gone) cudaGetLastError();  // else the next kernel's check takes it for its own
+    return !gone;
+  }
+  bool is_over(Event event) const {
+    const cudaError_t error = cudaEventQuery(event);
+    if (error != cudaErrorNotReady) C10_CUDA_CHECK(error);
+    if (error == cudaErrorNotReady) cudaGetLastError();
+    return error == cudaSuccess;
+  }
   void wait(Handle stream, Event event) const { C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0)); }
+  void finish() const {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+};
+
+// A stream that nobody else has, unlike those of PyTorch's pool. It does not wait for the default stream.
+class OwnStream {
+ public:
+  explicit OwnStream(c10::DeviceIndex device) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&handle_, cudaStreamNonBlocking));
+  }
+  ~OwnStream() {
+    if (cudaStreamDestroy(handle_) != cudaSuccess) cudaGetLastError();
+  }
+  OwnStream(const OwnStream&) = delete;
+  cudaStream_t handle() const { return handle_; }
+
+ private:
+  cudaStream_t handle_ = nullptr;
 };
 
 class Device {
@@ -96,9 +130,11 @@ class Device {
 
   explicit Device(int index)
       : index_(static_cast<c10::DeviceIndex>(index)),
+        for_in_(index_),
+        for_out_(index_),
         streams_(CudaRuntime{index_}),
-        in_(streams_.number_of(c10::cuda::getStreamFromPool(false, index_).stream())),
-        out_(streams_.number_of(c10::cuda::getStreamFromPool(false, index_).stream())) {}
+        in_(streams_.number_of(for_in_.handle())),
+        out_(streams_.number_of(for_out_.handle())) {}
   ~Device() {
     for (const cudaEvent_t event : events_)
       if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
@@ -155,6 +191,7 @@ class Device {
     order.home.clear();
   }
   void use_slot(Order& order) { streams_.wait(current(), order.home); }
+  void used_slot(Order& order) { order.home.add(streams_.now(current())); }
   void record(Order& order, void* handle) {
     const int stream = streams_.number_of(static_cast<cudaStream_t>(handle));
     if (std::find(order.recorded.begin(), order.recorded.end(), stream) == order.recorded.end())
@@ -169,16 +206,24 @@ class Device {
     order.home.clear();
     order.home.add(done);
     order.after.add(done);
+    streams_.record(out_);
   }
   void load(Homes& homes, const Slot& slot, Order& order, char* to) {
     streams_.wait(in_, order.before);
     streams_.wait(in_, order.home);
-    streams_.wait(in_, streams_.now(current()));  // it may have written to the window
+    if (more_unseen_) unseen_.add(streams_.now(current()));
+    streams_.wait(in_, unseen_);
     issue(to, homes.window(slot), slot.bytes, cudaMemcpyHostToDevice, in_);
     const Mark done = streams_.now(in_);
     order.before.clear();
     order.before.add(done);
     order.home.add(done);
+    streams_.record(in_);
+    streams_.record(current());  // memory that is free by now is so for later copies, whatever is issued until then
+  }
+  void note_unseen(bool more) {
+    unseen_.add(streams_.now(current()));
+    more_unseen_ |= more;
   }
   void save_foreign(Homes& homes, const Slot& slot, Order& order, const char* from, int64_t bytes) {
     const int stream = current();
@@ -299,9 +344,12 @@ class Device {
   }
 
   c10::DeviceIndex index_;
+  OwnStream for_in_, for_out_;
   Streams<CudaRuntime> streams_;
   int in_, out_;
   Fences fences_;
+  Marks unseen_;                     // work that nobody saw, which may have written to windows
+  bool more_unseen_ = false;         // there may be more at any time
   std::vector<cudaEvent_t> events_;  // that nobody uses, with times
 };
 

@@ -1257,6 +1257,7 @@ void fetch(Space& space, Block& block) {
   } else {
     place(space, block, State::kHere, *place_for);
     start = follow::nanos_now();
+    space.device.note_unseen(false);  // just before this op, somebody may have written to its window
     try {
       space.device.load(space.homes, block.slot, block.order, space.address(block));
     } catch (...) {
@@ -1489,7 +1490,10 @@ struct PagedAllocator final : follow::WrappingAllocator {
         const bool ours = tracked();
         if (ours || (!is_other() && ops_running > 0 && others_running == 0)) {
           // Compiled code asks for memory without an op, and writes to what it likes.
-          if (Device::kStreams && depth == 0) space->unseen = true;
+          if (Device::kStreams && depth == 0) {
+            space->unseen = true;
+            space->device.note_unseen(true);
+          }
           try {
             pointer = serve(*space, bytes);
           } catch (...) {
@@ -1873,7 +1877,8 @@ class Pinned {
   ~Pinned() {
     const Guard guard;
     for (auto& [block, written] : operands) {
-      block->space->device.used(block->order);
+      Device& device = block->space->device;
+      block->here() ? device.used(block->order) : device.used_slot(block->order);
       // An op that failed may have written as well.
       if (written) {
         block->dirty = true;
@@ -2634,6 +2639,7 @@ struct FirstOp final : at::ObserverContext {
     --blind;
     --own_blind;
     --others_running;
+    if (Space* space = current) space->device.note_unseen(false);
     answer();
   }
 };
@@ -2894,7 +2900,7 @@ bool release_from(Block& block, StorageImpl& storage) {
   block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
   space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
                     static_cast<int64_t>(storage.nbytes()));
-  space.device.used(block.order);
+  block.here() ? space.device.used(block.order) : space.device.used_slot(block.order);
   forget_window(block);
   const at::DataPtr old = storage.set_data_ptr(std::move(own));
   return true;

@@ -1,8 +1,9 @@
-// Work on streams of a GPU, and who has to wait for which of it. It has never run on a GPU.
+// Work on streams of a GPU, and who has to wait for which of it.
 //
 // Work that was issued to a stream has a mark: the stream, and a number that grows. Whoever has to come after it lets its
-// own stream wait for an event; one that was recorded later will do as well, so a stream has one event, which is recorded
-// anew only when somebody waits for what came after it. Nothing here blocks the host.
+// own stream wait for the first event that was recorded at that mark or later. A copy has an event right behind it, so that
+// whoever needs its bytes does not wait for the copies behind it. An op has none: one is recorded where somebody waits for
+// it and nothing later has one. Nothing here blocks the host, but for a stream that is gone.
 //
 // Memory that is free may still be in use by work that was issued before it was freed: ``Fences`` keeps the marks of that
 // by address, for whoever gets the memory next.
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <iterator>
 #include <map>
 #include <utility>
@@ -47,7 +49,8 @@ class Marks {
 };
 
 // The streams of one device, by number. A ``Runtime`` makes events and drops them, records one on a stream (what is waited
-// for from then on is all that was issued there before), and lets a stream wait for one as it was recorded last.
+// for from then on is all that was issued there before; false: the stream is gone), says whether what one was recorded
+// behind is over, lets a stream wait for one as it was recorded last, and waits for all work itself.
 template <class Runtime>
 class Streams {
  public:
@@ -55,14 +58,16 @@ class Streams {
 
   explicit Streams(Runtime runtime) : runtime_(std::move(runtime)) {}
   ~Streams() {
-    for (const Stream& stream : streams_) runtime_.drop(stream.event);
+    for (const Stream& stream : streams_)
+      for (const Recorded& recorded : stream.recorded) runtime_.drop(recorded.event);
   }
   Streams(const Streams&) = delete;
 
+  // Makes no event, and so never fails for want of one: deleters ask as well.
   int number_of(Handle handle) {
     for (size_t i = 0; i < streams_.size(); ++i)
       if (streams_[i].handle == handle) return static_cast<int>(i);
-    streams_.push_back({handle, runtime_.make()});
+    streams_.push_back({handle, {}, 0, 0, {}});
     return static_cast<int>(streams_.size()) - 1;
   }
   Handle handle(int stream) const { return streams_[stream].handle; }
@@ -70,30 +75,58 @@ class Streams {
   // Of all that was issued to a stream so far, also by others.
   Mark now(int stream) { return {stream, ++streams_[stream].issued}; }
 
+  // Records an event behind what has a mark on a stream, unless there is one: who waits for that waits for no more.
+  void record(int stream) {
+    Stream& marked = streams_[stream];
+    if (!marked.recorded.empty() && marked.recorded.back().number == marked.issued) return;
+    Event event;
+    if (marked.recorded.size() >= kFew && runtime_.is_over(marked.recorded.front().event)) {
+      event = marked.recorded.front().event;
+      marked.over = marked.recorded.front().number;
+      marked.recorded.pop_front();
+    } else {
+      event = runtime_.make();
+    }
+    const bool is_there = runtime_.record(event, marked.handle);
+    marked.recorded.push_back({marked.issued, event});
+    if (is_there) return;
+    // Its owner has destroyed it, perhaps before its work was done.
+    runtime_.finish();
+    marked.over = marked.issued;
+    for (const Recorded& each : std::exchange(marked.recorded, {})) runtime_.drop(each.event);
+  }
+
   // Lets what is issued to a stream from now on come after marked work.
   void wait(int stream, const Mark& mark) {
     if (stream == mark.stream) return;
-    Stream& waiter = streams_[stream];
+    Stream &marked = streams_[mark.stream], &waiter = streams_[stream];
     if (static_cast<int>(waiter.waited.size()) <= mark.stream) waiter.waited.resize(mark.stream + 1, 0);
-    if (waiter.waited[mark.stream] >= mark.number) return;
-    Stream& marked = streams_[mark.stream];
-    if (marked.recorded < mark.number) {
-      runtime_.record(marked.event, marked.handle);
-      marked.recorded = marked.issued;
-    }
-    runtime_.wait(waiter.handle, marked.event);
-    waiter.waited[mark.stream] = marked.recorded;
+    if (marked.over >= mark.number || waiter.waited[mark.stream] >= mark.number) return;
+    if (marked.recorded.empty() || marked.recorded.back().number < mark.number) record(mark.stream);
+    if (marked.over >= mark.number) return;
+    const auto first = std::lower_bound(marked.recorded.begin(), marked.recorded.end(), mark.number,
+                                        [](const Recorded& each, int64_t number) { return each.number < number; });
+    runtime_.wait(waiter.handle, first->event);
+    waiter.waited[mark.stream] = first->number;
   }
   void wait(int stream, const Marks& marks) {
     for (const Mark& mark : marks) wait(stream, mark);
   }
 
  private:
+  using Event = typename Runtime::Event;
+  // So many events a stream has before it is asked whether the oldest can be used again.
+  static constexpr size_t kFew = 64;
+
+  struct Recorded {
+    int64_t number;  // the last mark that it covers
+    Event event;
+  };
   struct Stream {
     Handle handle;
-    typename Runtime::Event event;
-    int64_t issued = 0, recorded = 0;  // the last mark; the last that the event covers
-    std::vector<int64_t> waited;       // for each other stream: the last mark that it waits for
+    std::deque<Recorded> recorded;  // in their order
+    int64_t issued = 0, over = 0;   // the last mark; what has it or an earlier one is done
+    std::vector<int64_t> waited;    // for each other stream: the last mark that it waits for
   };
 
   Runtime runtime_;

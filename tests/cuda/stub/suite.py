@@ -271,7 +271,8 @@ IMPLIED_IN_STEPS = {
     "disk: begin, DISK_OUT": _OF_THE_DOUBLE,
     "disk: end, DISK_IN": _OF_THE_DOUBLE,
 }
-_SHOWN = "the loop's stream has waited for the copy before it shows what it copied, and copies wait for that stream"
+_SHOWN = "the loop's stream has waited for the copy before it shows what it copied, and copies out wait for that stream"
+_UNSEEN = "these loops write nothing to what is at home"
 _BY_THE_DRIVER = "giving memory to the driver, or taking it from there, waits for all work"
 IMPLIED_IN_LOOPS = {
     "reserve:": _BY_THE_DRIVER,
@@ -279,8 +280,11 @@ IMPLIED_IN_LOOPS = {
     "give_slot:": _SHOWN,
     "save: streams_.wait(out_, order.home)": _SHOWN,
     "save: order.home": _SHOWN,
-    "load: streams_.wait(in_, order.home)": _SHOWN,
     "load: order.home": _SHOWN,
+    "load: unseen_.add": _UNSEEN,
+    "load: streams_.wait(in_, unseen_)": _UNSEEN,
+    "note_unseen:": _UNSEEN,
+    "used_slot:": _UNSEEN,
     "retire:": "no loop here gives away what another stream has made without saying so to PyTorch",
     "nanos_of_copy:": "it measures, and nobody reads what it copies",
     "all_of: all.add(streams_.now(stream))": "other streams' ops have marks of their own; this is for what nobody sees",

@@ -173,7 +173,7 @@ def of_compiled(first: int, only: int | None) -> None:
 # Followed loops
 
 _STATEMENT = re.compile(
-    r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|others|done)\.add"
+    r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|others|done|unseen_)\.add"
     r"|c10::cuda::CUDACachingAllocator::recordStream)\("
 )
 _FUNCTION = re.compile(r"^  (?:static )?[\w:]+\*? (\w+)\(")
@@ -182,13 +182,11 @@ _SWITCH = """
 extern "C" __attribute__((visibility("default"))) inline unsigned long long follow_left_out = 0;
 """
 # Statements, by how they begin, each of which does what another one does as well, in loops of one stream: a stream that
-# shows a storage at its home has waited for the copy there, and copies back wait for that stream. What is left is for
-# code that nobody sees and for other streams.
-_CURRENT, _SHOWN = "load: streams_.wait(in_, streams_.now", "use_slot: streams_"
+# shows a storage at its home has waited for the copy there. What is left is for code that nobody sees and for streams
+# beside the loop's.
+_SHOWN = "use_slot: streams_"
 TOGETHER = (
     ("used: order.after", "all_of: all.add(streams_.now(order.stream"),
-    ("give: fences_", _CURRENT),
-    ("move: fences_", _CURRENT),
     ("move: order.before", "all_of: all.add(streams_.now(order.stream"),
     ("save: order.after", _SHOWN),
     ("all_of: all.add(order.after", _SHOWN),
