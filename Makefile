@@ -18,8 +18,8 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
 	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
-	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-stub gpu-visit gpu-wheels \
-	growth record record-write mutants tsan clean
+	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals gpu-stub gpu-visit \
+	gpu-wheels growth record record-write mutants tsan clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -179,6 +179,9 @@ gpu-stub: $(GPU_STUB_PYTHON)  ## the CUDA build of PyTorch on a runtime without 
 
 gpu-predictions: setup  ## caps, batches and times of gpu-visit's rows as the planner predicts them, without a GPU; ROWS=1,3 does a part
 	$(BIN)/python tools/gpu_rows.py --predict $(ROWS)
+
+gpu-rivals: setup  ## jobs that others publish for one card, with our predicted step beside their figures; half an hour; ROWS=KEY,KEY does a part
+	$(BIN)/python tools/gpu_rivals.py $(ROWS)
 
 bench-state: setup  ## train a GPT born on disk, from birth to a checkpoint and on from it
 	$(BIN)/python benchmarks/state.py

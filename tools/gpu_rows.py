@@ -367,7 +367,6 @@ def predict(row: Row) -> dict[str, Any]:
     captured = time.process_time()
     in_core, smallest = planning.in_core_budget(graph, costs), planning.smallest_budget(graph, costs)
     cap = int(row.cap if row.cap >= 1 else row.cap * in_core)
-    room = cap - _BESIDE - max(cap // _RESERVED_SHARE, 32 << 20)
     found: dict[str, Any] = {
         "size": size,
         "cap": cap,
@@ -377,7 +376,7 @@ def predict(row: Row) -> dict[str, Any]:
         "in_core_s": round(costs.compute_seconds, 4),
     }
     try:
-        planned = planning.plan_step(graph, costs, room)
+        planned = planning.plan_step(graph, costs, room_of(cap))
     except BudgetError as error:
         found["refused"] = str(error).splitlines()[0][:300]
     else:
@@ -392,18 +391,26 @@ def predict(row: Row) -> dict[str, Any]:
 def _costed(row: Row, size: int) -> tuple[Any, Any]:
     """Return the step of a row with its costs on the GPU of the preset."""
     from outofcore import presets  # noqa: PLC0415 - not needed where a row is measured
-    from outofcore.estimation.costing import costed  # noqa: PLC0415
-    from outofcore.progress import silent  # noqa: PLC0415
 
-    device = presets.simulated(PRESET)
-    if device is None:
-        raise RuntimeError(f"there is no preset {PRESET}")
     with torch.device("meta"):
         job = make(row.model, size, foretold=True)
+    return costed_job(job, presets.device(PRESET))
+
+
+def costed_job(job: Job, device: Any) -> tuple[Any, Any]:
+    """Return the step of a job, captured without memory, with its costs on a device of ``outofcore.presets``."""
+    from outofcore.estimation.costing import costed  # noqa: PLC0415 - not needed where a row is measured
+    from outofcore.progress import silent  # noqa: PLC0415
+
     batch = tuple(part.to("meta") for part in job.batch)
     models = [job.model.to("meta")]
     found = costed(job.step, models, [job.optimizer], batch, {}, where=device, cache=None, tell=silent)
     return found.graph, found.costs
+
+
+def room_of(cap: int) -> int:
+    """Return the bytes that a plan may use within a cap of device memory."""
+    return cap - _BESIDE - max(cap // _RESERVED_SHARE, 32 << 20)
 
 
 def predict_all(file: Path, numbers: set[int]) -> None:
