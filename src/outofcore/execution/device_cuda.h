@@ -1,8 +1,8 @@
 // What arena.cpp needs to know of CUDA: its allocator in PyTorch, and where an arena's memory goes back to.
 //
 // PyTorch asks c10::cuda::CUDACachingAllocator::get() for memory, an exchangeable pointer. The allocator put there answers
-// allocate() itself and hands everything else to the one that was there before. Compiled against the headers of
-// torch 2.11, 2.12 and 2.13, and loaded with libc10_cuda of 2.11 and 2.12. It has not run on a GPU yet.
+// allocate() itself and hands everything else to the one that was there before. Run on the stub of
+// tests/cuda/stub with torch 2.11, 2.14 and 2.15, and on a GPU with 2.11.
 
 #pragma once
 
