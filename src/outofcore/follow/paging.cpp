@@ -222,7 +222,8 @@ struct Space {
   int64_t spare = 0;                     // bytes of the arena that are left free, so that there are holes
   int64_t segments = 0;                  // bytes that PyTorch's allocator may take for small requests of the loop
   int64_t segments_before = 0;           // and had taken before
-  bool parted = false;                   // a request found no hole, though there was room for it
+  bool reruns = false;                   // the op that runs can be run once more
+  bool parted = false;                   // and is to be, since a request found no hole, though there was room for it
   std::atomic<bool> small_inside{false};  // it has taken them: small requests are served in the arena
   std::atomic<int64_t> small_asked{0};   // bytes of such requests since it was last looked
   int64_t small_before = 0;              // ``small_bytes`` when this loop was opened: earlier loops' tensors
@@ -294,8 +295,12 @@ struct Space {
 
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
-// Bytes of the stock allocator's for requests that were not served in an arena, by address.
-std::unordered_map<void*, int64_t>& outside = *new std::unordered_map<void*, int64_t>;
+// Memory of the stock allocator's for requests that were not served in an arena.
+struct Outside {
+  int64_t bytes;
+  Space* charged;  // whose budget they count in; null: nobody's
+};
+std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Outside>;  // by address
 std::atomic<int64_t> outside_count{0};
 // Of smaller storages that ops of loops have asked for, as the stock allocator gives them.
 std::atomic<int64_t> small_bytes{0};
@@ -1067,8 +1072,8 @@ std::string source_of_running(const Space& space) {
 }
 
 // Python knows this message, and makes a BudgetError of it (loop.py). Programs that then try smaller batches, such as
-// accelerate's, look for its last words. `parted`: by so much a hole is too small, where there is room.
-[[noreturn]] void refuse(const Space& space, int64_t bytes, int64_t parted = 0) {
+// accelerate's, look for its last words.
+[[noreturn]] void refuse(const Space& space, int64_t bytes) {
   bytes = whole_pages(bytes);
   int64_t pinned = 0, kept = 0;
   for (const auto& [offset, block] : space.at) {
@@ -1079,8 +1084,7 @@ std::string source_of_running(const Space& space) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.limit, " bytes cannot hold ",
                    name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
                    kept, " bytes that cannot be moved; at least ",
-                   Device::least_for(parted > 0 ? space.limit + parted : bytes + pinned + kept + space.small() + beside,
-                                     space.limit),
+                   Device::least_for(bytes + pinned + kept + space.small() + beside, space.limit),
                    " bytes are needed, of which tensors of less than ", smallest.load(), " bytes each take ",
                    space.small(), ", and ", beside, " lie beside the arena. The loop is out of memory.");
 }
@@ -1290,6 +1294,8 @@ void fetch(Space& space, Block& block) {
 
 void forget_space(Space* space) {
   living_spaces -= static_cast<int>(spaces.erase(space));
+  for (auto& [pointer, piece] : outside)
+    if (piece.charged == space) piece.charged = nullptr;
   // A GPU cannot be used in the child of a fork, nor be told that what it has there is not needed.
   if (!Device::kStreams || !space->of_parent) delete space;
 }
@@ -1356,10 +1362,11 @@ Block* new_block(Space& space, int64_t bytes) {
 
 // ---- the allocator under PyTorch -----------------------------------------------------------------------------------
 
-void* serve_outside(Space& space, int64_t bytes) {
+void* serve_outside(Space& space, int64_t bytes, bool charged) {
   void* pointer = stock.load()->raw_allocate(bytes);
-  outside[pointer] = bytes;
+  outside[pointer] = {bytes, charged ? &space : nullptr};
   ++outside_count;
+  if (charged) count_use(space, bytes);
   int64_t& now = space.counters[kOutside];
   now += bytes;
   space.counters[kOutsidePeak] = std::max(space.counters[kOutsidePeak], now);
@@ -1374,9 +1381,13 @@ void* serve(Space& space, int64_t bytes) {
       wanted = space.wanted[number].second;
   }
   const auto place_for = room_for(space, whole_pages(bytes), wanted);
-  if (!place_for) {
+  if (!place_for && space.reruns) {
     space.parted = true;
-    refuse(space, bytes, whole_pages(bytes) - space.extents.longest());
+    refuse(space, bytes);
+  }
+  if (!place_for) {
+    if (depth > 0) space.requests.push_back({space.ids++, whole_pages(bytes)});
+    return serve_outside(space, bytes, true);
   }
   Block* block = new_block(space, bytes);
   try {
@@ -1428,7 +1439,8 @@ void release_raw(void* pointer) {
   if (outside_count.load(std::memory_order_relaxed) != 0) {
     const Guard guard;
     if (const auto found = outside.find(pointer); found != outside.end()) {
-      if (Space* space = current) space->counters[kOutside] -= found->second;
+      if (Space* space = current) space->counters[kOutside] -= found->second.bytes;
+      if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
       outside.erase(found);
       --outside_count;
       stock.load()->raw_deallocate(pointer);
@@ -1539,7 +1551,7 @@ struct PagedAllocator final : follow::WrappingAllocator {
             if (ours) throw;  // another thread's request is served all the same
           }
         }
-        if (pointer == nullptr) pointer = serve_outside(*space, bytes);
+        if (pointer == nullptr) pointer = serve_outside(*space, bytes, false);
       }
     } else if (Device::kStreams && count != 0 && !is_large(bytes) && tracked() && Device::is_current()) {
       pointer = serve_small(bytes);
@@ -2412,24 +2424,31 @@ void join_operands(Space& space, const Pinned& pinned) {
 }
 
 // Runs the kernel of an op whose operands are here. Where addresses are no more than bytes, these may part what is free,
-// so that no hole is large enough for a result; then it is run once more with its operands side by side, if it has changed
-// nothing.
+// so that no hole is large enough for a result; then it is run once more with its operands side by side, if it changes
+// nothing else. For others, the stock allocator serves the request.
 void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                  torch::jit::Stack* stack, const Pinned& pinned) {
   if (Device::kAddresses > 1) return run_kernel(op, below, stack);
   const auto count = static_cast<int64_t>(about.writes.size());
-  torch::jit::Stack given;
-  if (about.again == follow::Again::kMakes && 2 * space.charged > space.room())
-    given.assign(stack->end() - count, stack->end());
-  const size_t below_given = stack->size() - static_cast<size_t>(count);
+  const auto writes = [](bool argument) { return argument; };
+  const bool reruns = about.again == follow::Again::kMakes && 2 * space.charged > space.room() &&
+                      !op.hasTag(at::Tag::nondeterministic_seeded) &&
+                      std::none_of(about.writes.begin(), about.writes.end(), writes);
+  if (!reruns) return run_kernel(op, below, stack);
+  const torch::jit::Stack given(stack->end() - count, stack->end());
+  const size_t below_given = stack->size() - given.size();
   space.parted = false;
+  space.reruns = true;
   try {
-    return run_kernel(op, below, stack);
+    run_kernel(op, below, stack);
+    space.reruns = false;
+    return;
   } catch (const c10::OutOfMemoryError&) {
-    const auto writes = [](bool argument) { return argument; };
-    if (!space.parted || given.empty() || op.hasTag(at::Tag::nondeterministic_seeded) ||
-        std::any_of(about.writes.begin(), about.writes.end(), writes))
-      throw;
+    space.reruns = false;
+    if (!space.parted) throw;
+  } catch (...) {
+    space.reruns = false;
+    throw;
   }
   join_operands(space, pinned);
   stack->resize(below_given);
