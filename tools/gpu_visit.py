@@ -97,8 +97,8 @@ _STEPS = (
     "bits: dense, offload-all, disk"
 )
 _LOOPS = (
-    "loop: dense at 0.5; loop: dense at 0.5, planned; loop: language at 0.5; loop: language at 0.5, planned; "
-    "loop: dense at 0.4; loop: language at 0.4"
+    "loop: tall at 0.5; loop: tall at 0.5, planned; loop: language at 0.5; loop: language at 0.5, planned; "
+    "loop: tall at 0.4; loop: language at 0.4"
 )
 _HOST = (
     "host: gpt, in core; host: gpt, offloaded; host: gpt, followed; host: gpt, plain; host: resnet50, in core; "

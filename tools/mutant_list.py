@@ -315,8 +315,8 @@ MUTANTS = (
     Mutant(
         "small-tensors-are-free",
         "follow/paging.cpp",
-        "int64_t room() const { return budget - small(); }",
-        "int64_t room() const { return budget; }",
+        "int64_t room() const { return budget - spare - small(); }",
+        "int64_t room() const { return budget - spare; }",
         "Small tensors of a loop take memory beside the budget.",
         ("tests/torch_cpu/test_follow_memory.py",),
     ),

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,7 @@ __all__ = [
     "below_autograd",
     "bucket_assignment",
     "compile_traced",
+    "cublas_workspace_bytes",
     "current_autograd_node",
     "finished_work",
     "force_strides",
@@ -527,6 +529,22 @@ def set_activation_memory_budget(share: float) -> None:
 def let_device_idle(cycles: int) -> None:
     """Keep the current stream of the current CUDA device busy with nothing for so many cycles of its clock."""
     torch.cuda._sleep(cycles)
+
+
+def cublas_workspace_bytes() -> int:
+    """Bytes that PyTorch keeps for cuBLAS and cuBLASLt, for each thread and stream with products of matrices.
+
+    Where PyTorch does not tell, what it takes on most devices.
+    """
+    names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        functions = [getattr(library, name) for name in names]
+    except (OSError, AttributeError):
+        return 33 << 20
+    for function in functions:
+        function.restype = ctypes.c_size_t
+    return sum(int(function()) for function in functions)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -578,7 +578,8 @@ def budget(
     when, and where it lies. Whatever is not as planned happens on demand.
 
     Args:
-        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB".
+        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB". On a GPU it is
+            what PyTorch's allocator may take for the loop: see the guide.
         model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
             when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
             the state of an optimizer when it first steps.

@@ -86,6 +86,7 @@ def side_stream(model: nn.Module, make: Make) -> list[Any]:
 
 LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {
     "dense": (functools.partial(pinned, steps=6, shape=(256, 256)), lambda: Dense().cuda()),
+    "tall": (functools.partial(pinned, steps=4, shape=(2048, 256)), lambda: Dense().cuda()),
     "pictures": (functools.partial(pinned, steps=5, shape=(8, 3, 24, 24)), lambda: Strided().cuda()),
     "language": (plain, lambda: Language().cuda()),
     "lengths": (lengths_vary, lambda: Language().cuda()),

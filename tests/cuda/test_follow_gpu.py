@@ -5,6 +5,7 @@ None of it has run on a GPU yet.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from at_once import MOVES, PlannedAtOnce
-from following import Trained, peak_of, trained
+from following import Trained, budget_for, peak_of, trained
 from gpu_loops import LOOPS, OPTIMIZERS
 from loops import adamw
 from torch import nn
@@ -24,8 +25,9 @@ from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.execution.native import Flavor
 from outofcore.follow import loop as module
+from outofcore.follow.gpu import Shares, make_workspaces, shares_of
 from outofcore.follow.native import call, is_followed, load_paging
-from outofcore.units import MIB
+from outofcore.units import KIB, MIB
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -33,6 +35,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    # Budgets here are for tensors alone, of loops that are smaller than what lies beside.
+    monkeypatch.setattr(module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -97,6 +101,112 @@ def test_what_does_not_fit_is_told_and_breaks_nothing() -> None:
         model(torch.ones(1024, 256, device="cuda"))
     assert all(torch.equal(a, p.detach().cpu()) for a, p in zip(before, model.parameters(), strict=True))
     assert not is_followed()
+
+
+@contextlib.contextmanager
+def only(budget: int) -> Iterator[None]:
+    """PyTorch's allocator gives no more than a budget."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+        assert torch.cuda.max_memory_reserved() <= budget
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("policy", [None, MOVES], ids=["on_demand", "planned"])
+@pytest.mark.parametrize("name", ["tall", "language", "lengths", "rich"])
+def test_all_that_is_taken_of_the_device_is_within_the_budget(
+    name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "shares_of", shares_of)
+    plain = plainly(name)
+    budget = budget_for(int(0.5 * peak(name)), DEVICE)
+    with only(budget):
+        ours, stats = followed(name, budget, policy=policy)
+    assert ours.differs_from(plain) == ""
+    assert stats.evictions > 0
+    assert stats.outside_bytes == stats.peak_outside_bytes == 0
+
+
+def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shares_of", shares_of)
+    budget = budget_for(48 * MIB, DEVICE)
+    with only(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False) as run:
+        small = [torch.full((8 * KIB,), float(i), device="cuda") for i in range(1000)]  # 32 KiB each
+        assert run.stats.bytes_in_use > 16 * MIB
+        assert [t.mean().item() for t in small] == [float(i) for i in range(1000)]
+        del small
+        assert run.stats.bytes_in_use == 0
+
+
+def test_what_lies_on_the_device_beforehand_is_beside_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shares_of", shares_of)
+    make_workspaces(DEVICE)
+    before = shares_of(128 * MIB, DEVICE)
+    data = torch.ones(16 * MIB, device="cuda")
+    assert shares_of(128 * MIB, DEVICE) == before
+    with outofcore.budget(128 * MIB, device="cuda", policy=None, cache=False):
+        assert data[:3].sum().item() == 3
+
+
+def test_a_budget_without_room_for_an_arena_names_the_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shares_of", shares_of)
+    with pytest.raises(BudgetError, match="leaves no room for a loop") as caught:
+        outofcore.budget(8 * MIB, model_of("dense"), policy=None).start()
+    assert not is_followed()
+    assert caught.value.smallest_budget is not None
+    with only(caught.value.smallest_budget), outofcore.budget(caught.value.smallest_budget, device="cuda", policy=None):
+        assert torch.ones(MIB, device="cuda").sum().item() == MIB
+
+
+def test_the_budget_that_a_refusal_names_does_for_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shares_of", shares_of)
+    budget, refusals = budget_for(8 * MIB, DEVICE), 0
+    while refusals < 3:
+        try:
+            with only(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False):
+                x = torch.ones(3 * MIB, device="cuda")
+                assert (x + x).sum().item() == 6 * MIB
+            break
+        except BudgetError as error:
+            assert error.smallest_budget is not None
+            budget = error.smallest_budget
+            refusals += 1
+        x = None
+    assert refusals == 2  # ones, and the sum
+
+
+def test_operands_that_part_the_free_memory_are_joined() -> None:
+    with outofcore.budget(8 * MIB, device="cuda", policy=None, cache=False) as run:
+        first = torch.full((3 * MIB // 4,), 1.0, device="cuda")
+        part = torch.arange(MIB / 4, device="cuda")
+        second = torch.full((3 * MIB // 4,), 2.0, device="cuda")
+        last = torch.full((MIB // 4,), 3.0, device="cuda")
+        joined = torch.cat([part] * 6)
+        assert run.stats.peak_outside_bytes == 0
+        assert run.stats.peak_bytes <= 8 * MIB
+        assert torch.equal(joined.cpu(), torch.arange(MIB / 4).repeat(6))
+        assert [t.mean().item() for t in (first, second, last)] == [1.0, 2.0, 3.0]
+
+
+def test_operands_that_find_no_hole_are_counted() -> None:
+    model = nn.Linear(1024, 1536, bias=False, device="cuda")  # 6 MiB
+    nn.init.constant_(model.weight, 2.0)
+    with outofcore.budget(8 * MIB, model, policy=None, cache=False) as run:
+        before = torch.ones(3 * MIB // 4, device="cuda")
+        fixed = torch.ones(MIB // 4, device="cuda")
+        assert fixed.__cuda_array_interface__["data"][0] % 512 == 0
+        del before
+        assert run.stats.at_home_bytes == 0
+        assert model.weight.sum().item() == 2.0 * 1024 * 1536
+        assert run.stats.at_home_bytes == 6 * MIB
 
 
 def test_addresses_that_somebody_took_stay() -> None:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import outofcore
+from outofcore.errors import BudgetError
 from outofcore.execution.native import Flavor
+from outofcore.follow.gpu import make_workspaces, shares_of
 from outofcore.follow.loop import parts_of
 from outofcore.follow.native import load_paging
+from outofcore.units import MIB, round_up
 
 ROOMY = 1 << 30
 
@@ -89,6 +92,22 @@ def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -
     """Peak bytes of a loop with ample room and no plan: a share of those in the arena, all of the small tensors'."""
     movable, small = _peaks_of(loop, model_of)
     return int(share * movable) + small
+
+
+def budget_for(tensors: int, device: torch.device) -> int:
+    """The budget on a GPU that leaves room for tensors of so many bytes."""
+    make_workspaces(device)
+    budget = tensors
+    while True:
+        try:
+            missing = tensors - shares_of(budget, device).room
+        except BudgetError as error:
+            assert error.smallest_budget is not None
+            budget = error.smallest_budget
+            continue
+        if missing <= 0:
+            return budget
+        budget += round_up(missing, 2 * MIB)
 
 
 @functools.cache

@@ -472,6 +472,30 @@ def test_what_does_not_fit_is_told_with_op_line_and_bytes() -> None:
     assert product.equal(x @ x)
 
 
+@pytest.mark.filterwarnings("ignore:.*overriding a previously registered kernel")
+def test_what_an_op_was_refused_is_raised_though_it_went_another_way() -> None:
+    caught: list[type[BaseException]] = []
+
+    def with_less_memory(x: Tensor) -> Tensor:
+        try:
+            torch.empty(4 * MIB)
+        except RuntimeError as error:  # as cuDNN does, for which there are slower algorithms
+            caught.append(type(error))
+        return x.clone()
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("frac", with_less_memory, "CPU")
+    try:
+        with outofcore.budget("4MiB", policy=None):
+            x = torch.ones(MIB // 8)
+            with pytest.raises(torch.OutOfMemoryError, match="cannot hold aten::frac, which asks for 16777216 bytes"):
+                x.frac()
+            assert caught == [RuntimeError]  # which those do not catch that look for a lack of memory
+            assert (x + 1).sum().item() == MIB // 4
+    finally:
+        del library
+
+
 def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
     run = outofcore.budget("4MiB").start()
     try:

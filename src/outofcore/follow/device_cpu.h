@@ -60,6 +60,13 @@ class Device {
   static bool is_stock(c10::Allocator* installed) { return installed == c10::GetDefaultCPUAllocator(); }
   static void enter() {}
 
+  static bool picks_by_trying() { return false; }
+  // What small requests take beside the arena is counted request by request.
+  static constexpr int64_t kSegment = 0;
+  static int64_t bytes_of_segments() { return 0; }
+  static int64_t free_in_segments() { return 0; }
+  static int64_t least_for(int64_t least, int64_t) { return least; }
+
   // The arena: addresses, which get memory when they are first written to. Its core, of as many bytes as the budget, gets
   // huge pages. Elsewhere only large blocks do, on the whole pages that they have to themselves: in a huge page that is
   // used in part, the kernel sooner or later gives memory to the rest as well (khugepaged).

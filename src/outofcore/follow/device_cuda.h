@@ -15,6 +15,8 @@
 #include "pinned.h"
 #include "streams.h"
 
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -150,6 +152,21 @@ class Device {
   static c10::Allocator* stock_beneath(c10::Allocator* installed) { return installed; }
   static bool is_stock(c10::Allocator* installed) { return dynamic_cast<::device::Allocator*>(installed) == nullptr; }
   void enter() const { followed() = index_; }
+
+  // Whether cuDNN finds its engines by trying (torch.backends.cudnn.benchmark).
+  static bool picks_by_trying() { return at::globalContext().benchmarkCuDNN(); }
+  // What PyTorch's allocator takes from the device at once for requests below 1 MiB; what it has taken for those, and
+  // what of that is free.
+  static constexpr int64_t kSegment = int64_t{2} << 20;
+  int64_t bytes_of_segments() const { return of_small(stats().reserved_bytes); }
+  int64_t free_in_segments() const {
+    const auto now = stats();
+    return of_small(now.reserved_bytes) - of_small(now.allocated_bytes);
+  }
+  // The budget that leaves an arena so much larger: of what is added, shares lie beside it (see gpu.py).
+  static int64_t least_for(int64_t least, int64_t budget) {
+    return least <= budget ? least : least + (least - budget) / 8 + kSegment;
+  }
 
   // One allocation of PyTorch's, so that it counts in its statistics and limits. Throws c10::OutOfMemoryError.
   char* reserve(int64_t bytes) {
@@ -328,6 +345,13 @@ class Device {
   static std::atomic<int>& followed() {
     static std::atomic<int> index{-1};
     return index;
+  }
+
+  c10::CachingDeviceAllocator::DeviceStats stats() const {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(index_);
+  }
+  static int64_t of_small(const c10::CachingAllocator::StatArray& bytes) {
+    return bytes[static_cast<size_t>(c10::CachingAllocator::StatType::SMALL_POOL)].current;
   }
 
   int current() { return streams_.number_of(c10::cuda::getCurrentCUDAStream(index_).stream()); }

@@ -1,5 +1,9 @@
 """What following a loop on a GPU asks of PyTorch: what its libraries keep is made before, and CUDA graphs are refused.
 
+The budget is what PyTorch's allocator may take from the device for the loop. Of it, the arena is what is left by what
+cuBLAS keeps, the segments that tensors below 64 KiB lie in, and some that small ones of the loop may come to need.
+Larger tensors that lie on the device beforehand, and are not the models', are beside the budget.
+
 A graph keeps the addresses that it was captured with, and its kernels run without an op that anybody sees: tensors that
 it reads would have moved, and what it writes to would have been given to others.
 
@@ -10,14 +14,81 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outofcore.errors import StateError
+from outofcore._torch_internals import cublas_workspace_bytes
+from outofcore.errors import BudgetError, StateError
+from outofcore.units import KIB, MIB, format_bytes, round_up
 
 # By name, what a graph does that cannot be followed.
 _REFUSED = {"capture_begin": "captured", "replay": "replayed"}
+# What the caching allocator takes from the device at once, for requests below 1 MiB; and from which size on it takes a
+# multiple of that. What lies between comes out of larger pieces.
+_SEGMENT, _LARGE = 2 * MIB, 10 * MIB
+# Storages below this are left to it: ``smallest`` in paging.cpp.
+_SMALL = 64 * KIB
+# Of the budget, a part for small tensors of the loop; this at the least.
+_SMALL_SHARE, _LEAST_SMALL = 64, 4 * _SEGMENT
+# Of the arena, a part stays free: tensors that an op uses part what is free, and its results need holes.
+_SPARE_SHARE = 32
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the bytes of a budget are for.
+
+    Attributes:
+        arena: one piece of the device's memory.
+        spare: of the arena, bytes that are left free.
+        segments: beside it, for small tensors that the loop makes.
+    """
+
+    arena: int
+    spare: int
+    segments: int
+
+    @property
+    def room(self) -> int:
+        """Bytes of tensors that can be in the arena."""
+        return self.arena - self.spare
+
+
+def shares_of(budget: int, device: torch.device) -> Shares:
+    """Divide a budget, once the models have left the device and the workspaces are made.
+
+    Raises:
+        BudgetError: it leaves no arena.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    beside = _bytes_beside(device)
+    segments = max(round_up(budget // _SMALL_SHARE, _SEGMENT), _LEAST_SMALL)
+    arena = (budget - beside - segments) // _SEGMENT * _SEGMENT
+    if arena < _LARGE:
+        least = beside + _LEAST_SMALL + _LARGE
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
+            f"{format_bytes(beside)} there, with tensors of less than {format_bytes(_SMALL)}. Give a budget of at "
+            f"least {format_bytes(least)}",
+            least,
+        )
+    return Shares(arena, arena // _SPARE_SHARE, segments)
+
+
+def _bytes_beside(device: torch.device) -> int:
+    """Bytes that PyTorch has from the device, but for those of tensors of 64 KiB and more."""
+    large = sum(
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        for block in segment["blocks"]
+        if block["state"] != "inactive" and block["size"] >= _SMALL
+    )
+    # Among those that are in use, workspaces are, for this thread and for autograd's.
+    return torch.cuda.memory_reserved(device) - max(large - 2 * cublas_workspace_bytes(), 0)
 
 
 def make_workspaces(device: torch.device) -> None:
@@ -25,6 +96,8 @@ def make_workspaces(device: torch.device) -> None:
     with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+            # Backward itself asks cuBLASLt for nothing; what is computed again in it does.
+            square.register_hook(lambda grad: torch.addmm(grad[0], grad, grad))
             with torch.autocast("cuda", enabled=False):
                 torch.addmm(square[0], square, square @ square).sum().backward()
         torch.cuda.synchronize(device)

@@ -39,7 +39,7 @@ from outofcore.execution.memory import trim_heap
 from outofcore.execution.native import Flavor
 from outofcore.execution.spill import SpillFile
 from outofcore.follow.addresses import AddressWatch
-from outofcore.follow.gpu import graphs_refused, make_workspaces
+from outofcore.follow.gpu import Shares, graphs_refused, make_workspaces, shares_of
 from outofcore.follow.native import (
     DISPATCH_KEY,
     call,
@@ -111,7 +111,8 @@ Names = dict[int, tuple[str, StorageKind]]
 _REFUSAL = re.compile(
     r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "
     r"beside (?P<used>\d+) bytes that it uses and (?P<kept>\d+) bytes that cannot be moved; at least (?P<least>\d+) "
-    r"bytes are needed, of which tensors of less than (?P<smallest>\d+) bytes each take (?P<small>\d+)"
+    r"bytes are needed, of which tensors of less than (?P<smallest>\d+) bytes each take (?P<small>\d+), and "
+    r"(?P<beside>\d+) lie beside the arena"
 )
 
 
@@ -165,6 +166,7 @@ class Loop:
     ) -> None:
         require(Feature.BUDGET)
         self._limit = limit
+        self._room = limit  # of it, what there is for tensors of 64 KiB and more
         self._models = tuple(models)
         self._device = device  # of a GPU, with its index
         self._on_gpu = device.type == "cuda"
@@ -506,9 +508,11 @@ class Loop:
         return memory if self._host_limit is None else min(memory, self._host_limit)
 
     def _reserve(self, library: ctypes.CDLL, space: int) -> None:
-        if call(library, "follow_reserve", space) == 0:
+        shares = shares_of(self._limit, self._device) if self._on_gpu else Shares(self._limit, 0, 0)
+        self._room = shares.room
+        if call(library, "follow_reserve", space, shares.arena, shares.spare, shares.segments) == 0:
             raise ArenaError(
-                f"{self._device} does not give {format_bytes(self._limit)} for the arena; lower the budget, or free "
+                f"{self._device} does not give {format_bytes(shares.arena)} for the arena; lower the budget, or free "
                 "what else lies there"
             )
 
@@ -724,7 +728,7 @@ class Loop:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
                 self._follow_plan(library, record, plan, answer.seconds)
-                self._store.keep(record, self._limit, self._planned_by(), plan)
+                self._store.keep(record, self._room, self._planned_by(), plan)
         if wanted and not planner.is_busy:
             self._remade = remade
             self._plan_step(library, planner)
@@ -749,10 +753,10 @@ class Loop:
         call(library, "follow_proposal", self._space, numbers, count)
         names = library.follow_names(self._space).decode().splitlines()
         record = read_record(numbers[:], names)
-        kept = self._store.find(record, self._limit, self._planned_by())
+        kept = self._store.find(record, self._room, self._planned_by())
         if kept is None and self._policy is not None:
             small = -(-self._read_stats().peak_small_bytes // _SMALL_STEP) * _SMALL_STEP
-            budget = int((self._limit - small) * (1 - _SPARE))
+            budget = int((self._room - small) * (1 - _SPARE))
             planner.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
         elif kept is not None:
             self._follow_plan(library, record, kept, 0.0)
@@ -968,6 +972,8 @@ def explained(error: BaseException, names: Names | None = None) -> Exception | N
     held = f", and {counts['kept']} cannot be moved" if int(refused["kept"]) else ""
     if int(refused["small"]):
         held += f", beside {counts['small']} of tensors below {counts['smallest']}"
+    if int(refused["beside"]):
+        held += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
     named = _named(refused["op"], error.__traceback__, names or {})
     return BudgetError(
         f"the budget of {counts['budget']} cannot hold {named}: beside {counts['used']} that it uses it asks for "

@@ -50,7 +50,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_load": (_COUNT, (_POINTER,)),
     "follow_unload": (None, ()),
     "follow_new": (_POINTER, (_COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
-    "follow_reserve": (_COUNT, (_POINTER,)),
+    "follow_reserve": (_COUNT, (_POINTER, _COUNT, _COUNT, _COUNT)),
     "follow_add_home": (_COUNT, (_POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, _COUNT)),
     "follow_end_of_step": (_COUNT, (_POINTER,)),
     "follow_proposal": (_COUNT, (_POINTER, _POINTER, _COUNT)),

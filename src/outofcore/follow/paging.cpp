@@ -65,6 +65,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -122,6 +123,7 @@ enum Counter {
   kOutside,        // bytes of 64 KiB and more that threads outside of the loop hold
   kOutsidePeak,
   kForeign,        // operands that were used where they are: see ``block_of``
+  kAtHome,         // bytes of operands that were used at their home, by ops of the loop
   kTransferMicros,
   kHomePeak,       // bytes of the homes at the most
   kPlanned,        // ops that came where a plan has them
@@ -213,9 +215,17 @@ struct Block {
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
 struct Space {
   Space(int64_t budget_bytes, int device_index)
-      : budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
+      : limit(budget_bytes), budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
 
+  int64_t limit;                         // what the user gave, of which so much is the arena's:
   int64_t budget;
+  int64_t spare = 0;                     // bytes of the arena that are left free, so that there are holes
+  int64_t segments = 0;                  // bytes that PyTorch's allocator may take for small requests of the loop
+  int64_t segments_before = 0;           // and had taken before
+  bool reruns = false;                   // the op that runs can be run once more
+  bool parted = false;                   // and is to be, since a request found no hole, though there was room for it
+  std::atomic<bool> small_inside{false};  // it has taken them: small requests are served in the arena
+  std::atomic<int64_t> small_asked{0};   // bytes of such requests since it was last looked
   int64_t small_before = 0;              // ``small_bytes`` when this loop was opened: earlier loops' tensors
   std::atomic<int64_t> small_peak{0};    // the most that ``small_bytes`` has exceeded that
   int64_t small_given = 0;               // bytes of small storages that the user has put under the budget
@@ -281,7 +291,7 @@ struct Space {
   char* address(const Block& block) const { return base + block.offset; }
   int64_t small() const { return whole_pages(small_given + small_peak.load(std::memory_order_relaxed)); }
   // Bytes of the budget that small storages leave to the arena. What they have taken once, they will take again.
-  int64_t room() const { return budget - small(); }
+  int64_t room() const { return budget - spare - small(); }
 };
 
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
@@ -327,6 +337,7 @@ pid_t copiers = -1;  // the process that has them
 
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
+thread_local std::exception_ptr* refusal = nullptr;  // what the op that runs was refused; null: none runs
 thread_local const char* source = nullptr;     // of the op that runs, if autograd runs it and it is known
 std::atomic<int> ops_running{0};               // of all threads
 
@@ -1070,11 +1081,13 @@ std::string source_of_running(const Space& space) {
     if (!block->here() || movable(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.budget, " bytes cannot hold ",
+  const int64_t beside = space.limit - space.budget + space.spare;
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.limit, " bytes cannot hold ",
                    name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
-                   kept, " bytes that cannot be moved; at least ", bytes + pinned + kept + space.small(),
+                   kept, " bytes that cannot be moved; at least ",
+                   Device::least_for(bytes + pinned + kept + space.small() + beside, space.limit),
                    " bytes are needed, of which tensors of less than ", smallest.load(), " bytes each take ",
-                   space.small(), ". The loop is out of memory.");
+                   space.small(), ", and ", beside, " lie beside the arena. The loop is out of memory.");
 }
 
 // Moves a block that is movable within the arena, to where the plan has it if that is free, but out of a stretch; false: it
@@ -1246,9 +1259,13 @@ void fetch(Space& space, Block& block) {
     return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || used_elsewhere(block) || !is_owned(block) ||
            (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
   };
-  if (through_window()) return space.device.use_slot(block.order);
+  const auto use_at_home = [&] {
+    space.counters[kAtHome] += block.bytes;
+    space.device.use_slot(block.order);
+  };
+  if (through_window()) return use_at_home();
   const auto place_for = room_for(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
-  if (!place_for || through_window()) return space.device.use_slot(block.order);
+  if (!place_for || through_window()) return use_at_home();
   const Stopwatch watch{space.counters[kTransferMicros]};
   int64_t start = follow::nanos_now();
   if (block.fixed) {
@@ -1360,19 +1377,23 @@ void* serve_outside(Space& space, int64_t bytes, bool charged) {
 
 void* serve(Space& space, int64_t bytes) {
   int64_t wanted = -1;
-  if (depth > 0) {
+  if (depth > 0 && is_large(bytes)) {
     if (const size_t number = space.requests.size();
         number < space.wanted.size() && space.wanted[number].first >= whole_pages(bytes))
       wanted = space.wanted[number].second;
   }
   const auto place_for = room_for(space, whole_pages(bytes), wanted);
+  if (!place_for && space.reruns) {
+    space.parted = true;
+    refuse(space, bytes);
+  }
+  if (!place_for) {
+    if (depth > 0) space.requests.push_back({space.ids++, whole_pages(bytes)});
+    return serve_outside(space, bytes, true);
+  }
   Block* block = new_block(space, bytes);
   try {
-    if (depth > 0) space.requests.push_back({block->id, block->bytes});
-    if (!place_for) {
-      destroy(block);
-      return serve_outside(space, bytes, true);
-    }
+    if (depth > 0 && is_large(bytes)) space.requests.push_back({block->id, block->bytes});
     place(space, *block, State::kHere, *place_for);
   } catch (...) {
     destroy(block);
@@ -1479,6 +1500,39 @@ void count_small(void* pointer) {
     make_room_for_small(*space, now);
 }
 
+// What ``run_kernel`` is to throw. Kernels get an error that those do not catch which have another way for want of memory,
+// such as cuDNN, whose other engine has other bits, and would be used from then on. An engine that is found by trying is
+// another one each time as it is.
+[[noreturn]] void throw_refusal(const c10::OutOfMemoryError& error) {
+  if (refusal == nullptr || Device::picks_by_trying()) throw error;
+  *refusal = std::make_exception_ptr(error);
+  throw c10::Error(static_cast<const c10::Error&>(error));
+}
+
+// Serves a small request of a loop on a GPU in the arena, once PyTorch's allocator has taken what it may for such. Null:
+// that one serves it. It takes memory in segments, each of which holds what is asked for between two looks.
+void* serve_small(int64_t bytes) {
+  constexpr int64_t kBetweenLooks = Device::kSegment / 2, kLeast = 512;
+  Space* space = current.load(std::memory_order_relaxed);
+  if (space == nullptr) return nullptr;
+  const int64_t asked = space->small_asked.fetch_add(std::max(bytes, kLeast), std::memory_order_relaxed);
+  if (asked < kBetweenLooks && !space->small_inside.load(std::memory_order_relaxed)) return nullptr;
+  const Guard guard;
+  if (space != current || space->base == nullptr) return nullptr;
+  if (asked >= kBetweenLooks) {
+    space->small_asked = 0;
+    const int64_t left = space->segments - (space->device.bytes_of_segments() - space->segments_before);
+    space->small_inside = left < Device::kSegment ||
+                          (left < 2 * Device::kSegment && space->device.free_in_segments() < Device::kSegment);
+  }
+  if (!space->small_inside) return nullptr;
+  try {
+    return serve(*space, bytes);
+  } catch (const c10::OutOfMemoryError& error) {
+    throw_refusal(error);
+  }
+}
+
 struct PagedAllocator final : follow::WrappingAllocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
@@ -1496,12 +1550,16 @@ struct PagedAllocator final : follow::WrappingAllocator {
           }
           try {
             pointer = serve(*space, bytes);
+          } catch (const c10::OutOfMemoryError& error) {
+            if (ours) throw_refusal(error);
           } catch (...) {
             if (ours) throw;  // another thread's request is served all the same
           }
         }
         if (pointer == nullptr) pointer = serve_outside(*space, bytes, false);
       }
+    } else if (Device::kStreams && count != 0 && !is_large(bytes) && tracked() && Device::is_current()) {
+      pointer = serve_small(bytes);
     }
     if (pointer == nullptr) {
       if (::device::kOwnDeleter || count == 0 || is_large(bytes) || !tracked()) return stock.load()->allocate(count);
@@ -1550,7 +1608,7 @@ Block* enroll(StorageImpl& storage) {
   const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
   if (data.get_deleter() != &release_raw) return nullptr;
   Block* block = block_at(data.get());
-  if (block == nullptr || block->storage) return nullptr;
+  if (block == nullptr || block->storage || !is_large(block->used)) return nullptr;  // small ones are never moved
   own(*block, storage);
   show(*block, storage, block->space->address(*block));
   return block;
@@ -2373,6 +2431,78 @@ void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   }
 }
 
+// Runs the kernel of an op of the loop. What was refused to it is refused to the op, also if the kernel went another way.
+void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  std::exception_ptr found;
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
+  struct Noting {
+    std::exception_ptr* outer;
+    ~Noting() { refusal = outer; }
+  };
+  {
+    const Noting noting{std::exchange(refusal, &found)};
+    try {
+      op.redispatchBoxed(below, stack);
+    } catch (...) {
+      if (!found) throw;
+    }
+  }
+  if (!found) return;
+  if (refusal != nullptr) *refusal = found;  // the op is a part of another one
+  std::rethrow_exception(found);
+}
+
+// Brings what an op uses side by side, so that it does not part the rest of the arena.
+void join_operands(Space& space, const Pinned& pinned) {
+  const Guard guard;
+  const auto pin = [&](int by) {
+    for (const Operand& operand : pinned.operands) operand.block->pins += by;
+  };
+  pin(-1);
+  try {
+    evict_everything(space);
+  } catch (...) {
+    pin(1);
+    throw;
+  }
+  pin(1);
+  space.requests.clear();
+  for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
+}
+
+// Runs the kernel of an op whose operands are here. Where addresses are no more than bytes, these may part what is free,
+// so that no hole is large enough for a result; then it is run once more with its operands side by side, if it changes
+// nothing else. For others, the stock allocator serves the request.
+void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
+                 torch::jit::Stack* stack, const Pinned& pinned) {
+  if (Device::kAddresses > 1) return run_kernel(op, below, stack);
+  const auto count = static_cast<int64_t>(about.writes.size());
+  const auto writes = [](bool argument) { return argument; };
+  const bool reruns = about.again == follow::Again::kMakes && 2 * space.charged > space.room() &&
+                      !op.hasTag(at::Tag::nondeterministic_seeded) &&
+                      std::none_of(about.writes.begin(), about.writes.end(), writes);
+  if (!reruns) return run_kernel(op, below, stack);
+  const torch::jit::Stack given(stack->end() - count, stack->end());
+  const size_t below_given = stack->size() - given.size();
+  space.parted = false;
+  space.reruns = true;
+  try {
+    run_kernel(op, below, stack);
+    space.reruns = false;
+    return;
+  } catch (const c10::OutOfMemoryError&) {
+    space.reruns = false;
+    if (!space.parted) throw;
+  } catch (...) {
+    space.reruns = false;
+    throw;
+  }
+  join_operands(space, pinned);
+  stack->resize(below_given);
+  stack->insert(stack->end(), given.begin(), given.end());
+  run_kernel(op, below, stack);
+}
+
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
@@ -2441,10 +2571,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     timed.begin();
     start = follow::nanos_now();
   }
-  {
-    const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
-    op.redispatchBoxed(below, stack);
-  }
+  run_in_room(space, op, about, below, stack, pinned);
   const int64_t end = follow::nanos_now();
   const Guard guard;
   if (!space.open) return;
@@ -3143,10 +3270,18 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
     return 0;
   });
 }
-// Gives an open space its arena. 1: done; 0: the device does not have the memory.
-EXPORT int64_t follow_reserve(Space* space) noexcept {
+// Gives an open space its arena. 1: done; 0: the device does not have the memory. Of the budget, so many bytes are the
+// arena's, of which some are left free, and so many are for segments that small requests of the loop lie in.
+EXPORT int64_t follow_reserve(Space* space, int64_t arena, int64_t spare, int64_t segments) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard;
+    if (Device::kStreams) {
+      space->budget = arena / kPage * kPage;
+      space->spare = spare / kPage * kPage;
+      space->segments = segments;
+      space->segments_before = space->device.bytes_of_segments();
+      space->extents = follow::Extents(Device::kAddresses * space->budget);
+    }
     try {
       space->base = space->device.reserve(Device::kAddresses * space->budget);
     } catch (const c10::OutOfMemoryError&) {

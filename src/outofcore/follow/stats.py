@@ -33,6 +33,8 @@ class LoopStats:
         foreign: times an op used memory where it is, beside the budget: what is not PyTorch's own, or a NumPy array or
             somebody else has the address of; and data from before the loop that it uses in part, such as by index, or
             that is too large to move (see ``is_worth_adopting`` in paging.cpp).
+        at_home_bytes: of operands that ops used where they are at home, since no hole in the arena was large enough, or
+            another thread used them as well. A GPU reads and writes them over its link.
         transfer_microseconds: the loop waited so long for fetches and evictions.
         peak_home_bytes: bytes that the homes held at the most.
         planned_ops: ops that came where a plan has them.
@@ -78,6 +80,7 @@ class LoopStats:
     outside_bytes: int = 0
     peak_outside_bytes: int = 0
     foreign: int = 0
+    at_home_bytes: int = 0
     transfer_microseconds: int = 0
     peak_home_bytes: int = 0
     planned_ops: int = 0
@@ -125,6 +128,8 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
         facts.append(("made again", f"{stats.reruns} times, {format_seconds(again)}"))
     if stats.departures:
         facts.append(("left a plan", f"{stats.departures} times"))
+    if stats.at_home_bytes:
+        facts.append(("used at home", format_bytes(stats.at_home_bytes)))
     if stats.fixed:
         facts.append(("keep their address", f"{stats.fixed} storages"))
     return facts

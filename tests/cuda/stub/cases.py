@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_visit import MARK
@@ -29,6 +30,8 @@ from worlds import World, eager, same
 import outofcore
 from outofcore.errors import ArenaError, BudgetError, DeviceError, StateError
 from outofcore.execution.cuda.backend import CudaBackend
+from outofcore.follow import loop as loop_module
+from outofcore.follow.gpu import Shares
 from outofcore.program import CopyIn, CopyOut
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
@@ -138,8 +141,16 @@ def bits(
 
 @contextlib.contextmanager
 def followed(world: World, budget: int, **options: Any) -> Iterator[Any]:
-    """A loop within a budget."""
-    with outofcore.budget(budget, world.model, **{"policy": None, "cache": False, **options}) as run:
+    """A loop whose tensors of 64 KiB and more are within a budget."""
+    with loop_within(budget, world.model, **options) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def loop_within(budget: int, model: torch.nn.Module, **options: Any) -> Iterator[Any]:
+    """The same of any model."""
+    shares = mock.patch.object(loop_module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+    with shares, outofcore.budget(budget, model, **{"policy": None, "cache": False, **options}) as run:
         yield run
 
 
@@ -247,6 +258,30 @@ def no_memory() -> str:
     wrong = differences(found, losses, ours.state(), state)
     expect(not wrong, f"a loop beside requests that fail: {wrong}")
     return f"refused ({refused}), then {STEPS} steps equal; a loop with requests that fail as well"
+
+
+def engines() -> str:
+    """A convolution whose scratch memory is refused is refused, and cuDNN does not take another engine for good."""
+    layer = torch.nn.Conv2d(3, 8, 3).cuda()
+    x = torch.randn(4, 3, 32, 32, device="cuda")
+    expected = layer(torch.zeros_like(x)).detach().cpu()
+    os.environ["STUB_DNN_MIB"] = "64"
+    try:
+        with loop_within(16 * MIB, layer):
+            try:
+                layer(x[:3])
+            except torch.OutOfMemoryError as error:
+                told = str(error).splitlines()[0]
+            else:
+                raise WrongError("a convolution has run whose scratch memory the budget does not hold")
+            expect("cannot hold aten::" in told and "convolution" in told, told)
+            expect(layer(torch.zeros_like(x)).detach().cpu().equal(expected), "the loop does not go on")
+        with loop_within(128 * MIB, layer) as run:
+            layer(x[:3]).sum().item()
+            expect(run.stats.peak_bytes >= 64 * MIB, "another engine has been taken")
+    finally:
+        del os.environ["STUB_DNN_MIB"]
+    return told[:80]
 
 
 def device_error(how: str, kernels: str = "40") -> str:
@@ -385,6 +420,7 @@ CASES: dict[str, Callable[..., str]] = {
     "loop": loop,
     "races": races,
     "no-memory": no_memory,
+    "engines": engines,
     "device-error": device_error,
     "forks": forks,
     "leaks": leaks,

@@ -1,4 +1,5 @@
-// cuDNN: handles, descriptors, and work that takes its time and does nothing. Whatever plan is asked for, there is one.
+// cuDNN: handles, descriptors, and work that takes its time and does nothing. Whatever plan is asked for, there is one; with
+// STUB_DNN_MIB, which is read each time, a better one as well, which wants so much scratch memory.
 
 #include "shared.h"
 
@@ -103,10 +104,15 @@ API int cudnnDropoutGetStatesSize(void*, size_t* bytes) {
   return 0;
 }
 
-// The graph API: one configuration for each question, and a plan without scratch memory.
+// The graph API. Descriptors of configurations and of plans begin with the bytes of scratch memory.
 namespace {
 constexpr int kInteger = 3, kDescriptor = 15;  // CUDNN_TYPE_INT64, CUDNN_TYPE_BACKEND_DESCRIPTOR
+constexpr int kConfigurations = 202, kOfPlan = 401, kScratch = 402;  // of CUDNN_ATTR_ENGINEHEUR and CUDNN_ATTR_EXECUTION_PLAN
+int64_t scratch_of_first() {
+  const char* value = std::getenv("STUB_DNN_MIB");
+  return value == nullptr ? 0 : static_cast<int64_t>(std::atoi(value)) << 20;
 }
+}  // namespace
 API int cudnnBackendCreateDescriptor(int, void** made) {
   *made = std::calloc(1, 256);
   return 0;
@@ -117,8 +123,21 @@ API int cudnnBackendDestroyDescriptor(void* made) {
 }
 API int cudnnBackendInitialize(void*) { return 0; }
 API int cudnnBackendFinalize(void*) { return 0; }
-API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 0; }
-API int cudnnBackendGetAttribute(void*, int, int type, int64_t wanted, int64_t* count, void* values) {
+API int cudnnBackendSetAttribute(void* descriptor, int name, int, int64_t, const void* values) {
+  if (name == kOfPlan) std::memcpy(descriptor, *static_cast<void* const*>(values), sizeof(int64_t));
+  return 0;
+}
+API int cudnnBackendGetAttribute(void* descriptor, int name, int type, int64_t wanted, int64_t* count, void* values) {
+  if (const int64_t scratch = scratch_of_first(); name == kConfigurations && scratch != 0) {
+    if (count != nullptr) *count = 2;
+    if (values != nullptr && wanted > 0) std::memcpy(*static_cast<void**>(values), &scratch, sizeof scratch);
+    return 0;
+  }
+  if (name == kScratch && values != nullptr && wanted > 0) {
+    if (count != nullptr) *count = 1;
+    std::memcpy(values, descriptor, sizeof(int64_t));
+    return 0;
+  }
   if (count != nullptr) *count = type == kDescriptor || type == kInteger ? 1 : 0;
   if (type == kInteger && values != nullptr && wanted != 0) std::memset(values, 0, 8);
   return 0;

@@ -118,6 +118,7 @@ def cases() -> list[Case]:
     ]
     wrong = [
         case("failures", "no-memory", {**INLINE, "mem_mib": 640}),
+        case("failures", "engines", INLINE),
         *(
             case("failures", "device-error", lazy(1), how=how, kernels=k)
             for how in ("compiled", "loop")
