@@ -8,7 +8,7 @@ keeps it in ``benchmarks/results``. A visit takes the caps and the batch from th
 memory, so that it need not measure that first, and prints the predicted times beside the measured ones. A step is
 captured there without memory, with the attention kernel that a GPU would take, and costs what a roofline over the peak
 rates of the preset gives. Plans are not carried along: they would be plans for these estimates, where a visit is to
-measure the plans that the library makes from what it measures. None of it has run on a GPU yet.
+measure the plans that the library makes from what it measures.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ def compile(
             and AdamW are. See the guide to many processes.
         replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
             microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway. With
-            "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones; this has run on a
-            CUDA runtime without a device, not on a GPU yet. Other values are refused.
+            "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones. Other values are
+            refused.
         kernels: "eager", PyTorch's own, op by op; or "inductor": elementwise ops, norms, softmax and losses that follow
             one another become one op each, compiled by PyTorch's Inductor, which is faster where memory is what takes
             time. Losses are then the same to the last bit at every budget and in every process with the same versions
@@ -584,7 +584,6 @@ def budget(
             when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
             the state of an optimizer when it first steps.
         device: whose tensors are followed: "cpu", or a GPU such as "cuda". By default that of the model's parameters.
-            What is for a GPU has never run on one: see the guide.
         home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host"; for a GPU
             pinned host memory alone.
         host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".

@@ -1,7 +1,4 @@
-"""Loops that are followed on a GPU: every number that they read, and all that they leave, is that of plain PyTorch.
-
-None of it has run on a GPU yet.
-"""
+"""Loops that are followed on a GPU: every number that they read, and all that they leave, is that of plain PyTorch."""
 
 from __future__ import annotations
 

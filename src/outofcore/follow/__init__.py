@@ -6,7 +6,7 @@ needs next). ``native.py`` builds and loads it; ``loop.py`` is the context in wh
 notices who takes the address of a tensor, and ``stats.py`` tells what happened.
 
 What differs between devices is in ``device_cpu.h`` and ``device_cuda.h``, of which one is compiled into each of two
-libraries. On a GPU, which it has never run on, ``streams.h`` says who waits for which work, ``pinned.h`` is the home,
+libraries. On a GPU ``streams.h`` says who waits for which work, ``pinned.h`` is the home,
 and ``gpu.py`` what is asked of PyTorch.
 
 ``record.h`` writes down each step, and knows where in such a record the loop is. ``records.py`` makes a graph of one,

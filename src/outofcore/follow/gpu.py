@@ -6,8 +6,6 @@ Larger tensors that lie on the device beforehand, and are not the models', are b
 
 A graph keeps the addresses that it was captured with, and its kernels run without an op that anybody sees: tensors that
 it reads would have moved, and what it writes to would have been given to others.
-
-It has never run on a GPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It needs the headers of PyTorch's dispatcher, so the build takes some ten seconds; it is kept in the user's cache for
 each version of PyTorch. The libraries of both devices use one dispatch key, which belongs to the one whose loop was
-started last. That for CUDA has never run on a GPU.
+started last.
 """
 
 from __future__ import annotations

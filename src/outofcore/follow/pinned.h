@@ -1,5 +1,5 @@
 // Where storages of a GPU lie that are not in the arena: pinned host memory, which kernels can read, so that a storage
-// that is away has a valid address as well. It has never run on a GPU.
+// that is away has a valid address as well.
 //
 // It comes in pieces, since pinned memory cannot grow in place, and a copy must not span two of them. A child of a fork
 // does not have it: CUDA cannot be used there.

@@ -1,4 +1,4 @@
-"""A CUDA device to compile steps for. It has not run on a GPU yet."""
+"""A CUDA device to compile steps for."""
 
 from __future__ import annotations
 

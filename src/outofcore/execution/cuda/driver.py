@@ -9,7 +9,7 @@ is as good as memory from cudaHostAlloc). Transfers to and from a disk are poste
 must not call CUDA nor wait for anything that does, and functions of several streams may run one after the other. So
 each direction has a thread of its own, and its stream waits for the thread (cuStreamWaitValue32): ``transfer.cpp``,
 ``cuda/issue.cpp``. Where a stream does not wait so, as is tried beforehand, the host function is the transfer itself,
-and reads and writes take turns. It has run on a runtime without a device; not on a GPU yet.
+and reads and writes take turns.
 
 The arena is one allocation of the caching allocator's. So it counts in ``torch.cuda.max_memory_reserved`` and is held
 to ``set_per_process_memory_fraction``, and all that ops ask for within it (``arena.cpp``) changes neither. A step

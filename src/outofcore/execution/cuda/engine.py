@@ -10,8 +10,6 @@ Copies to and from a disk pass through host memory (``staging``). A queue of suc
 stream on the device's side is. That a file holds what is read from it is for the engine to see to: of an instruction
 that waits for a copy out, the program does not say whether it needs the room on the device or the bytes in the file.
 A step that has copied to or from a disk returns when that is done, so that a transfer that failed is told at once.
-
-Has run on the double of the tests; not on a GPU yet.
 """
 
 from __future__ import annotations

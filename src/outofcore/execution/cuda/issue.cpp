@@ -1,8 +1,7 @@
 // What a step issues beside its ops, a list at a time: see ``CudaDriver.tape`` in driver.py.
 //
 // By the runtime's API, whose version is that of PyTorch's own runtime: it is found among the libraries that PyTorch has
-// loaded. Called by ctypes with the GIL held; nothing here waits for the device where host memory is pinned. Has run on a
-// runtime without a device; not on a GPU yet.
+// loaded. Called by ctypes with the GIL held; nothing here waits for the device where host memory is pinned.
 //
 // A transfer to or from a file is posted by a host function to the thread of its lane, and the stream then waits until
 // the lane has counted it (cuStreamWaitValue32 of the driver's API). That wait is for nothing that CUDA itself has to

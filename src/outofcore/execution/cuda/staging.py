@@ -4,8 +4,6 @@ Each direction has a ring of buffers and two streams: one moves bytes between th
 a buffer and the file. So while one buffer is on its way to the disk, the next is filled; a read runs ahead of the copy
 that waits for room on the device by as much as the ring holds. A stream waits where a buffer changes hands, and for
 nothing else: the host waits for neither.
-
-Has run on the double of the tests; not on a GPU yet.
 """
 
 from __future__ import annotations
