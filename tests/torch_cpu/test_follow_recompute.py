@@ -22,6 +22,7 @@ import outofcore
 from outofcore.follow.native import load_paging
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.remaking import worth_making_again
+from outofcore.units import KIB
 
 MIB = 1 << 20
 
@@ -46,7 +47,8 @@ def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: st
     theirs, _ = trained(*LOOPS[name])
     # Either way in turn: the suite is long.
     share, stress = ((0.3, False), (0.5, True))[list(LOOPS).index(name) % 2]
-    budget = peak(name, share)
+    # What is made again makes small tensors as well, which the loop without it had not.
+    budget = peak(name, share) + 256 * KIB
     ours, stats = trained(*LOOPS[name], budget=budget, stress=stress, prepare=made_again, policy=None)
     assert ours.differs_from(theirs) == ""
     assert stats is not None
