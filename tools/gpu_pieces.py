@@ -593,12 +593,33 @@ def _on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
     return model, lambda: step(*batch)
 
 
+def _compile(work: Any, mode: str) -> Any:
+    """Compile a step with room for everything, in the way that a mode such as "inductor graphs" names."""
+    import torch
+
+    import outofcore
+    from outofcore.execution.replay import load_replay
+
+    load_replay()
+    model = work.build()
+    optimizer = work.optimizer(model)
+    return outofcore.compile(
+        work.make_step(model, optimizer),
+        model,
+        optimizer,
+        budget=torch.cuda.get_device_properties(0).total_memory // 2,
+        device="cuda",
+        policy="offload-all" if mode.endswith("offloaded") else "auto",
+        replay="graphs" if mode.endswith("graphs") else True,
+        kernels="inductor" if mode.startswith("inductor") else "eager",
+    )
+
+
 def host_time(case: str, small: bool) -> Found:
     """Measure the host's time and the whole time of a step, and the share in which a kernel runs."""
     import torch
 
     import outofcore
-    from outofcore.execution.replay import load_replay
 
     name, mode = case.split(", ")
     work = _work(name, small)
@@ -611,20 +632,8 @@ def host_time(case: str, small: bool) -> Found:
                 run = stack.enter_context(outofcore.budget(total // 4, model, cache=False))
                 _step_until_planned(run, step)  # to plan takes Python's time
         else:
-            load_replay()
-            model, batch = work.build(), tuple(t.cuda() for t in next(work.batches()))
-            optimizer = work.optimizer(model)
-            compiled = stack.enter_context(
-                outofcore.compile(
-                    work.make_step(model, optimizer),
-                    model,
-                    optimizer,
-                    budget=total // 2,
-                    device="cuda",
-                    policy="offload-all" if mode == "offloaded" else "auto",
-                    replay="graphs" if mode == "graphs" else True,
-                )
-            )
+            compiled = stack.enter_context(_compile(work, mode))
+            batch = tuple(t.cuda() for t in next(work.batches()))
 
             def step() -> Any:
                 return compiled(*batch)
@@ -1018,9 +1027,6 @@ def _about_kernels(step: Any) -> Found:
 def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
     import torch
 
-    import outofcore
-    from outofcore.execution.replay import load_replay
-
     work = _work(name, small)
     found: Found = {"job": f"{name}, kernels", "mode": mode}
     with contextlib.ExitStack() as stack:
@@ -1030,21 +1036,7 @@ def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
                 model.compile()
             run = work.make_step(model, work.optimizer(model))
         else:
-            load_replay()
-            model = work.build()
-            optimizer = work.optimizer(model)
-            run = stack.enter_context(
-                outofcore.compile(
-                    work.make_step(model, optimizer),
-                    model,
-                    optimizer,
-                    budget=torch.cuda.get_device_properties(0).total_memory // 2,
-                    device="cuda",
-                    policy="offload-all" if mode.endswith("offloaded") else "auto",
-                    replay="graphs" if mode.endswith("graphs") else True,
-                    kernels="inductor" if mode.startswith("inductor") else "eager",
-                )
-            )
+            run = stack.enter_context(_compile(work, mode))
         batch = tuple(t.cuda() for t in next(work.batches()))
         torch.manual_seed(1)
         torch.cuda.reset_peak_memory_stats()

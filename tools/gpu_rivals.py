@@ -600,7 +600,7 @@ the rate of the link: a plan that moves these bytes takes at least the longer of
 needs at once. *busy* is the share of the predicted step in which ops run, and in which bytes go out and come in.
 
 Products are assumed to reach 60 % of the peak of tensor cores, attention 40 %, convolutions 35 %, on all cards alike.
-What is known so far says that this is wrong in both directions:
+Measurements and published rates contradict this, in both directions:
 
 - ResNet-50 at batch 640, in bf16 with images in NCHW, took 251.9 ms in core on an H200; the roofline says 87.8 ms.
   One measurement does not tell how much of that is convolutions, and says nothing about other cards, so the presets
