@@ -917,6 +917,7 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
         "attention, flash": plain(lambda: Attention(backends.FLASH_ATTENTION), tokens, half),
         "attention, flash, dropout": plain(lambda: Attention(backends.FLASH_ATTENTION, dropout=0.1), tokens, half),
         "attention, efficient": plain(lambda: Attention(backends.EFFICIENT_ATTENTION, mask=True), tokens),
+        "attention, efficient, dropout": plain(lambda: Attention(backends.EFFICIENT_ATTENTION, dropout=0.1), tokens),
         "attention, cudnn": plain(lambda: Attention(backends.CUDNN_ATTENTION), tokens, half),
         "attention, math": plain(lambda: Attention(backends.MATH, causal=False), tokens),
         "convolution 1d, group norm": plain(

@@ -110,7 +110,7 @@ _FAKES = (
     "fakes: resnet, autocast; fakes: channels last, autocast; fakes: gpt, fused; fakes: attention, flash, dropout; "
     "fakes: resnet; fakes: channels last; fakes: attention, math; fakes: convolution 1d, group norm; "
     "fakes: convolution 3d; fakes: unet3d, autocast; fakes: unet3d; fakes: vgg16; fakes: densenet121; fakes: lstm; "
-    "fakes: lstm, dropout; fakes: gru, two ways"
+    "fakes: lstm, dropout; fakes: gru, two ways; fakes: attention, efficient, dropout"
 )
 _KERNELS = (
     "kernels: gpt, plain; kernels: gpt, inductor; kernels: gpt, own; kernels: gpt, inductor graphs; "

@@ -373,13 +373,28 @@ def _cudnn_reserve(given: Given, results: list[Any]) -> list[Any]:
     return results
 
 
-def _seeds_on_the_cpu(given: Given, results: list[Any]) -> list[Any]:
-    """Outside of CUDA graphs, the state of the generator is two numbers on the CPU: the backward pass reads them there.
+def _state_of_generator(given: Given, results: list[Any]) -> list[Any]:
+    """The state of the generator is two numbers, which the backward pass reads.
 
-    So it is in ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
+    Outside of CUDA graphs they are on the CPU if there is dropout. Without dropout that depends on PyTorch's version:
+    a kernel is asked.
+
+    See ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     """
-    results[2:4] = [torch.empty((), dtype=torch.int64) for _ in results[2:4]]
+    device = torch.device("cpu") if given.get("dropout_p") else _device_without_dropout(given["query"].device)
+    results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
     return results
+
+
+@functools.lru_cache(maxsize=16)
+def _device_without_dropout(device: torch.device) -> torch.device:
+    """Where efficient attention without dropout leaves the state of the generator."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    with real_tensors(), DisableTorchFunction(), torch.no_grad():
+        ones = torch.ones(1, 1, 8, 8, device=device)
+        results = torch.ops.aten._scaled_dot_product_efficient_attention.default(ones, ones, ones, None, True)
+    return results[2].device  # type: ignore[no-any-return]
 
 
 _REPAIRS: dict[str, Repair] = {
@@ -393,7 +408,7 @@ _REPAIRS: dict[str, Repair] = {
 }
 
 _CUDA_REPAIRS: dict[str, Repair] = {
-    "aten::_scaled_dot_product_efficient_attention": _seeds_on_the_cpu,
+    "aten::_scaled_dot_product_efficient_attention": _state_of_generator,
     "aten::_cudnn_rnn": _cudnn_reserve,
 }
 
