@@ -163,15 +163,15 @@ def build(out: Path = OUT) -> Path:
     if stamp.is_file() and stamp.read_text(encoding="ascii") == key:
         return out
     stamp.unlink(missing_ok=True)
-    cudart, blas, lt, dnn = map(
-        packages.library, ("libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libcudnn.so.*")
-    )
+    names = ("libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libcudnn.so.*", "libcupti.so.*")
+    cudart, blas, lt, dnn, cupti = map(packages.library, names)
     runtime = out / cudart.name
     libraries = [
         Library("cuda.cpp", "libcuda.so.1", packages.cuda / "include" / "cuda.h", versioned=False),
         Library("blas.cpp", blas.name, blas),
         Library("blas.cpp", lt.name, lt, flags=("-DSTUB_LT",)),
         Library("dnn.cpp", dnn.name, dnn, flags=(f"-I{dnn.parents[1] / 'include'}",)),
+        Library("cupti.cpp", cupti.name, cupti),
     ]
     build_library(Library("cudart.cpp", cudart.name, cudart), packages, out, runtime)
     with ThreadPoolExecutor(2) as pool:
