@@ -158,6 +158,25 @@ def test_requests_are_served_where_they_were_planned(device: torch.device) -> No
     assert int(view.sum()) == 512
 
 
+def test_a_stream_that_uses_a_small_tensor_of_an_op_keeps_its_memory(device: torch.device) -> None:
+    """Its memory is PyTorch's, and the deleter is not."""
+    arena = CudaDriver(device).open_arena(4 * MIB, MIB)
+    table = ScopeTable(arena, [[]])
+    other = torch.cuda.Stream(device)
+    table.begin(0)
+    small = torch.empty(64, device=device)
+    table.end()
+    address = small.data_ptr()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(int(1e9))
+    small.record_stream(other)
+    del small
+    pending = [b for s in torch.cuda.memory_snapshot() for b in s["blocks"] if b["address"] == address]
+    other.synchronize()
+    arena.close()
+    assert [block["state"] for block in pending] == ["active_pending_free"]
+
+
 def test_host_memory_is_pinned_to_the_page(device: torch.device) -> None:
     home = CudaBackend(device).home(64 * MIB)
     first, second = home.reserve(3 * 4096), home.reserve(5 * MIB)

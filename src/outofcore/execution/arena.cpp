@@ -344,6 +344,18 @@ struct PlannedAllocator final : device::Allocator {
     return {pointer, pointer, &release, device::current()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+ protected:
+  // What lies in an arena is used again by its plan, whoever uses it meanwhile.
+  device::Whose remember(const c10::DataPtr& data, void*) override {
+    if (data.get_deleter() != &release) return device::Whose::kStocks;
+    const auto address = reinterpret_cast<uintptr_t>(data.get());
+    for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i)
+      if (holds(arenas[i], address)) return device::Whose::kOurs;
+    if (lent_live == 0) return device::Whose::kPassedOn;
+    const std::lock_guard<std::mutex> guard(mutex);
+    return lent.count(data.get()) != 0 ? device::Whose::kOurs : device::Whose::kPassedOn;
+  }
 };
 
 // Ends the visit of the thread to a scope; what it did is kept if it went off the plan.

@@ -10,8 +10,14 @@
 
 namespace device {
 
+enum class Whose { kOurs, kStocks, kPassedOn };
+
+// No streams use memory of the CPU, so nobody asks whose it is.
 struct Allocator : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+ protected:
+  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
 };
 
 // Whether PyTorch tells by its deleter what the stock allocator has handed out.

@@ -51,6 +51,13 @@ void annotate(T& stock, const void* pointer, const std::string& metadata) {
   if constexpr (requires { stock.annotateMemory(pointer, metadata); }) stock.annotateMemory(pointer, metadata);
 }
 
+// Memory that an allocator of ours has handed out.
+enum class Whose {
+  kOurs,
+  kStocks,    // its deleter is the stock allocator's
+  kPassedOn,  // the stock allocator has allocated it, and its deleter is ours
+};
+
 struct Allocator : Stock {
   Stock* below = nullptr;  // the stock allocator
 
@@ -67,7 +74,7 @@ struct Allocator : Stock {
   void resetPeakStats(Index device) override { below->resetPeakStats(device); }
   std::pair<size_t, size_t> getMemoryInfo(Index device) override { return below->getMemoryInfo(device); }
 
-  // CUDAAllocator. The stock allocator leaves alone what recordStream is told of and it has not allocated itself.
+  // CUDAAllocator. The stock allocator tells by the deleter whether recordStream is told of memory of its own.
   void* raw_alloc(size_t bytes) override { return below->raw_alloc(bytes); }
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
     return below->raw_alloc_with_stream(bytes, stream);
@@ -85,7 +92,15 @@ struct Allocator : Stock {
   void* getBaseAllocation(void* pointer, size_t* size) override { return below->getBaseAllocation(pointer, size); }
   using Stock::recordStream;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
-    below->recordStream(data, stream);
+    switch (remember(data, stream.stream())) {
+      case Whose::kOurs: return;
+      case Whose::kStocks: return below->recordStream(data, stream);
+      case Whose::kPassedOn: {
+        c10::DataPtr plain(data.get(), data.get(), below->raw_deleter(), data.device());
+        below->recordStream(plain, stream);
+        plain.release_context();
+      }
+    }
   }
   caching::SnapshotInfo snapshot(Pool pool, bool traces) override { return below->snapshot(pool, traces); }
   void beginAllocateToPool(Index device, Pool pool, std::function<bool(cudaStream_t)> filter) override {
@@ -149,6 +164,10 @@ struct Allocator : Stock {
   }
   virtual c10::DataPtr allocateWithAddress(size_t bytes, void* address) { return allocate_at(*below, bytes, address); }
   std::string name() override { return below->name(); }
+
+ protected:
+  // Whose memory it is that a stream uses: ours, and we remember that if need be; or the stock allocator's.
+  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
 };
 
 // Whether PyTorch tells by its deleter what the stock allocator has handed out: recordStream does.

@@ -27,13 +27,6 @@
 
 namespace follow {
 
-// An allocator that wraps the one that was there before, and is told which streams use a block beside its own: never.
-struct WrappingAllocator : ::device::Allocator {
- protected:
-  enum class Whose { kOurs, kStocks, kOutside };
-  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
-};
-
 class Device {
  public:
   explicit Device(int) {}

@@ -36,27 +36,6 @@
 
 namespace follow {
 
-// An allocator that wraps the one that was there before, and is told which streams use a block beside its own.
-struct WrappingAllocator : ::device::Allocator {
-  using ::device::Allocator::recordStream;
-  void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
-    switch (remember(data, stream.stream())) {
-      case Whose::kOurs: return;
-      case Whose::kStocks: return below->recordStream(data, stream);
-      case Whose::kOutside: {
-        c10::DataPtr plain(data.get(), data.get(), below->raw_deleter(), data.device());
-        below->recordStream(plain, stream);
-        plain.release_context();
-      }
-    }
-  }
-
- protected:
-  // Whose memory it is: a block's, which remembers the stream; the stock allocator's; or that allocator's, by way of ours.
-  enum class Whose { kOurs, kStocks, kOutside };
-  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
-};
-
 // CUDA, as ``Streams`` has it.
 struct CudaRuntime {
   using Handle = cudaStream_t;

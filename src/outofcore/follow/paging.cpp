@@ -369,9 +369,29 @@ bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
 // may be opened meanwhile, and take those tensors over.
 std::atomic<int> living_spaces{0};
 bool others_pin() { return is_other() && living_spaces.load(std::memory_order_relaxed) > 0; }
+// Whether the calling thread, which has opened a loop, keeps its ops from observers of PyTorch's. ``on_op`` would be one of
+// them, at a quarter of what it takes to follow an op, and nothing is to be found in that thread.
+thread_local bool quiet_thread = false;
+// Keeps them back unless there is another observer, such as a profiler.
+void quieten_thread() {
+  if (!quiet_thread && !at::isRecordFunctionEnabled()) return;
+  quiet_thread = true;
+  at::enableRecordFunction(true);
+  const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  at::enableRecordFunction(observers && observers->callbacks_.size() > 1);
+}
+void no_longer_quiet() {
+  if (std::exchange(quiet_thread, false)) at::enableRecordFunction(true);
+}
+
+// Switches following on or off in the calling thread.
+void follow_thread_if(bool on) {
+  c10::impl::tls_set_dispatch_key_included(kKey, on);
+  on ? quieten_thread() : no_longer_quiet();
+}
 // Follows the calling thread no more, if no loop is open.
 void leave_thread() {
-  if (is_left()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  if (is_left()) follow_thread_if(false);
 }
 
 std::optional<at::CallbackHandle> finding;  // of ``on_op``
@@ -1533,7 +1553,7 @@ void* serve_small(int64_t bytes) {
   }
 }
 
-struct PagedAllocator final : follow::WrappingAllocator {
+struct PagedAllocator final : ::device::Allocator {
   c10::DataPtr allocate(size_t count) override {
     const auto bytes = static_cast<int64_t>(count);
     void* pointer = nullptr;
@@ -1572,11 +1592,12 @@ struct PagedAllocator final : follow::WrappingAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
 
  protected:
-  Whose remember(const c10::DataPtr& data, void* stream) override {
+  ::device::Whose remember(const c10::DataPtr& data, void* stream) override {
+    using ::device::Whose;
     if (data.get_deleter() != &release_raw && data.get_deleter() != &release_block) return Whose::kStocks;
     const Guard guard;
     Block* block = data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : block_at(data.get());
-    if (block == nullptr) return Whose::kOutside;
+    if (block == nullptr) return Whose::kPassedOn;
     block->space->device.record(block->order, stream);
     return Whose::kOurs;
   }
@@ -1884,7 +1905,9 @@ struct Lists {
 };
 class Borrowed {
  public:
-  Borrowed() : lists_(idle_ ? std::move(idle_) : std::make_unique<Lists>()) { idle_ = std::move(lists_->next); }
+  Borrowed() : idle_(idle_of_thread), lists_(idle_ ? std::move(idle_) : std::make_unique<Lists>()) {
+    idle_ = std::move(lists_->next);
+  }
   ~Borrowed() {
     lists_->operands.clear();
     lists_->touched.clear();
@@ -1897,7 +1920,8 @@ class Borrowed {
   Lists* operator->() const { return lists_.get(); }
 
  private:
-  inline static thread_local std::unique_ptr<Lists> idle_;
+  inline static thread_local std::unique_ptr<Lists> idle_of_thread;
+  std::unique_ptr<Lists>& idle_;  // of this thread: to look for it takes longer than the rest
   std::unique_ptr<Lists> lists_;
 };
 
@@ -1971,10 +1995,10 @@ class Pinned {
 
  private:
   bool other_;
-  Borrowed lists_;
 
  public:
-  std::vector<Operand>& operands = lists_->operands;
+  Borrowed lists;
+  std::vector<Operand>& operands = lists->operands;
 
  private:
   std::vector<const StorageImpl*> plain_;
@@ -2511,7 +2535,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   Lineage lineage(space, op, about);
   Timed timed(space);
   const Running inside(op);
-  const Borrowed lists;
+  const Borrowed& lists = pinned.lists;
   std::vector<follow::Touched>& touched = lists->touched;
   const void* const schema = &op.schema();
   const int64_t arrived = follow::nanos_now();
@@ -2784,6 +2808,8 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
   return std::make_unique<FirstOp>();
 }
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  // A profiler was started in this thread. Others are seen at the end of a step.
+  if (quiet_thread && at::hasThreadLocalCallbacks()) at::enableRecordFunction(true);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   if (others_pin()) {
     const Operator& about = operator_of(op);
@@ -2842,6 +2868,7 @@ bool end_of_timing(Space& space) {
 }
 
 bool end_of_step(Space& space) {
+  if (quiet_thread) quieten_thread();
   // Steps that make up to so much less than an anchor follow its plan for good.
   constexpr double kClose = 1.15;
   const bool timed = end_of_timing(space);
@@ -3330,7 +3357,7 @@ EXPORT void follow_thread(int on) noexcept {
     opening = openings;
     outside_loop = false;
   }
-  c10::impl::tls_set_dispatch_key_included(kKey, on != 0);
+  follow_thread_if(on != 0);
 }
 
 EXPORT void follow_leave_thread() noexcept { leave_thread(); }
