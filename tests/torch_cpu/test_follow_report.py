@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,39 @@ def test_a_trace_lies_on_the_axis_of_the_profiler(tmp_path: Path) -> None:
     first = min(e["ts"] for e in events if e.get("cat") == "on demand")
     profiled = [e["ts"] for e in events if e.get("name") in ("aten::addmm", "aten::linear")]
     assert abs(first - min(profiled)) < 1e6  # 50 years and more, were the origin not theirs
+
+
+def test_profilers_see_all_ops_of_a_loop() -> None:
+    """Though the loop keeps its ops from observers of PyTorch's as long as there is no other than its own."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        with torch.profiler.record_function("mine"):
+            model(torch.ones(64, 256)).square().mean().backward()
+        optimizer.step()
+
+    def seen(steps: int, **options: Any) -> dict[str, int]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profiler:
+            for _ in range(steps):
+                step()
+                profiler.step()
+        return {e.key: e.count for e in profiler.key_averages() if not e.key.startswith(("ProfilerStep", "outofcore"))}
+
+    step()
+    plain = seen(1)
+    assert {"mine", "aten::addmm", "AddmmBackward0"} <= set(plain)
+    found, elsewhere = [], []
+    with outofcore.budget("4MiB", model):
+        step()
+        found += [seen(1), seen(1)]
+        step()
+        found.append(seen(3, schedule=torch.profiler.schedule(wait=1, warmup=1, active=1)))
+        thread = threading.Thread(target=lambda: elsewhere.append(seen(1)))
+        thread.start()
+        thread.join()
+    found.append(seen(1))
+    assert [{key: each.get(key) for key in plain} for each in found + elsewhere] == [plain] * 5
 
 
 def test_what_happened_so_far_where_there_are_no_steps(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class History {
     advance(op, operands);
     if (static_cast<int64_t>(ops_.size()) >= kMost) forget_oldest();
     ops_.push_back({op, {}});
+    ops_.back().touched.reserve(operands.size() + 1);  // it may have a result
     for (const Touch& touch : operands) note(touch);
     return known() && skipped_ == 0;
   }

@@ -40,6 +40,7 @@ struct LetGo {
   ~LetGo() {
     while (originals) originals = std::exchange(originals->next, nullptr);  // one after the other, not within each other
   }
+  bool empty() const { return !originals && storages.empty() && works.empty(); }
 
   std::shared_ptr<Original> originals;  // memory of others that is not needed any more: a list, which needs no memory
   std::vector<StoragePointer> storages;
@@ -54,14 +55,21 @@ class Guard {
     ++held;
   }
   ~Guard() {
-    LetGo free;
-    if (--held == 0) std::swap(free, let_go);
-    mutex.unlock();
+    if (--held == 0 && !let_go.empty())
+      unlock_and_drop();
+    else
+      mutex.unlock();
   }
   Guard(const Guard&) = delete;
 
   // How often the calling thread has the lock.
   inline static thread_local int held = 0;
+
+ private:
+  static void unlock_and_drop() {
+    const LetGo free = std::exchange(let_go, {});
+    mutex.unlock();
+  }
 };
 
 // Lets go of the lock for a while. What was looked at before has to be looked at again.

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -30,22 +31,36 @@ struct Mark {
 class Marks {
  public:
   void add(const Mark& mark) {
-    for (Mark& each : marks_)
-      if (each.stream == mark.stream) {
-        each.number = std::max(each.number, mark.number);
+    for (Mark* each = begin(); each != end(); ++each)
+      if (each->stream == mark.stream) {
+        each->number = std::max(each->number, mark.number);
         return;
       }
-    marks_.push_back(mark);
+    if (more_.empty() && count_ < few_.size()) {
+      few_[count_++] = mark;
+      return;
+    }
+    if (more_.empty()) more_.assign(few_.begin(), few_.end());
+    more_.push_back(mark);
   }
   void add(const Marks& others) {
     for (const Mark& mark : others) add(mark);
   }
-  void clear() { marks_.clear(); }
-  std::vector<Mark>::const_iterator begin() const { return marks_.begin(); }
-  std::vector<Mark>::const_iterator end() const { return marks_.end(); }
+  void clear() {
+    count_ = 0;
+    more_.clear();
+  }
+  const Mark* begin() const { return more_.empty() ? few_.data() : more_.data(); }
+  const Mark* end() const { return begin() + (more_.empty() ? count_ : more_.size()); }
 
  private:
-  std::vector<Mark> marks_;
+  Mark* begin() { return const_cast<Mark*>(std::as_const(*this).begin()); }
+  Mark* end() { return const_cast<Mark*>(std::as_const(*this).end()); }
+
+  // All, in one of the two: a block is used by the loop's stream and the two of copies, and few by others.
+  std::array<Mark, 3> few_;
+  size_t count_ = 0;
+  std::vector<Mark> more_;
 };
 
 // The streams of one device, by number. A ``Runtime`` makes events and drops them, records one on a stream (what is waited
@@ -65,8 +80,9 @@ class Streams {
 
   // Makes no event, and so never fails for want of one: deleters ask as well.
   int number_of(Handle handle) {
+    if (last_ < streams_.size() && streams_[last_].handle == handle) return static_cast<int>(last_);
     for (size_t i = 0; i < streams_.size(); ++i)
-      if (streams_[i].handle == handle) return static_cast<int>(i);
+      if (streams_[i].handle == handle) return static_cast<int>(last_ = i);
     streams_.push_back({handle, {}, 0, 0, {}});
     return static_cast<int>(streams_.size()) - 1;
   }
@@ -131,6 +147,7 @@ class Streams {
 
   Runtime runtime_;
   std::vector<Stream> streams_;
+  size_t last_ = 0;  // that was asked for
 };
 
 // Marks of work on memory that is free.
