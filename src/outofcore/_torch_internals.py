@@ -61,7 +61,7 @@ __all__ = [
     "below_autograd",
     "bucket_assignment",
     "compile_traced",
-    "cublas_workspace_bytes",
+    "cublas_workspaces",
     "current_autograd_node",
     "finished_work",
     "force_strides",
@@ -531,8 +531,8 @@ def let_device_idle(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def cublas_workspace_bytes() -> int:
-    """Bytes that PyTorch keeps for cuBLAS and cuBLASLt, for each thread and stream with products of matrices.
+def cublas_workspaces() -> tuple[int, int]:
+    """Bytes of what PyTorch may keep for cuBLAS and for cuBLASLt, for each thread and stream with products of matrices.
 
     Where PyTorch does not tell, what it takes on most devices.
     """
@@ -541,10 +541,10 @@ def cublas_workspace_bytes() -> int:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
         functions = [getattr(library, name) for name in names]
     except (OSError, AttributeError):
-        return 33 << 20
+        return 32 << 20, 1 << 20
     for function in functions:
         function.restype = ctypes.c_size_t
-    return sum(int(function()) for function in functions)
+    return int(functions[0]()), int(functions[1]())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

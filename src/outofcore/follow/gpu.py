@@ -11,13 +11,14 @@ it reads would have moved, and what it writes to would have been given to others
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outofcore._torch_internals import cublas_workspace_bytes
+from outofcore._torch_internals import cublas_workspaces
 from outofcore.errors import BudgetError, StateError
 from outofcore.units import KIB, MIB, format_bytes, round_up
 
@@ -78,15 +79,16 @@ def shares_of(budget: int, device: torch.device) -> Shares:
 
 def _bytes_beside(device: torch.device) -> int:
     """Bytes that PyTorch has from the device, but for those of tensors of 64 KiB and more."""
-    large = sum(
+    used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index
         for block in segment["blocks"]
         if block["state"] != "inactive" and block["size"] >= _SMALL
     )
-    # Among those that are in use, workspaces are, for this thread and for autograd's.
-    return torch.cuda.memory_reserved(device) - max(large - 2 * cublas_workspace_bytes(), 0)
+    # Among those, workspaces are, for this thread and for autograd's. Not all are kept by each version of PyTorch.
+    large = used - Counter(2 * cublas_workspaces())
+    return torch.cuda.memory_reserved(device) - sum(large.elements())
 
 
 def make_workspaces(device: torch.device) -> None:

@@ -1,0 +1,99 @@
+"""Counts what the host does for a step of a loop with room for everything: instructions, of plain PyTorch and of ours.
+
+    python instructions.py [--stub FOLDER]
+
+A small GPT with autocast and AdamW. Valgrind counts, so the numbers do not depend on the machine's load; the stub's
+kernels compute nothing. Run by the Python that has PyTorch's CUDA build. A row of a table for each way; four minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from build import OUT, build, environment
+
+WAYS = ("plain", "on demand", "planned")
+WARM_UP, STEPS = 8, 2
+
+
+def take_steps(way: str) -> None:
+    """Take steps, of which the last are counted."""
+    from unittest import mock
+
+    import torch
+    from at_once import PlannedAtOnce
+
+    import outofcore
+    from outofcore.follow import loop
+    from outofcore.zoo import workload
+
+    work = workload("gpt", batch=2, layers=4, width=256, context=64, amp=True)
+    torch.manual_seed(0)
+    model = work.build().cuda()
+    batch = tuple(tensor.cuda() for tensor in next(work.batches()))
+    step: Callable[..., Any] = work.make_step(model, work.optimizer(model))
+    options: dict[str, Any] = {} if way == "planned" else {"policy": None}
+    at_once = mock.patch.object(loop, "BackgroundPlanner", PlannedAtOnce)
+    followed = nullcontext() if way == "plain" else outofcore.budget("2GiB", model, cache=False, **options)
+    with at_once, followed as run:
+        for _ in range(WARM_UP):
+            step(*batch)
+        before = (run.stats.ops, run.stats.planned_ops) if run is not None else (0, 0)
+        _count("on")
+        for _ in range(STEPS):
+            step(*batch)
+        _count("off")
+        after = (run.stats.ops, run.stats.planned_ops) if run is not None else (0, 0)
+    ops, planned = ((b - a) // STEPS for a, b in zip(before, after, strict=True))
+    print("" if run is None else f"{ops} ops, {planned} of them planned")
+
+
+def _count(switch: str) -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = ["callgrind_control", "-i", switch, str(os.getpid())]
+    subprocess.run(command, env=alone, check=True, stdout=subprocess.DEVNULL)
+
+
+def instructions(way: str, stub: Path) -> tuple[int, str]:
+    """How many a step takes, and what the process says of it."""
+    settings = {"quiet": 1, "numbers": 0, "kernel_us": 0, "tflops": 100000, "h2d_gbs": 50, "d2h_gbs": 50}
+    env = environment(stub, **settings) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(stub / "cache")}
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts"
+        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counts}", "-q"]
+        command = [*valgrind, sys.executable, __file__, "--stub", str(stub), "--way", way]
+        said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+        total = re.search(r"^totals: (\d+)", counts.read_text(encoding="utf-8"), re.MULTILINE)
+    if total is None:
+        raise RuntimeError(f"valgrind counted nothing for {way}")
+    return int(total[1]) // STEPS, said.splitlines()[-1]
+
+
+def main() -> None:
+    """Count each way, or take the steps of one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way is not None:
+        return take_steps(given.way)
+    stub = build(given.stub)
+    plain = 0
+    for way in WAYS:
+        count, said = instructions(way, stub)
+        plain = plain or count
+        print(f"{way:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {said}", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
