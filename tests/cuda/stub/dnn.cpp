@@ -5,6 +5,7 @@
 
 #include <cudnn_version.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -129,7 +130,7 @@ API int cudnnBackendSetAttribute(void* descriptor, int name, int, int64_t, const
 }
 API int cudnnBackendGetAttribute(void* descriptor, int name, int type, int64_t wanted, int64_t* count, void* values) {
   if (const int64_t scratch = scratch_of_first(); name == kConfigurations && scratch != 0) {
-    if (count != nullptr) *count = 2;
+    if (count != nullptr) *count = values == nullptr ? 2 : std::min<int64_t>(wanted, 2);  // how many it has written
     if (values != nullptr && wanted > 0) std::memcpy(*static_cast<void**>(values), &scratch, sizeof scratch);
     return 0;
   }
