@@ -194,6 +194,18 @@ def test_profilers_see_all_ops_of_a_loop() -> None:
     assert [{key: each.get(key) for key in plain} for each in found + elsewhere] == [plain] * 5
 
 
+def test_observers_see_ops_after_a_loop_that_ended_in_backward() -> None:
+    """Backward restores at its end what the thread kept from observers before."""
+    run = outofcore.budget("4MiB", nn.Linear(256, 256)).start()
+    x = torch.ones(64, 256, requires_grad=True)
+    x.register_hook(lambda grad: run.end())
+    (x * 2).sum().backward()
+    torch.ones(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(1)
+    assert "aten::ones" in {e.key for e in profiler.key_averages()}
+
+
 def test_what_happened_so_far_where_there_are_no_steps(tmp_path: Path) -> None:
     model = nn.Linear(256, 256)
     with outofcore.budget("4MiB", model) as run:

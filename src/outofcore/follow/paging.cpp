@@ -369,19 +369,20 @@ bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
 // may be opened meanwhile, and take those tensors over.
 std::atomic<int> living_spaces{0};
 bool others_pin() { return is_other() && living_spaces.load(std::memory_order_relaxed) > 0; }
-// Whether the calling thread, which has opened a loop, keeps its ops from observers of PyTorch's. ``on_op`` would be one of
+// Whether the calling thread has opened a loop, and then keeps its ops from observers of PyTorch's. ``on_op`` would be one of
 // them, at a quarter of what it takes to follow an op, and nothing is to be found in that thread.
-thread_local bool quiet_thread = false;
+thread_local bool may_be_quiet = false;
 // Keeps them back unless there is another observer, such as a profiler.
 void quieten_thread() {
-  if (!quiet_thread && !at::isRecordFunctionEnabled()) return;
-  quiet_thread = true;
+  if (!may_be_quiet && !at::isRecordFunctionEnabled()) return;
+  may_be_quiet = true;
   at::enableRecordFunction(true);
   const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   at::enableRecordFunction(observers && observers->callbacks_.size() > 1);
 }
+// Also where it was done already: backward restores at its end what was before.
 void no_longer_quiet() {
-  if (std::exchange(quiet_thread, false)) at::enableRecordFunction(true);
+  if (may_be_quiet && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
 }
 
 // Switches following on or off in the calling thread.
@@ -2809,7 +2810,7 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
 }
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // A profiler was started in this thread. Others are seen at the end of a step.
-  if (quiet_thread && at::hasThreadLocalCallbacks()) at::enableRecordFunction(true);
+  if (may_be_quiet && (at::hasThreadLocalCallbacks() || is_other())) no_longer_quiet();
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   if (others_pin()) {
     const Operator& about = operator_of(op);
@@ -2868,7 +2869,7 @@ bool end_of_timing(Space& space) {
 }
 
 bool end_of_step(Space& space) {
-  if (quiet_thread) quieten_thread();
+  if (may_be_quiet) quieten_thread();
   // Steps that make up to so much less than an anchor follow its plan for good.
   constexpr double kClose = 1.15;
   const bool timed = end_of_timing(space);
