@@ -158,8 +158,8 @@ def test_requests_are_served_where_they_were_planned(device: torch.device) -> No
     assert int(view.sum()) == 512
 
 
-def test_a_stream_that_uses_a_small_tensor_of_an_op_keeps_its_memory(device: torch.device) -> None:
-    """Its memory is PyTorch's, and the deleter is not."""
+def test_record_stream_holds_the_memory_of_a_small_result(device: torch.device) -> None:
+    """PyTorch's allocator made it, with a deleter that is not its own."""
     arena = CudaDriver(device).open_arena(4 * MIB, MIB)
     table = ScopeTable(arena, [[]])
     other = torch.cuda.Stream(device)

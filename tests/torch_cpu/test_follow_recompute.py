@@ -47,7 +47,7 @@ def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: st
     theirs, _ = trained(*LOOPS[name])
     # Either way in turn: the suite is long.
     share, stress = ((0.3, False), (0.5, True))[list(LOOPS).index(name) % 2]
-    # What is made again makes small tensors as well, which the loop without it had not.
+    # Recomputation makes small tensors too, which the run that was measured did not.
     budget = peak(name, share) + 256 * KIB
     ours, stats = trained(*LOOPS[name], budget=budget, stress=stress, prepare=made_again, policy=None)
     assert ours.differs_from(theirs) == ""

@@ -162,7 +162,7 @@ def test_a_trace_lies_on_the_axis_of_the_profiler(tmp_path: Path) -> None:
 
 
 def test_profilers_see_all_ops_of_a_loop() -> None:
-    """Though the loop keeps its ops from observers of PyTorch's as long as there is no other than its own."""
+    """Observers are disabled in the loop's thread while there are no others than the loop's."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -194,8 +194,8 @@ def test_profilers_see_all_ops_of_a_loop() -> None:
     assert [{key: each.get(key) for key in plain} for each in found + elsewhere] == [plain] * 5
 
 
-def test_observers_see_ops_after_a_loop_that_ended_in_backward() -> None:
-    """Backward restores at its end what the thread kept from observers before."""
+def test_a_loop_that_ends_in_backward_leaves_observers_enabled() -> None:
+    """When backward ends, it restores the state in which it began: observers were disabled."""
     run = outofcore.budget("4MiB", nn.Linear(256, 256)).start()
     x = torch.ones(64, 256, requires_grad=True)
     x.register_hook(lambda grad: run.end())

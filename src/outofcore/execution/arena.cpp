@@ -346,7 +346,7 @@ struct PlannedAllocator final : device::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
  protected:
-  // What lies in an arena is used again by its plan, whoever uses it meanwhile.
+  // A plan reuses the memory of an arena whichever streams use it, so none are remembered.
   device::Whose remember(const c10::DataPtr& data, void*) override {
     if (data.get_deleter() != &release) return device::Whose::kStocks;
     const auto address = reinterpret_cast<uintptr_t>(data.get());

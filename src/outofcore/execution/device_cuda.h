@@ -74,7 +74,7 @@ struct Allocator : Stock {
   void resetPeakStats(Index device) override { below->resetPeakStats(device); }
   std::pair<size_t, size_t> getMemoryInfo(Index device) override { return below->getMemoryInfo(device); }
 
-  // CUDAAllocator. The stock allocator tells by the deleter whether recordStream is told of memory of its own.
+  // CUDAAllocator. The stock allocator's recordStream ignores memory whose deleter is not its own.
   void* raw_alloc(size_t bytes) override { return below->raw_alloc(bytes); }
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
     return below->raw_alloc_with_stream(bytes, stream);

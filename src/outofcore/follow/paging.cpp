@@ -369,30 +369,29 @@ bool is_left() { return open_spaces.load(std::memory_order_relaxed) == 0; }
 // may be opened meanwhile, and take those tensors over.
 std::atomic<int> living_spaces{0};
 bool others_pin() { return is_other() && living_spaces.load(std::memory_order_relaxed) > 0; }
-// Whether the calling thread has opened a loop, and then keeps its ops from observers of PyTorch's. ``on_op`` would be one of
-// them, at a quarter of what it takes to follow an op, and nothing is to be found in that thread.
-thread_local bool may_be_quiet = false;
-// Keeps them back unless there is another observer, such as a profiler.
-void quieten_thread() {
-  if (!may_be_quiet && !at::isRecordFunctionEnabled()) return;
-  may_be_quiet = true;
+// Whether the calling thread has opened a loop. Then PyTorch calls no observers of its ops while ``on_op`` is the only one: the
+// calls are a quarter of the cost of following an op, and ``on_op`` looks for other threads.
+thread_local bool may_disable_observers = false;
+void disable_observers_unless_used() {
+  if (!may_disable_observers && !at::isRecordFunctionEnabled()) return;
+  may_disable_observers = true;
   at::enableRecordFunction(true);
   const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   at::enableRecordFunction(observers && observers->callbacks_.size() > 1);
 }
-// Also where it was done already: backward restores at its end what was before.
-void no_longer_quiet() {
-  if (may_be_quiet && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
+// It may be necessary once more: when backward ends, it restores the state in which it began.
+void enable_observers() {
+  if (may_disable_observers && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
 }
 
 // Switches following on or off in the calling thread.
-void follow_thread_if(bool on) {
+void set_followed(bool on) {
   c10::impl::tls_set_dispatch_key_included(kKey, on);
-  on ? quieten_thread() : no_longer_quiet();
+  on ? disable_observers_unless_used() : enable_observers();
 }
 // Follows the calling thread no more, if no loop is open.
 void leave_thread() {
-  if (is_left()) follow_thread_if(false);
+  if (is_left()) set_followed(false);
 }
 
 std::optional<at::CallbackHandle> finding;  // of ``on_op``
@@ -2809,8 +2808,8 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
   return std::make_unique<FirstOp>();
 }
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  // A profiler was started in this thread. Others are seen at the end of a step.
-  if (may_be_quiet && (at::hasThreadLocalCallbacks() || is_other())) no_longer_quiet();
+  // A profiler was started in this thread. A profiler of all threads is noticed at the end of a step.
+  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other())) enable_observers();
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   if (others_pin()) {
     const Operator& about = operator_of(op);
@@ -2869,7 +2868,7 @@ bool end_of_timing(Space& space) {
 }
 
 bool end_of_step(Space& space) {
-  if (may_be_quiet) quieten_thread();
+  if (may_disable_observers) disable_observers_unless_used();
   // Steps that make up to so much less than an anchor follow its plan for good.
   constexpr double kClose = 1.15;
   const bool timed = end_of_timing(space);
@@ -3358,7 +3357,7 @@ EXPORT void follow_thread(int on) noexcept {
     opening = openings;
     outside_loop = false;
   }
-  follow_thread_if(on != 0);
+  set_followed(on != 0);
 }
 
 EXPORT void follow_leave_thread() noexcept { leave_thread(); }

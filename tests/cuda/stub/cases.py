@@ -139,6 +139,11 @@ def bits(
 # Followed loops
 
 
+def arena_of_the_whole_budget() -> contextlib.AbstractContextManager[object]:
+    """Small tensors and workspaces lie beside the budget."""
+    return mock.patch.object(loop_module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+
+
 @contextlib.contextmanager
 def followed(world: World, budget: int, **options: Any) -> Iterator[Any]:
     """A loop whose tensors of 64 KiB and more are within a budget."""
@@ -149,8 +154,10 @@ def followed(world: World, budget: int, **options: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def loop_within(budget: int, model: torch.nn.Module, **options: Any) -> Iterator[Any]:
     """The same of any model."""
-    shares = mock.patch.object(loop_module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
-    with shares, outofcore.budget(budget, model, **{"policy": None, "cache": False, **options}) as run:
+    with (
+        arena_of_the_whole_budget(),
+        outofcore.budget(budget, model, **{"policy": None, "cache": False, **options}) as run,
+    ):
         yield run
 
 

@@ -64,7 +64,7 @@ def _count(switch: str) -> None:
 
 
 def instructions(way: str, stub: Path) -> tuple[int, str]:
-    """How many a step takes, and what the process says of it."""
+    """Count those of one step; returns the last line that the process prints as well."""
     settings = {"quiet": 1, "numbers": 0, "kernel_us": 0, "tflops": 100000, "h2d_gbs": 50, "d2h_gbs": 50}
     env = environment(stub, **settings) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(stub / "cache")}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way is not None:
-        return take_steps(given.way)
+        take_steps(given.way)
+        return
     stub = build(given.stub)
     plain = 0
     for way in WAYS:
         count, said = instructions(way, stub)
         plain = plain or count
         print(f"{way:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {said}", flush=True)
-    return None
 
 
 if __name__ == "__main__":

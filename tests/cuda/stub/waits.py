@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import compiled, differences
+from cases import arena_of_the_whole_budget, compiled, differences
 from following import Trained, trained
 from gpu_loops import LOOPS, Dense, batches
 from gpu_visit import MARK
@@ -274,7 +274,8 @@ OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense(
 
 def followed(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
     """One of the loops, on demand."""
-    return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
+    with arena_of_the_whole_budget():
+        return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
 
 
 def of_loops(first: int, only: int | None) -> None:
