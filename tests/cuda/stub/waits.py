@@ -122,7 +122,10 @@ def unhindered() -> Iterator[None]:
     Only then does it matter how steps are joined to each other.
     """
     finish = CudaDriver.finish
-    with mock.patch.object(CudaDriver, "finish", lambda this, host: finish(this, host=False)):
+    with (
+        mock.patch.object(CudaDriver, "finish", lambda this, host: finish(this, host=False)),
+        mock.patch.object(CudaDriver, "await_mark", lambda this, mark: None),
+    ):
         yield
 
 
