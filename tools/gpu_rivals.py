@@ -28,7 +28,7 @@ from outofcore import planning, presets
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
-from outofcore.planning import QUICK, Planned, SearchParams
+from outofcore.planning import QUICK, Planned
 from outofcore.presets import Number
 from outofcore.program import CopyIn, CopyOut, Run
 from outofcore.report import step_report
@@ -41,10 +41,8 @@ RESULTS = PREDICTIONS.with_name("gpu-rivals.json")
 TABLE = RESULTS.with_suffix(".md")
 _LIMIT_S = 900
 _RANK = 16
-# Steps of more ops are planned by a quick search. Where the host's memory is limited, it finds a plan only if it tries
-# several shares of what is offloaded and what is computed again.
+# Steps of more ops are planned by a quick search.
 _LONG_OPS = 2000
-_SHARES = replace(QUICK, shares=SearchParams().shares)
 # A part of the step that is worth building something for.
 _MUCH = 0.05
 # What a GPU visit measured of ResNet-50 in core on an H200, in bf16 with images in NCHW, over the roofline's 87.8 ms.
@@ -405,7 +403,7 @@ def predict(rival: Rival) -> dict[str, Any]:
             found["published_of_peak"] = counted / found["published_s"] / peak
     params, found["search"] = None, "whole"
     if len(graph.ops) > _LONG_OPS:
-        params, found["search"] = (QUICK, "quick") if rival.host is None else (_SHARES, "quick, with more shares")
+        params, found["search"] = QUICK, "quick"
     try:
         planned = planning.plan_step(graph, costs, found["room"], params=params)
     except BudgetError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from outofcore.costs import Costs
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Gap
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -89,9 +90,20 @@ def live_bytes(graph: StepGraph) -> int:
 
     Workspaces are not counted.
     """
+    return max(_live(graph, graph.storages))
+
+
+def fullest_op(graph: StepGraph) -> int:
+    """The first op at which activations hold most bytes if nothing leaves: about where the backward pass begins."""
+    live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
+    return live.index(max(live))
+
+
+def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
+    """Bytes of these that are live at each op, and after the last."""
     n = len(graph.ops)
     change = [0] * (n + 1)
-    for storage in graph.storages:
+    for storage in storages:
         uses = graph.uses[storage.id]
         if not uses:
             continue
@@ -104,4 +116,4 @@ def live_bytes(graph: StepGraph) -> int:
             if use in renewed:
                 change[before + 1] -= storage.bytes
                 change[use] += storage.bytes
-    return max(accumulate(change))
+    return list(accumulate(change))

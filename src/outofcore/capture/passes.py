@@ -4,9 +4,10 @@
 convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
 other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
 but its shape, so a tensor on the memory of the result stands in for it. By shape: an op that makes a tensor as large
-as another, as dropout does for its mask, does without the other. Reuse: an elementwise op writes its result over an
-argument that nobody needs any more, which holds two tensors where there were three; autograd does so where
-it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
+as another, as dropout does for its mask, does without the other. Casting again: the wide copy of a narrow tensor is
+made a second time in the backward pass, and the narrow tensor is held until then. Reuse: an elementwise op writes its
+result over an argument that nobody needs any more, which holds two tensors where there were three; autograd does so
+where it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
 gradients are final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
 """
 
@@ -20,16 +21,16 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
-from outofcore.analysis import LARGE_BYTES, is_large, live_bytes
+from outofcore.analysis import LARGE_BYTES, fullest_op, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
-from outofcore.capture.tables import covers
+from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
@@ -150,6 +151,81 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
 PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+
+
+def cast_again(captured: Captured) -> Captured:
+    """The same step, to the bit, with casts to wider types run a second time: what was cast is held instead.
+
+    So it is with what is held where activations take most, such as the float32 copies in the norms of a bfloat16 model:
+    plain PyTorch holds the copy for the backward pass and lets go of what was cast. Besides, a plan can then keep or
+    offload what was cast, from which a block of a transformer can be computed again.
+    """
+    graph = captured.graph
+    turn = fullest_op(graph)
+    storages, values = list(graph.storages), list(captured.values)
+    second: dict[int, list[tuple[Op, Call]]] = {}  # by the op before which they run
+    instead: dict[int, dict[int, int]] = {}  # by op, a storage that it used and the one that it uses now
+    renamed: dict[tuple[int, int], int] = {}  # a value, on another storage
+
+    def on(value: int, storage: int) -> int:
+        if (value, storage) not in renamed:
+            renamed[value, storage] = len(values)
+            values.append(replace(values[value], storage=storage))
+        return renamed[value, storage]
+
+    for op, call in zip(graph.ops, captured.calls, strict=True):
+        later = _uses_of_wide_copy(captured, op, call, turn)
+        if not later:
+            continue
+        wide = op.creates[0]
+        made = len(storages)
+        storages.append(Storage(made, storages[wide].bytes, StorageKind.ACTIVATION, storages[wide].name))
+        results = tuple(None if v is None else on(v, made) for v in call.results)
+        second.setdefault(later[0], []).append((replace(op, creates=(made,)), replace(call, results=results)))
+        for use in later:
+            instead.setdefault(use, {})[wide] = made
+    if not second:
+        return captured
+
+    def moved(op: Op, call: Call) -> tuple[Op, Call]:
+        if op.id not in instead:
+            return op, call
+        other = instead[op.id]
+
+        def ref(old: Ref) -> Ref:
+            storage = captured.values[old.value].storage
+            return Ref(on(old.value, other[storage])) if storage in other else old
+
+        args, kwargs = map_leaves((call.args, call.kwargs), ref, Ref)
+        used = {name: tuple(other.get(s, s) for s in getattr(op, name)) for name in ("reads", "mutates", "discards")}
+        return replace(op, **used), replace(call, args=args, kwargs=kwargs)
+
+    pairs = zip(graph.ops, captured.calls, strict=True)
+    found = [each for op, call in pairs for each in (*second.get(op.id, ()), moved(op, call))]
+    wider = replace(graph, storages=tuple(storages))
+    return with_ops(replace(captured, graph=wider, values=tuple(values)), found)
+
+
+def _uses_of_wide_copy(captured: Captured, op: Op, call: Call, turn: int) -> tuple[int, ...]:
+    """The uses, after an op, of what a cast makes, if it may run again for them and what it casts is gone by then."""
+    graph = captured.graph
+    if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
+        return ()
+    [narrow], [wide] = op.reads, op.creates
+    given, made = graph.storages[narrow], graph.storages[wide]
+    uses = graph.uses[wide]
+    later = tuple(use for use in uses if use > turn)
+    if not later or op.id >= turn or made.bytes <= given.bytes or not is_large(made.bytes):
+        return ()
+    if made.kind is not StorageKind.ACTIVATION or wide in graph.outputs or len(call.results) != 1:
+        return ()
+    if given.kind not in PASSING or narrow not in graph.creator or graph.uses[narrow][-1] >= later[0]:
+        return ()
+    changed = any(wide in graph.ops[use].mutates for use in uses if use < later[0])
+    changed = changed or any(narrow in graph.ops[use].mutates for use in graph.uses[narrow] if use > op.id)
+    if changed or any(captured.values[v].foreign for v in call.results if v is not None):
+        return ()
+    return later
 
 
 @dataclass(frozen=True)
@@ -415,7 +491,7 @@ def fastest(traced: Captured) -> Captured:
 
 def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
-    captured = reuse(split(by_shape(traced)))
+    captured = reuse(split(cast_again(by_shape(traced))))
     return reordered(captured, hoisting(captured))
 
 

@@ -49,6 +49,8 @@ _GOOD, _NEARLY_GOOD = 1.0005, 1.01
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
 # Candidates that look no worse than the best placed plan, times this, look a little worse.
 _ABOUT = 1.02
+# Parts of what homes can hold that are offloaded at most: the next one where nothing is found with the one before.
+_FILLED = (0.9, 0.75, 0.6)
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
 _AMONG_BEST = 1.05
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
@@ -197,9 +199,18 @@ class _Search:
 
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
-        values = {share: self._share(kept, share) for share in self.params.shares}
+        held = self._share_of_homes(kept)
+        shares = dict.fromkeys(min(share, _FILLED[0] * held) for share in self.params.shares)
+        values = {share: self._share(kept, share) for share in shares}
+        # What leaves may take more at home than what lies above the limit at once.
+        for part in _FILLED[1:] if max(shares, default=0.0) < max(self.params.shares, default=0.0) else ():
+            if values[max(values)] < inf:
+                break
+            del values[max(values)]
+            values[part * held] = self._share(kept, part * held)
         # With nothing offloaded there are other ways to start, so its value says little about shares close to it.
-        values |= {0.0: inf, 1.0: inf}
+        values[0.0] = inf
+        values.setdefault(min(held, 1.0), inf)
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):
             shares = sorted(values)
             at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
@@ -208,9 +219,16 @@ class _Search:
                     share = (shares[at] + shares[near]) / 2
                     values[share] = self._share(kept, share)
 
+    def _excess(self, kept: Choices) -> int:
+        return max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
+
+    def _share_of_homes(self, kept: Choices) -> float:
+        """The share of the bytes above the limit that the homes can hold; infinite if one of them is not limited."""
+        room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
+        return sum(room) / max(self._excess(kept), 1)
+
     def _share(self, kept: Choices, share: float) -> float:
-        excess = max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
-        limit = self.problem.limit + int(excess * share)
+        limit = self.problem.limit + int(self._excess(kept) * share)
         self.shares.setdefault(share)
         # With nothing offloaded, chains are most of what the step takes, and it may fit in one of these ways alone.
         starts = [()] if share or self._is_long else self._starts(kept)

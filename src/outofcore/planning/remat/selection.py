@@ -30,7 +30,7 @@ _SETTLE_EVERY = 10
 _ROUNDS = 4
 # Ops of chains that a search may look at: for each gap and for a few more, but no more than the most altogether; of
 # very many gaps, so many for each.
-_OPS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 30
+_OPS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 # A gap whose rate is worse than the next one's by no more than this factor is dropped all the same: rates of similar
 # gaps worsen little by little, and to rate them all again and again takes most of the time.
 _ABOUT = 1.001

@@ -1,0 +1,142 @@
+"""Wide copies that are held for the backward pass are made a second time, and what was cast is held instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from capture_cases import Case
+from exactness import check_exact
+from torch import nn
+
+import outofcore
+from outofcore.analysis import fullest_op, live_bytes
+from outofcore.capture import Captured, capture_step
+from outofcore.capture.passes import cast_again, leanest
+
+ROWS, WIDTH, LAYERS = 1024, 128, 5
+NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4
+
+
+class Block(nn.Module):
+    """The second half of a block of Llama: its norm works in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.linear(self.scale * wide.to(x.dtype))
+
+
+def trained() -> Case:
+    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Case(step, [model], [optimizer], lambda: (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16),))
+
+
+def captured(case: Case) -> Captured:
+    return capture_step(case.step, case.models, case.optimizers, case.batch(), {})
+
+
+def casts(found: Captured) -> int:
+    return sum(op.name.startswith("aten._to_copy") for op in found.graph.ops)
+
+
+def test_bits_of_a_step_stay_the_same() -> None:
+    replay = check_exact(trained, cast_again)
+    assert casts(replay.captured) == casts(captured(trained())) + LAYERS - 1  # the input of the first is there anyway
+
+
+def held(found: Captured, count: int) -> int:
+    """How many storages of so many bytes are held where activations take most."""
+    turn = fullest_op(found.graph)
+    uses = [found.graph.uses[storage.id] for storage in found.graph.storages if storage.bytes == count]
+    return sum(bool(each) and each[0] < turn < each[-1] for each in uses)
+
+
+def test_narrow_tensors_are_held_where_activations_take_most() -> None:
+    traced = captured(trained())
+    found = cast_again(traced)
+    assert held(traced, WIDE) - held(found, WIDE) == LAYERS - 1
+    assert held(found, NARROW) - held(traced, NARROW) == LAYERS - 1
+
+
+def of(function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Captured]:
+    """A step in which activations take most between the forward and the backward pass of a function; and cast again."""
+    layer, head = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, 16 * WIDTH, dtype=torch.bfloat16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = head(function(layer(x))).exp().pow(2).sum()
+        loss.backward()
+        return loss.detach()
+
+    traced = capture_step(step, [layer, head], [], (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16),), {})
+    yield traced
+    yield cast_again(traced)
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x.float().pow(2).sin().to(x.dtype)
+
+
+def also_held(x: torch.Tensor) -> torch.Tensor:
+    """What is cast is held for the backward pass as well: a plan can make the copy again by itself."""
+    early = x * x
+    return square(x) + early
+
+
+def changed(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float().pow(2)
+    x.mul_(2)
+    return wide.to(x.dtype)
+
+
+def overwritten(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return wide.add_(1).pow(2).to(x.dtype)
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """Of a cast from float64 to float32 the narrow side is what PyTorch holds already."""
+    return x.double().sin().float().pow(2).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "more"), [(square, 1), (also_held, 0), (changed, 0), (overwritten, 0), (narrowed, 1)]
+)
+def test_only_what_can_be_cast_again_is(function: Callable[[torch.Tensor], torch.Tensor], more: int) -> None:
+    before, after = of(function)
+    assert casts(after) - casts(before) == more
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_compiled_step_has_the_bits_of_plain_pytorch(share: float) -> None:
+    torch.manual_seed(0)
+    ours = trained()
+    torch.manual_seed(0)
+    plain = trained()
+    batches = [ours.batch() for _ in range(3)]
+    budget = int(share * live_bytes(captured(ours).graph))
+    with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=budget, cache=False) as step:
+        losses = [step(*batch).item() for batch in batches]
+    assert losses == [plain.step(*batch).item() for batch in batches]
+    for one, other in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_leanest_form_casts_again() -> None:
+    traced = captured(trained())
+    assert casts(leanest(traced)) == casts(traced) + LAYERS - 1
