@@ -180,7 +180,7 @@ gpu-stub: $(GPU_STUB_PYTHON)  ## the CUDA build of PyTorch on a runtime without 
 gpu-predictions: setup  ## caps, batches and times of gpu-visit's rows as the planner predicts them, without a GPU; ROWS=1,3 does a part
 	$(BIN)/python tools/gpu_rows.py --predict $(ROWS)
 
-gpu-rivals: setup  ## jobs that others publish for one card, with our predicted step beside their figures; half an hour; ROWS=KEY,KEY does a part
+gpu-rivals: setup  ## jobs that others publish for one card, with our predicted step beside their figures; minutes; ROWS=KEY,KEY does a part
 	$(BIN)/python tools/gpu_rivals.py $(ROWS)
 
 bench-state: setup  ## train a GPT born on disk, from birth to a checkpoint and on from it

@@ -18,6 +18,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import read_graph
+from outofcore.plan import Residency
 from outofcore.planning import (
     POLICIES,
     QUICK,
@@ -228,6 +229,21 @@ def test_plans_are_near_the_proved_optimum(name: str) -> None:
     for known in json.loads((INSTANCES / "optimum.json").read_text(encoding="utf-8"))[name]:
         planned = plan_step(file.graph, file.costs, known["budget"], params=BRIEF)
         assert planned.timeline.step_seconds <= known["lower_seconds"] * 1.05
+
+
+@pytest.mark.parametrize("part", [0.1, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize("room", [2, 4])
+def test_quick_search_offloads_as_much_as_a_small_home_holds(room: int, part: float) -> None:
+    """The rest is computed again; without a look at what the home holds, half of it would have to go there."""
+    graph = chain(48)
+    roomy = costs(graph, home(1e-6))
+    budget = smallest_budget(graph, roomy) + room * SIZE
+    most = int((in_core_budget(graph, roomy) - budget) * part)
+    small = costs(graph, home(1e-6, most))
+    planned = plan_step(graph, small, budget, params=QUICK)
+    validate(graph, planned.program, budget, small)
+    away = sum(decision.residency is Residency.OFFLOAD for decision in planned.plan.decisions)
+    assert most / SIZE * 0.5 <= away  # what is offloaded is there at the same time, but for some at the ends
 
 
 @st.composite

@@ -223,7 +223,8 @@ def _uses_of_wide_copy(captured: Captured, op: Op, call: Call, turn: int) -> tup
         return ()
     changed = any(wide in graph.ops[use].mutates for use in uses if use < later[0])
     changed = changed or any(narrow in graph.ops[use].mutates for use in graph.uses[narrow] if use > op.id)
-    if changed or any(captured.values[v].foreign for v in call.results if v is not None):
+    seen = [*(v for v in call.results if v is not None), *(a.value for a in call.args if isinstance(a, Ref))]
+    if changed or any(captured.values[v].foreign for v in seen):
         return ()
     return later
 

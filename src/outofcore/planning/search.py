@@ -200,14 +200,15 @@ class _Search:
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
         held = self._share_of_homes(kept)
-        shares = dict.fromkeys(min(share, _FILLED[0] * held) for share in self.params.shares)
-        values = {share: self._share(kept, share) for share in shares}
+        most = _FILLED[0] * held
+        values = {s: self._share(kept, s) for s in dict.fromkeys(min(share, most) for share in self.params.shares)}
         # What leaves may take more at home than what lies above the limit at once.
-        for part in _FILLED[1:] if max(shares, default=0.0) < max(self.params.shares, default=0.0) else ():
-            if values[max(values)] < inf:
+        for part in _FILLED[1:]:
+            if values.get(most) != inf:
                 break
-            del values[max(values)]
-            values[part * held] = self._share(kept, part * held)
+            del values[most]
+            most = part * held
+            values[most] = self._share(kept, most)
         # With nothing offloaded there are other ways to start, so its value says little about shares close to it.
         values[0.0] = inf
         values.setdefault(min(held, 1.0), inf)
