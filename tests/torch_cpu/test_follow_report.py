@@ -194,7 +194,7 @@ def test_profilers_see_all_ops_of_a_loop() -> None:
     assert [{key: each.get(key) for key in plain} for each in found + elsewhere] == [plain] * 5
 
 
-def test_a_loop_that_ends_in_backward_leaves_observers_enabled() -> None:
+def test_observers_are_enabled_when_a_loop_ends_in_backward() -> None:
     """When backward ends, it restores the state in which it began: observers were disabled."""
     run = outofcore.budget("4MiB", nn.Linear(256, 256)).start()
     x = torch.ones(64, 256, requires_grad=True)

@@ -94,13 +94,13 @@ def live_bytes(graph: StepGraph) -> int:
 
 
 def fullest_op(graph: StepGraph) -> int:
-    """The first op at which activations hold most bytes if nothing leaves: about where the backward pass begins."""
+    """Return the first op at which the most bytes of activations are live, usually where the backward pass begins."""
     live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
     return live.index(max(live))
 
 
 def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Bytes of these that are live at each op, and after the last."""
+    """Return the bytes of these storages that are live at each op and after the last, if nothing is evicted."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

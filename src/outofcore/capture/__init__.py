@@ -12,8 +12,8 @@ A step is captured by ``step.capture_step``, in this order:
 
 Then passes give the graph another form, all in ``passes``; the bits stay the same:
 
-    fastest    by_shape → together → reuse                            where memory is no matter
-    leanest    by_shape → cast_again → split → reuse → reordered      where it is short
+    fastest    by_shape → together → reuse                                 where memory is no matter
+    leanest    by_shape → recompute_casts → split → reuse → reordered      where it is short
 
 Where single ops need more than there is, ``tiles`` comes before the leanest form: they run in parts, along axes that
 ``split_rules`` names, and the bits stay the same where the machine says so (``profiling.equality``).

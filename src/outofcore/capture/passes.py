@@ -4,17 +4,18 @@
 convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
 other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
 but its shape, so a tensor on the memory of the result stands in for it. By shape: an op that makes a tensor as large
-as another, as dropout does for its mask, does without the other. Casting again: the wide copy of a narrow tensor is
-made a second time in the backward pass, and the narrow tensor is held until then. Reuse: an elementwise op writes its
-result over an argument that nobody needs any more, which holds two tensors where there were three; autograd does so
-where it sums up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where
-gradients are final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
+as another, as dropout does for its mask, does without the other. Recomputing casts: a widening cast runs a second time
+in the backward pass, so that its input is saved rather than its result. Reuse: an elementwise op writes its result over
+an argument that nobody needs any more, which holds two tensors where there were three; autograd does so where it sums
+up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where gradients are
+final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -30,7 +31,7 @@ from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
@@ -153,80 +154,72 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
 PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
-def cast_again(captured: Captured) -> Captured:
-    """The same step, to the bit, with casts to wider types run a second time: what was cast is held instead.
+def recompute_casts(captured: Captured) -> Captured:
+    """Return the same step, to the bit, with widening casts recomputed in the backward pass.
 
-    So it is with what is held where activations take most, such as the float32 copies in the norms of a bfloat16 model:
-    plain PyTorch holds the copy for the backward pass and lets go of what was cast. Besides, a plan can then keep or
-    offload what was cast, from which a block of a transformer can be computed again.
+    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy for the backward pass and frees
+    the input. Here the input is saved, in half the bytes, and the cast runs a second time before the first use of the
+    copy in the backward pass. A plan can then recompute a transformer block from its input as well.
     """
     graph = captured.graph
     turn = fullest_op(graph)
     storages, values = list(graph.storages), list(captured.values)
-    second: dict[int, list[tuple[Op, Call]]] = {}  # by the op before which they run
-    instead: dict[int, dict[int, int]] = {}  # by op, a storage that it used and the one that it uses now
-    renamed: dict[tuple[int, int], int] = {}  # a value, on another storage
+    copy_of: dict[int, int] = {}  # the second copy of a storage, which all ops after the turn use
+    casts: dict[int, list[tuple[Op, Call]]] = {}  # the second casts, by the op before which they run
 
-    def on(value: int, storage: int) -> int:
-        if (value, storage) not in renamed:
-            renamed[value, storage] = len(values)
-            values.append(replace(values[value], storage=storage))
-        return renamed[value, storage]
+    @cache
+    def in_copy(ref: Ref) -> Ref:
+        value = values[ref.value]
+        if value.storage not in copy_of:
+            return ref
+        values.append(replace(value, storage=copy_of[value.storage]))
+        return Ref(len(values) - 1)
 
     for op, call in zip(graph.ops, captured.calls, strict=True):
-        later = _uses_of_wide_copy(captured, op, call, turn)
-        if not later:
+        if not _is_worth_recomputing(captured, op, call, turn):
             continue
-        wide = op.creates[0]
-        made = len(storages)
-        storages.append(Storage(made, storages[wide].bytes, StorageKind.ACTIVATION, storages[wide].name))
-        results = tuple(None if v is None else on(v, made) for v in call.results)
-        second.setdefault(later[0], []).append((replace(op, creates=(made,)), replace(call, results=results)))
-        for use in later:
-            instead.setdefault(use, {})[wide] = made
-    if not second:
-        return captured
+        [saved] = op.creates
+        copy = copy_of[saved] = len(storages)
+        storages.append(replace(storages[saved], id=copy))
+        results = tuple(None if value is None else in_copy(Ref(value)).value for value in call.results)
+        first_use = next(use for use in graph.uses[saved] if use > turn)
+        casts.setdefault(first_use, []).append((replace(op, creates=(copy,)), replace(call, results=results)))
 
-    def moved(op: Op, call: Call) -> tuple[Op, Call]:
-        if op.id not in instead:
-            return op, call
-        other = instead[op.id]
-
-        def ref(old: Ref) -> Ref:
-            storage = captured.values[old.value].storage
-            return Ref(on(old.value, other[storage])) if storage in other else old
-
-        args, kwargs = map_leaves((call.args, call.kwargs), ref, Ref)
-        used = {name: tuple(other.get(s, s) for s in getattr(op, name)) for name in ("reads", "mutates", "discards")}
-        return replace(op, **used), replace(call, args=args, kwargs=kwargs)
-
-    pairs = zip(graph.ops, captured.calls, strict=True)
-    found = [each for op, call in pairs for each in (*second.get(op.id, ()), moved(op, call))]
-    wider = replace(graph, storages=tuple(storages))
-    return with_ops(replace(captured, graph=wider, values=tuple(values)), found)
+    pairs: list[tuple[Op, Call]] = []
+    for op, call in zip(graph.ops, captured.calls, strict=True):
+        pairs += casts.get(op.id, [])
+        if op.id > turn and not copy_of.keys().isdisjoint(op.touched):
+            args, kwargs = map_leaves((call.args, call.kwargs), in_copy, Ref)
+            used = {
+                name: tuple(copy_of.get(s, s) for s in getattr(op, name)) for name in ("reads", "mutates", "discards")
+            }
+            pairs.append((replace(op, **used), replace(call, args=args, kwargs=kwargs)))
+        else:
+            pairs.append((op, call))
+    return with_ops(replace(captured, graph=replace(graph, storages=tuple(storages)), values=tuple(values)), pairs)
 
 
-def _uses_of_wide_copy(captured: Captured, op: Op, call: Call, turn: int) -> tuple[int, ...]:
-    """The uses, after an op, of what a cast makes, if it may run again for them and what it casts is gone by then."""
+def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
+    """Whether an op is a widening cast that can run again after the turn and whose input is freed before."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
-        return ()
-    [narrow], [wide] = op.reads, op.creates
-    given, made = graph.storages[narrow], graph.storages[wide]
-    uses = graph.uses[wide]
-    later = tuple(use for use in uses if use > turn)
-    if not later or op.id >= turn or made.bytes <= given.bytes or not is_large(made.bytes):
-        return ()
-    if made.kind is not StorageKind.ACTIVATION or wide in graph.outputs or len(call.results) != 1:
-        return ()
-    if given.kind not in PASSING or narrow not in graph.creator or graph.uses[narrow][-1] >= later[0]:
-        return ()
-    changed = any(wide in graph.ops[use].mutates for use in uses if use < later[0])
-    changed = changed or any(narrow in graph.ops[use].mutates for use in graph.uses[narrow] if use > op.id)
-    seen = [*(v for v in call.results if v is not None), *(a.value for a in call.args if isinstance(a, Ref))]
-    if changed or any(captured.values[v].foreign for v in seen):
-        return ()
-    return later
+        return False
+    [source], [saved] = op.reads, op.creates
+    narrow, wide = graph.storages[source], graph.storages[saved]
+    first_use = next((use for use in graph.uses[saved] if use > turn), None)
+    if first_use is None or op.id >= turn or wide.bytes <= narrow.bytes or not is_large(wide.bytes):
+        return False
+    if wide.kind is not StorageKind.ACTIVATION or saved in graph.outputs:
+        return False
+    # If the input outlives the first use, a plan can recompute the cast by itself.
+    if narrow.kind not in PASSING or source not in graph.creator or graph.uses[source][-1] >= first_use:
+        return False
+    if any(source in graph.ops[use].mutates for use in graph.uses[source] if use > op.id):
+        return False
+    if any(saved in graph.ops[use].mutates for use in graph.uses[saved] if use < first_use):
+        return False
+    tensors = [*call.results, *(arg.value for arg in call.args if isinstance(arg, Ref))]
+    return not any(captured.values[tensor].foreign for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -492,7 +485,7 @@ def fastest(traced: Captured) -> Captured:
 
 def leanest(traced: Captured) -> Captured:
     """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
-    captured = reuse(split(cast_again(by_shape(traced))))
+    captured = reuse(split(recompute_casts(by_shape(traced))))
     return reordered(captured, hoisting(captured))
 
 

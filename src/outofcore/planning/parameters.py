@@ -21,8 +21,8 @@ class SearchParams:
             chains of the last answer really take. 0: never.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
             candidates. With 0, the search for what to compute again also starts from greedy eviction and from recursive
-            checkpoints, and the quickest is taken. Where homes are limited, no more than they hold. Empty: no
-            candidates by share.
+            checkpoints, and the quickest is taken. Limited homes lower these shares to what
+            they can hold. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than ``long_ops`` ops.
         long_ops: ops of a step above which less is tried.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold

@@ -49,7 +49,7 @@ _GOOD, _NEARLY_GOOD = 1.0005, 1.01
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
 # Candidates that look no worse than the best placed plan, times this, look a little worse.
 _ABOUT = 1.02
-# Parts of what homes can hold that are offloaded at most: the next one where nothing is found with the one before.
+# How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
 _AMONG_BEST = 1.05
@@ -199,19 +199,18 @@ class _Search:
 
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
-        held = self._share_of_homes(kept)
-        most = _FILLED[0] * held
-        values = {s: self._share(kept, s) for s in dict.fromkeys(min(share, most) for share in self.params.shares)}
-        # What leaves may take more at home than what lies above the limit at once.
-        for part in _FILLED[1:]:
-            if values.get(most) != inf:
-                break
-            del values[most]
-            most = part * held
-            values[most] = self._share(kept, most)
+        capacity = self._share_of_homes(kept)
+        most = _FILLED[0] * capacity
+        values = {share: self._share(kept, share) for share in self.params.shares if share <= most}
+        if len(values) < len(self.params.shares):
+            # More is at home over the step than exceeds the limit at one op, so less may have to be offloaded.
+            for part in _FILLED:
+                values[part * capacity] = self._share(kept, part * capacity)
+                if values[part * capacity] < inf:
+                    break
         # With nothing offloaded there are other ways to start, so its value says little about shares close to it.
         values[0.0] = inf
-        values.setdefault(min(held, 1.0), inf)
+        values.setdefault(min(capacity, 1.0), inf)
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):
             shares = sorted(values)
             at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
@@ -221,10 +220,11 @@ class _Search:
                     values[share] = self._share(kept, share)
 
     def _excess(self, kept: Choices) -> int:
+        """Return by how many bytes the step exceeds the limit if everything stays resident."""
         return max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
 
     def _share_of_homes(self, kept: Choices) -> float:
-        """The share of the bytes above the limit that the homes can hold; infinite if one of them is not limited."""
+        """Return the capacity of the homes as a share of the bytes above the limit; infinite if one is not limited."""
         room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
         return sum(room) / max(self._excess(kept), 1)
 

@@ -1,8 +1,8 @@
-"""Wide copies that are held for the backward pass are made a second time, and what was cast is held instead."""
+"""Widening casts are recomputed in the backward pass, and their inputs saved instead of their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 import outofcore
 from outofcore.analysis import fullest_op, live_bytes
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.passes import cast_again, leanest
+from outofcore.capture.passes import leanest, recompute_casts
 
 ROWS, WIDTH, LAYERS = 1024, 128, 5
 NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4
@@ -55,27 +55,27 @@ def casts(found: Captured) -> int:
     return sum(op.name.startswith("aten._to_copy") for op in found.graph.ops)
 
 
-def test_bits_of_a_step_stay_the_same() -> None:
-    replay = check_exact(trained, cast_again)
-    assert casts(replay.captured) == casts(captured(trained())) + LAYERS - 1  # the input of the first is there anyway
+def test_recomputed_casts_keep_the_bits() -> None:
+    replay = check_exact(trained, recompute_casts)
+    assert casts(replay.captured) == casts(captured(trained())) + LAYERS - 1  # the first casts an input
 
 
-def held(found: Captured, count: int) -> int:
-    """How many storages of so many bytes are held where activations take most."""
+def count_live(found: Captured, size: int) -> int:
+    """Count the storages of this size that are live at the fullest op."""
     turn = fullest_op(found.graph)
-    uses = [found.graph.uses[storage.id] for storage in found.graph.storages if storage.bytes == count]
+    uses = [found.graph.uses[storage.id] for storage in found.graph.storages if storage.bytes == size]
     return sum(bool(each) and each[0] < turn < each[-1] for each in uses)
 
 
-def test_narrow_tensors_are_held_where_activations_take_most() -> None:
+def test_inputs_of_casts_are_saved_instead_of_results() -> None:
     traced = captured(trained())
-    found = cast_again(traced)
-    assert held(traced, WIDE) - held(found, WIDE) == LAYERS - 1
-    assert held(found, NARROW) - held(traced, NARROW) == LAYERS - 1
+    found = recompute_casts(traced)
+    assert count_live(traced, WIDE) - count_live(found, WIDE) == LAYERS - 1
+    assert count_live(found, NARROW) - count_live(traced, NARROW) == LAYERS - 1
 
 
-def of(function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Captured]:
-    """A step in which activations take most between the forward and the backward pass of a function; and cast again."""
+def captures_of(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Captured, Captured]:
+    """Capture a step whose fullest op lies between a function and its backward pass; before and after the pass."""
     layer, head = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, 16 * WIDTH, dtype=torch.bfloat16)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -84,16 +84,15 @@ def of(function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Captured]:
         return loss.detach()
 
     traced = capture_step(step, [layer, head], [], (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16),), {})
-    yield traced
-    yield cast_again(traced)
+    return traced, recompute_casts(traced)
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
     return x.float().pow(2).sin().to(x.dtype)
 
 
-def also_held(x: torch.Tensor) -> torch.Tensor:
-    """What is cast is held for the backward pass as well: a plan can make the copy again by itself."""
+def saved_too(x: torch.Tensor) -> torch.Tensor:
+    """The backward pass reads the input of the cast later still, so a plan can recompute the cast by itself."""
     early = x * x
     return square(x) + early
 
@@ -110,15 +109,15 @@ def overwritten(x: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
-    """Of a cast from float64 to float32 the narrow side is what PyTorch holds already."""
+    """Only the cast to float64 widens."""
     return x.double().sin().float().pow(2).to(x.dtype)
 
 
 @pytest.mark.parametrize(
-    ("function", "more"), [(square, 1), (also_held, 0), (changed, 0), (overwritten, 0), (narrowed, 1)]
+    ("function", "more"), [(square, 1), (saved_too, 0), (changed, 0), (overwritten, 0), (narrowed, 1)]
 )
-def test_only_what_can_be_cast_again_is(function: Callable[[torch.Tensor], torch.Tensor], more: int) -> None:
-    before, after = of(function)
+def test_only_what_can_be_recompute_casts_is(function: Callable[[torch.Tensor], torch.Tensor], more: int) -> None:
+    before, after = captures_of(function)
     assert casts(after) - casts(before) == more
 
 
@@ -137,6 +136,6 @@ def test_compiled_step_has_the_bits_of_plain_pytorch(share: float) -> None:
         assert torch.equal(one, other)
 
 
-def test_leanest_form_casts_again() -> None:
+def test_leanest_form_recomputes_casts() -> None:
     traced = captured(trained())
     assert casts(leanest(traced)) == casts(traced) + LAYERS - 1
