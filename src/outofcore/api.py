@@ -51,7 +51,7 @@ from outofcore.follow.loop import Loop, stop_loops
 from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
-from outofcore.policies import Policy, PolicyLike, SuperNeurons, policy_of
+from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
@@ -63,10 +63,9 @@ from outofcore.units import parse_bytes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# How much of what comes back from a home is compared by checksum, how convolutions are run, and who writes the kernels
-# of all that is not a product, and whether ops run in parts: see ``compile``.
+# How much of what comes back from a home is compared by checksum, who writes the kernels of all that is not a product,
+# and whether ops run in parts: see ``compile``.
 CheckName = Literal["sampled", "full", "off"]
-Algorithms = Literal["eager", "fastest"]
 KernelsName = Literal["eager", "inductor"]
 SplitName = Literal["exact", "close", "off"]
 
@@ -181,7 +180,6 @@ def compile(
     policy: PolicyLike = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: CheckName = "sampled",
-    algorithms: Algorithms = "eager",
     dynamic: bool | None = None,
     shard: ProcessGroup | bool | None = None,
     replay: Replaying = True,
@@ -214,16 +212,12 @@ def compile(
         check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
             a few pages of each copy to disk; "full", all bytes of all copies, and what stays at a home after the step
             is read back once; "off", nothing.
-        algorithms: how convolutions are run: "eager", as PyTorch runs them under the flags of now, to the last bit; or
-            "fastest", each by the fastest of some algorithms whose workspace fits the budget beside the op's tensors.
-            What is chosen at the first call stays, but other algorithms round otherwise: results are then not those
-            of eager PyTorch to the last bit, nor sure to be those of another process.
         dynamic: what to do where inputs come in many sizes. False: each is captured and planned when it first comes,
             which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
             op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
             with the first call of another size the step passes to being followed, once and for good; but it does not
-            on a GPU, where the native code cannot be built, with a ``policy``, ``algorithms`` or ``kernels`` of
-            your choice, or with a home that is open or shared by other steps: these then find the model there. So it
+            on a GPU, where the native code cannot be built, with a ``policy`` or ``kernels`` of your choice, or
+            with a home that is open or shared by other steps: these then find the model there. So it
             passes as well where Python values that the step reads change again and again.
         shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
             every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
@@ -287,7 +281,6 @@ def compile(
         policy,
         cache,
         check,
-        algorithms,
         dynamic,
         shard,
         replay=replay,
@@ -307,7 +300,6 @@ def _compiled(
     policy: PolicyLike,
     cache: bool | str | os.PathLike[str],
     check: CheckName,
-    algorithms: Algorithms,
     dynamic: bool | None,
     shard: ProcessGroup | bool | None = None,
     *,
@@ -320,10 +312,6 @@ def _compiled(
     require(Feature.COMPILE)
     count = parse_bytes(budget)
     chosen = policy_of(policy)
-    if isinstance(chosen, SuperNeurons) and chosen.algorithms != "eager":
-        algorithms = chosen.algorithms
-    if algorithms not in ("eager", "fastest"):
-        raise InputError(f"there are no algorithms {algorithms!r}; choose 'eager' or 'fastest'")
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     made, splits = _kernels(kernels), split_of(split)
@@ -331,10 +319,10 @@ def _compiled(
     check_modules(models, is_captured=not dynamic)
     _check_devices(models, backend.device)
     if dynamic:
-        _check_followable(backend.device, home, chosen, algorithms, kernels, splits)
+        _check_followable(backend.device, home, chosen, kernels, splits)
     kept = open_cache(cache)
     check_supported(models)
-    group = _sharing_group(shard, dynamic, algorithms, kernels)
+    group = _sharing_group(shard, dynamic, kernels)
     shards = None if group is None else Shards(models, optimizers, group)
     ranks = None if alternating else Agreement(models, kept, group)
     loop = None
@@ -348,12 +336,7 @@ def _compiled(
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
-        if (
-            chosen == policy_of("auto")
-            and algorithms == kernels == "eager"
-            and shards is None
-            and splits is not Split.CLOSE
-        ):
+        if chosen == policy_of("auto") and kernels == "eager" and shards is None and splits is not Split.CLOSE:
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
@@ -367,7 +350,6 @@ def _compiled(
         chosen,
         kept,
         backend,
-        algorithms,
         dynamic,
         loop,
         alternating,
@@ -392,9 +374,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
     return Kernels(compiles)
 
 
-def _sharing_group(
-    shard: ProcessGroup | bool | None, dynamic: bool | None, algorithms: str, kernels: str
-) -> ProcessGroup | None:
+def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
     """The processes that share a model; None: nobody else has any of it.
 
     Raises:
@@ -410,10 +390,8 @@ def _sharing_group(
     group = torch.distributed.group.WORLD if shard is True else shard
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
-    if dynamic or algorithms != "eager" or kernels != "eager":
-        raise InputError(
-            "processes that share a model follow one plan: with 'shard' leave 'dynamic', 'algorithms' and 'kernels' out"
-        )
+    if dynamic or kernels != "eager":
+        raise InputError("processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'kernels' out")
     return group if group.size() > 1 else None
 
 
@@ -510,7 +488,6 @@ def elastic(
         policy,
         cache,
         check,
-        "eager",
         False,
         alternating=True,
     )
@@ -522,14 +499,11 @@ def elastic(
         raise
 
 
-def _check_followable(
-    device: torch.device, home: object, policy: Policy, algorithms: str, kernels: str, splits: Split
-) -> None:
+def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
     """Refuse ``dynamic=True`` where calls cannot be followed.
 
     Raises:
-        InputError: the device, the home, the policy, the algorithms, the kernels or the sums are those of planned steps
-            alone.
+        InputError: the device, the home, the policy, the kernels or the sums are those of planned steps alone.
         StateError: the system cannot.
     """
     if device.type != "cpu":
@@ -539,10 +513,10 @@ def _check_followable(
             "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
             "'home'; or leave 'dynamic' out"
         )
-    if policy != policy_of("auto") or algorithms != "eager" or kernels != "eager":
+    if policy != policy_of("auto") or kernels != "eager":
         raise InputError(
-            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy', 'algorithms' "
-            "and 'kernels' out"
+            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
+            "'kernels' out"
         )
     if splits is Split.CLOSE:
         raise InputError(

@@ -82,7 +82,6 @@ from outofcore.planned_step import (
 from outofcore.planning import Planned, Policy
 from outofcore.planning.placement.requests import Requests
 from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.algorithms import Algorithm, choose_algorithms
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
 from outofcore.profiling.links import keep_link, links_to
@@ -268,7 +267,6 @@ class Session:
         policy: how to plan.
         cache: where measurements are kept, if anywhere.
         backend: where the step runs.
-        algorithms: "eager" or "fastest".
         vacate: called when another step over the home is to have the model; by it ``vacate`` here.
         dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
         loop: makes the loop that they are followed in; None: they cannot be.
@@ -300,7 +298,6 @@ class Session:
         policy: Policy,
         cache: Cache | None,
         backend: Backend,
-        algorithms: str,
         vacate: Callable[[], None],
         dynamic: bool | None = False,
         loop: Callable[[], Loop] | None = None,
@@ -339,7 +336,6 @@ class Session:
         self._alternating = alternating
         self.followed: FollowedCalls | None = None
         self.why_followed = "it was asked for" if dynamic else ""
-        self._algorithms: dict[str, Algorithm | None] | None = None if algorithms == "eager" else {}
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
         self._plans = StepPlans(None if cache is None else cache.folder)
@@ -884,7 +880,7 @@ class Session:
         if not made:
             try:
                 mine = None
-                if everyone[leader].graph == everyone[ranks.rank].graph and self._algorithms is None:
+                if everyone[leader].graph == everyone[ranks.rank].graph:
                     mine = self._taken_over(traced, costs, planned, profiles, room, most)
                 if mine is None and self._shards is not None:
                     raise StateError(
@@ -1010,15 +1006,15 @@ class Session:
             found = None
             captured = fastest(traced).aligned(alignment)
             if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
-                found = plan_in_core(*self._measured(captured, room), room, stores)
+                found = plan_in_core(*self._measured(captured), room, stores)
             if found is None:
-                captured, costs, profiles = self._measured(lean(traced, room).aligned(alignment), room)
+                captured, costs, profiles = self._measured(lean(traced, room).aligned(alignment))
                 workspaces = workspaces_of(captured, profiles)
                 try:
                     found = self._plan(captured, costs, profiles, room)
                 except BudgetError:
                     # Updates that were joined need a little more than each alone.
-                    captured, costs, profiles = self._measured(leanest(traced).aligned(alignment), room)
+                    captured, costs, profiles = self._measured(leanest(traced).aligned(alignment))
                     found = self._plan(captured, costs, profiles, room)
                 found = self._quicker_in_parts(traced, found, room)
         except BudgetError as error:
@@ -1047,8 +1043,7 @@ class Session:
 
     @property
     def _splits(self) -> bool:
-        # Algorithms are chosen for ops as a whole, and policies of the user's plan the step that they know.
-        return self._split is not Split.OFF and self._algorithms is None
+        return self._split is not Split.OFF
 
     def _splitting(self, traced: Captured, workspaces: Mapping[str, int] | None = None) -> Splitting:
         return Splitting(traced, self.backend, self._cache, workspaces or {}, self.home.stores[0].capacity)
@@ -1068,7 +1063,7 @@ class Session:
 
     def _plan_in_parts(self, parts: Parts, room: int) -> PlannedStep:
         """A step in parts, planned."""
-        measured = self._measured(parts.captured, room)
+        measured = self._measured(parts.captured)
         return replace(self._plan(*measured, room), most=parts.most)
 
     def _planned_in_parts(
@@ -1128,12 +1123,10 @@ class Session:
         _log.info("ops that need more than %s run in parts, since the step is quicker so", format_bytes(most))
         return other
 
-    def _measured(self, captured: Captured, room: int) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
-        cache, backend, fixed = self._cache, self.backend, self._algorithms
+    def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
+        cache, backend = self._cache, self.backend
         profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
         profiles = with_collectives(captured, profiles, self._group_costs)
-        if fixed is not None:
-            captured, profiles = choose_algorithms(captured, profiles, room, fixed, cache, backend)
         if not self.links:
             self._tell("measure the home", 0, 1)
             self.links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))

@@ -289,22 +289,6 @@ def test_a_transfer_that_fails_is_told(device: torch.device, tmp_path: Path) -> 
     home.close()
 
 
-@pytest.mark.parametrize("name", list(WORLDS))
-def test_other_algorithms_compute_the_same_but_for_rounding(name: str, device: torch.device) -> None:
-    torch.use_deterministic_algorithms(False)
-    make, found = WORLDS[name], []
-    for algorithms in ("eager", "fastest"):
-        world = make(CPU)
-        # Not as the other tests have it: kernels need not be deterministic here.
-        budget = smallest.__wrapped__(make, device) + 2 * MIB + beside(device)
-        with outofcore.compile(
-            world.step, world.model, world.optimizer, budget=budget, device=device, cache=False, algorithms=algorithms
-        ) as step:
-            torch.manual_seed(1)
-            found.append([float(step(*world.batch(index)).detach().cpu()) for index in range(STEPS)])
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
-
-
 @contextmanager
 def capped(device: torch.device, budget: int) -> Iterator[None]:
     total = torch.cuda.get_device_properties(device).total_memory

@@ -219,7 +219,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     model, optimizer, step, _ = world("perceptron")
     with pytest.raises(InputError, match="there are no kernels 'triton'; choose 'eager' or 'inductor'"):
         outofcore.compile(step, model, optimizer, budget=IN_CORE, kernels="triton")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="leave 'policy', 'algorithms' and 'kernels' out"):
+    with pytest.raises(InputError, match="leave 'policy' and 'kernels' out"):
         outofcore.compile(step, model, optimizer, budget=IN_CORE, kernels="inductor", dynamic=True)
 
 

@@ -14,7 +14,7 @@ from outofcore.errors import InputError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning import in_core_budget, smallest_budget
-from outofcore.policies import TFLMS, Held, PolicyLike, PoocH, SuperNeurons, Window, movable_gaps
+from outofcore.policies import TFLMS, Held, PolicyLike, PoocH, Window, movable_gaps
 from outofcore.validator import validate
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -95,10 +95,3 @@ def test_a_policy_is_refused_before_anything_is_touched() -> None:
     for policy, message in (("windw", "did you mean 'window'"), (Window, "give an instance"), (3, "must be a name")):
         with pytest.raises(InputError, match=message):
             outofcore.compile(step, model, optimizer, budget="8MiB", policy=policy)  # type: ignore[arg-type]
-
-
-def test_superneurons_may_choose_algorithms() -> None:
-    step, model, optimizer = world()
-    for policy, chosen in ((SuperNeurons(), None), (SuperNeurons(algorithms="fastest"), {})):
-        with outofcore.compile(step, model, optimizer, budget="8MiB", home="host", policy=policy) as train:
-            assert train._session._algorithms == chosen

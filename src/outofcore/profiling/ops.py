@@ -110,9 +110,8 @@ def profile_some(
     measure_time: bool = True,
     cache: Cache | None = None,
     backend: Backend | None = None,
-    leave_out: bool = False,
 ) -> dict[int, OpProfile]:
-    """Measure some ops of a captured step, as ``profile_ops`` measures all; ``leave_out`` those that do not run."""
+    """Measure some ops of a captured step, as ``profile_ops`` measures all."""
     backend = backend or CpuBackend()
     kept = KeptProfiles(cache, backend.facts())
     # Of updates that are alike, those that have yet to make their state ask for other memory.
@@ -124,14 +123,9 @@ def profile_some(
     with TURN, _generators_kept(backend), _Bench(captured, backend) as bench:
         try:
             for number, members in enumerate(families.values(), 1):
-                try:
-                    # An interrupt between two ops finds nothing half done.
-                    with Deferred("the measurement of an op"):
-                        profile = bench.profile(members[0], measure_time, kept)
-                except CaptureError:
-                    if not leave_out:
-                        raise
-                    continue
+                # An interrupt between two ops finds nothing half done.
+                with Deferred("the measurement of an op"):
+                    profile = bench.profile(members[0], measure_time, kept)
                 found.update(dict.fromkeys(members, profile))
                 if advance is not None:
                     advance(number, len(families))

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from outofcore.analysis.gaps import is_large, large_needs, placed_bytes
 from outofcore.analysis.recipes import History, can_recompute
@@ -36,7 +35,6 @@ class SuperNeurons(Checked):
     - Cost-aware recomputation (3.4): what lies between two checkpoints, a *segment*, is dropped and computed again.
       Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
       each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
-    - Workspaces (3.5): each convolution runs by the fastest algorithm whose workspace fits.
 
         forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
         home       C1 ------>   C2 -->               copied out while the next ones are computed
@@ -48,27 +46,20 @@ class SuperNeurons(Checked):
     that several ops of the forward pass read).
 
     Different from the paper: all this is decided before the step, and the cache is the number of checkpoints that
-    fit. Algorithms are not chosen together with the plan, since costs name one for each op: with
-    ``algorithms="fastest"`` they are chosen before, by what the budget leaves beside the tensors of the op alone,
-    where the paper looks at what is free when the op runs. Where copies leave no room to run one checkpoint ahead,
-    they run just in time. Storages below 64 KiB stay. Of several homes the farthest is used; without any, checkpoints
-    stay. Left
-    out: the preallocated heap, since addresses are planned. As in the paper parameters, gradients and optimizer states
-    stay, and inputs are there from the start.
+    fit. Where copies leave no room to run one checkpoint ahead, they run just in time. Storages below 64 KiB stay. Of
+    several homes the farthest is used; without any, checkpoints stay. Left out: the preallocated heap, since addresses
+    are planned; and the choice of convolution algorithms by their workspaces (3.5), since other algorithms round
+    otherwise. As in the paper parameters, gradients and optimizer states stay, and inputs are there from the start.
 
     Attributes:
         recompute: whether segments are computed again; False: they stay, and only checkpoints leave.
-        algorithms: "eager": as PyTorch chooses; "fastest": what ``compile(algorithms="fastest")`` does, with its loss
-            of equality to the last bit. It matters to ``compile`` alone: where costs are given they are taken as they
-            are.
 
     >>> SuperNeurons(recompute=False)
-    SuperNeurons(recompute=False, algorithms='eager')
+    SuperNeurons(recompute=False)
     """
 
     name = "superneurons"
     recompute: bool = True
-    algorithms: Literal["eager", "fastest"] = "eager"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
         """The one plan for each number of bytes."""
