@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,14 +24,11 @@ from rich.table import Table
 
 import outofcore
 from outofcore.capture import capture_step
-from outofcore.capture.passes import leanest
-from outofcore.costs import SOMEWHERE, Costs
 from outofcore.execution.opening import open_backend
-from outofcore.planning import smallest_budget
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.ops import profile_ops
-from outofcore.splitting import Splitting, workspaces_of
+from outofcore.step_variants import Split, StepVariants
 from outofcore.units import format_bytes, format_seconds
+from outofcore.variant import smallest_variant
 from outofcore.zoo.gpt import GPT, GPTShape
 from outofcore.zoo.vision import ResNet, UNet3d
 
@@ -55,14 +53,9 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _without_ranges(step: Callable[..., Any], model: Any, optimizer: Any, inputs: tuple[Any, ...]) -> int:
     """The smallest budget where parameters and optimizer state are on the device as a whole, or not at all."""
-    backend, cache = open_backend(None), open_cache(True)
-    traced = capture_step(step, [model], [optimizer], inputs, {}, backend.device)
-    whole = leanest(traced).aligned(backend.alignment)
-    profiles = profile_ops(whole, measure_time=False, cache=cache, backend=backend)
-    costs = Costs(tuple(profile.cost for profile in profiles), (SOMEWHERE,))
-    smallest = smallest_budget(whole.graph, costs)
-    found = Splitting(traced, backend, cache, workspaces_of(whole, profiles), home=0).finest(smallest)
-    return smallest if found is None else found[1]
+    capture = partial(capture_step, step, [model], [optimizer], inputs, {})
+    variants = StepVariants(capture(), capture, open_backend(None), open_cache(True), Split.EXACT, home_bytes=0)
+    return smallest_variant(variants)[1]
 
 
 def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:

@@ -61,18 +61,16 @@ class Observed:
     """What ran while costs were fixed.
 
     Attributes:
-        variants: of compiled steps, by the digest of their graph: the first pass that made it.
         loops: the recorded steps of eager loops with their plans, in order.
     """
 
-    variants: dict[str, str] = field(default_factory=dict[str, str])
     loops: list[tuple[StepRecord, Answer]] = field(default_factory=list[tuple[StepRecord, Answer]])
 
-    def variant_of(self, step: PlannedStep) -> str:
-        """Return the name of the variant that a compiled step runs."""
-        if step.most is not None:
-            return f"split to {step.most} bytes"
-        return self.variants.get(graph_digest(step.graph), "unknown")
+
+def variant_of(step: PlannedStep) -> str:
+    """Return the name of the variant that a compiled step runs."""
+    variant = step.variant
+    return variant.form.value if variant.op_bytes is None else f"split to {variant.op_bytes} bytes"
 
 
 def digest(lines: Sequence[object]) -> str:
@@ -112,10 +110,6 @@ def fixed_costs() -> Iterator[Observed]:
         (loop, "BackgroundPlanner", _planner_at_once(observed)),
         (planned_step, "quick_policy", lambda policy: policy),
         (recompute_trial, "worth_making_again", _fixed_recipes),
-    ]
-    passes = {"fastest": "fused", "lean": "low memory", "leanest": "lowest memory"}
-    replacements += [
-        (session, name, _noting(observed, variant, getattr(session, name))) for name, variant in passes.items()
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in replacements:
@@ -160,15 +154,6 @@ def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
             self.timeline = measured
 
     return judged
-
-
-def _noting(observed: Observed, variant: str, make: Callable[..., Captured]) -> Callable[..., Captured]:
-    def made(*args: Any, **kwargs: Any) -> Captured:
-        captured = make(*args, **kwargs)
-        observed.variants.setdefault(graph_digest(captured.aligned(captured.alignment).graph), variant)
-        return captured
-
-    return made
 
 
 def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record_costs import costs_digest, digest, fixed_costs, graph_digest
+from record_costs import costs_digest, digest, fixed_costs, graph_digest, variant_of
 from record_models import SEED, Training
 from record_pairs import GROUPS, Group, Pair
 from torch import nn
@@ -99,7 +99,7 @@ class Recorder:
                 return self._planned(pair)
 
     def _compiled(self, pair: Pair) -> Entry:
-        with fixed_costs() as observed:
+        with fixed_costs():
             training = self.make()
             home = pair.home.rpartition(" ")[2]
             # Host memory without a limit is as much as the machine has.
@@ -122,7 +122,7 @@ class Recorder:
             shown = step._session.shown
             assert shown is not None
             entry = {
-                "variant": observed.variant_of(shown),
+                "variant": variant_of(shown),
                 **step_of(shown.graph, shown.costs),
                 "plan": plan_of(shown.graph, shown.planned),
                 "input_signatures": step._session.kinds,

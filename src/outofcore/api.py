@@ -14,21 +14,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import planning, presets
+from outofcore import presets
 from outofcore._torch_internals import Feature, require, tree_flatten
-from outofcore.capture import Captured
 from outofcore.capture.fusing import fusing
 from outofcore.capture.guard import check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.partial_sums import summing
-from outofcore.capture.passes import leanest
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
 from outofcore.capture.step import capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
-from outofcore.costs import SOMEWHERE, Costs
 from outofcore.distributed.agreement import Agreement
 from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
@@ -53,12 +50,11 @@ from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
-from outofcore.profiling.ops import OpProfile, profile_ops
 from outofcore.progress import following
-from outofcore.settled import known_families, settled_step
-from outofcore.splitting import Split, Splitting, split_of, workspaces_of
 from outofcore.step import P, R, Step
+from outofcore.step_variants import Split, StepVariants, split_of
 from outofcore.units import parse_bytes
+from outofcore.variant import LOWEST_MEMORY, smallest_variant
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -757,29 +753,11 @@ def smallest_budget(
     capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
     traced = capture()
     backend.prepare()
-
-    captured = leanest(traced).aligned(backend.alignment)
-    profiles = profile_ops(captured, measure_time=False, cache=kept, backend=backend)
-    workspaces = workspaces_of(captured, profiles)
-
-    def smallest_of(traced: Captured, captured: Captured, whole: int) -> tuple[int, Captured]:
-        found = None
-        if splits is not Split.OFF:
-            found = Splitting(traced, backend, kept, workspaces).finest(whole)
-        return (whole, captured) if found is None else (found[1], found[0].captured)
-
-    later: list[Captured] = []
-
-    def noted(settled: Captured) -> Captured:
-        later.append(settled)
-        return leanest(settled)
-
-    settled = settled_step(traced, capture, kept, backend, known_families(captured, profiles), form=noted)
-    smallest, captured = smallest_of(traced, captured, planning.smallest_budget(captured.graph, _costs(profiles)))
-    if settled is not None:
-        whole = planning.smallest_budget(settled[0].graph, settled[1])
-        smallest = max(smallest, whole if whole <= smallest else smallest_of(later[0], settled[0], whole)[0])
-    return smallest + beside_the_arena(captured, backend, smallest)
+    variants = StepVariants(traced, capture, backend, kept, splits)
+    variant, smallest = smallest_variant(variants)
+    if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
+        smallest = max(smallest, smallest_variant(variants.later)[1])
+    return smallest + beside_the_arena(variants.made(variant), backend, smallest)
 
 
 def estimate(
@@ -959,10 +937,6 @@ def load(
         allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
     return checkpoint.extra
-
-
-def _costs(profiles: Sequence[OpProfile]) -> Costs:
-    return Costs(tuple(profile.cost for profile in profiles), (SOMEWHERE,))
 
 
 __all__ = [

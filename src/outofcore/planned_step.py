@@ -31,6 +31,7 @@ from outofcore.proving import proved
 from outofcore.refine import is_off, refined
 from outofcore.step_plans import StepPlans
 from outofcore.units import format_bytes
+from outofcore.variant import LOWEST_MEMORY, Variant
 
 _log = logging.getLogger("outofcore")
 
@@ -53,7 +54,7 @@ class PlannedStep:
         planned: the plan, with its program and the simulated timeline.
         profiles: of each op.
         causes: why it was planned again so far, or nearly was.
-        most: bytes that an op was to need, where ops run in parts; None: they run as a whole.
+        variant: of the step.
         is_quick: whether the plan was found by a quick search, so that another may be better.
         planning_seconds: that the search took; 0: an earlier process has made the plan.
     """
@@ -64,7 +65,7 @@ class PlannedStep:
     planned: Planned
     profiles: tuple[OpProfile, ...]
     causes: frozenset[Cause] = frozenset()
-    most: int | None = None
+    variant: Variant = LOWEST_MEMORY
     is_quick: bool = False
     planning_seconds: float = 0.0
 
@@ -72,6 +73,16 @@ class PlannedStep:
     def graph(self) -> StepGraph:
         """The step as storages and ops."""
         return self.captured.graph
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step."""
+        return self.planned.timeline.step_seconds
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the arena that the plan takes."""
+        return self.planned.program.arena_bytes
 
     @property
     def leaves_device(self) -> bool:
@@ -251,7 +262,7 @@ def with_times(
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
     _say_times(step, again, seconds)
-    return replace(again, causes=step.causes)
+    return replace(again, causes=step.causes, variant=step.variant)
 
 
 def _say_times(before: PlannedStep, again: PlannedStep, seconds: float) -> None:
@@ -333,7 +344,7 @@ def with_requests(
         again.planned.timeline.step_seconds,
         again.planned.plan.policy,
     )
-    return replace(again, causes=step.causes)
+    return replace(again, causes=step.causes, variant=step.variant)
 
 
 def is_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -22,9 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import planning
 from outofcore._torch_internals import function_modes, tree_flatten
-from outofcore.analysis import live_bytes, placed_bytes
+from outofcore.analysis import placed_bytes
 from outofcore.background import Answer, BackgroundPlanner, plan_job
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
@@ -34,7 +33,6 @@ from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.partial_sums import in_partial_sums, summing
-from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
@@ -72,7 +70,6 @@ from outofcore.planned_step import (
     job_of,
     measured_costs,
     plan,
-    plan_in_core,
     quick_policy,
     remember_requests,
     with_answer,
@@ -85,25 +82,20 @@ from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
 from outofcore.profiling.links import keep_link, links_to
-from outofcore.profiling.ops import OpProfile, keep_profiles, profile_ops, profile_some
+from outofcore.profiling.ops import OpProfile, keep_profiles, profile_some
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following, silent
 from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
-from outofcore.settled import added_bytes, known_families, settled_step, shortfall
-from outofcore.splitting import Parts, Split, Splitting, levels, workspaces_of
 from outofcore.step_plans import StepPlans
+from outofcore.step_variants import Split, StepVariants, VariantPlans
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
+from outofcore.variant import Variant, choose_variant
 
 _log = logging.getLogger("outofcore")
 
 # The lowest priority: a step takes what it can of the processor while another plan is made of it.
 _NICENESS = 19
-# Where ops do not fit as a whole, one part may need this much of the budget: the larger parts are, the fewer there are.
-_ROOMIEST = 2 / 3
-# Ops are cut for speed where the budget is that large, the step that much slower than its ops, and in parts that much
-# quicker; an op then needs no more than this part of the budget, and the rest is for what moves beside it.
-_SPACIOUS, _WAITS, _QUICKER, _BESIDE = 64 * MIB, 1.25, 1.05, 4
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
 
@@ -590,7 +582,7 @@ class Session:
             again.planned.plan.policy,
         )
         known.wanted, known.too_small, known.has_overflowed = None, None, False
-        self._exchange(known, replace(again, causes=before.causes, most=before.most))
+        self._exchange(known, replace(again, causes=before.causes, variant=before.variant))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
         if isinstance(error, BudgetError):
@@ -803,12 +795,10 @@ class Session:
     def _planned_alike(self, traced: Captured, others: Sequence[PlannedStep]) -> PlannedStep | None:
         """The step with a plan that was made where it had read other values, if only numbers in its ops differ."""
         for other in others:
-            in_parts = partial(self._in_parts, room=other.budget, most=other.most or 0, workspaces={})
-            for form in (fastest, partial(lean, room=other.budget), leanest) if other.most is None else (in_parts,):
-                captured = form(traced).aligned(self.backend.alignment)
-                if captured.is_alike(other.captured):
-                    _log.info("its plan holds for the step as it is now")
-                    return replace(other, captured=captured)
+            captured = self._variants_of(traced).captured(other.variant)
+            if captured is not None and captured.is_alike(other.captured):
+                _log.info("its plan holds for the step as it is now")
+                return replace(other, captured=captured)
         return None
 
     def _learn_with(
@@ -873,15 +863,15 @@ class Session:
         def make() -> Any:
             found = self._planned(traced, capture)
             made.append(found)
-            return found.costs, found.planned, found.profiles, found.budget, found.most
+            return found.costs, found.planned, found.profiles, found.budget, found.variant
 
-        costs, planned, profiles, room, most = ranks.from_leader(leader, make)
+        costs, planned, profiles, room, variant = ranks.from_leader(leader, make)
         failure: BaseException | None = None
         if not made:
             try:
                 mine = None
                 if everyone[leader].graph == everyone[ranks.rank].graph:
-                    mine = self._taken_over(traced, costs, planned, profiles, room, most)
+                    mine = self._taken_over(traced, costs, planned, profiles, room, variant)
                 if mine is None and self._shards is not None:
                     raise StateError(
                         "the plan of another process does not hold here, and processes that share a model follow one "
@@ -900,33 +890,36 @@ class Session:
         planned: Planned,
         profiles: tuple[OpProfile, ...],
         room: int,
-        most: int | None,
+        variant: Variant,
     ) -> PlannedStep | None:
         """The step with the plan of another process; None if it does not hold here."""
         self._leave_arena()
         self.backend.prepare()
         if room_for_arena(traced, self.backend, self.budget) != room:
             return None
-        # There are some forms of a step, and a plan fits one of them alone.
-        in_parts = partial(self._in_parts, room=room, most=most or 0, workspaces={})
-        for form in (fastest, partial(lean, room=room), leanest) if most is None else (in_parts,):
-            captured = form(traced).aligned(self.backend.alignment)
-            if len(captured.graph.ops) != len(costs.ops):
-                continue
-            try:
-                validate(captured.graph, planned.program, room, costs)
-            except (ValidationError, GraphError):
-                continue
+        captured = self._variants_of(traced).captured(variant)
+        if captured is not None and self._holds(captured, room, costs, planned):
             check_spill(captured.graph, costs, planned, self.home.stores)
             self.links = costs.homes
             own = profile_some(
                 captured, self._shorter(captured), measure_time=False, cache=self._cache, backend=self.backend
             )
-            if any(own[op].cost.workspace_bytes > costs.ops[op].workspace_bytes for op in own):
-                continue
-            return PlannedStep(captured, room, costs, planned, _with_own_requests(profiles, own), most=most)
+            if all(own[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in own):
+                profiles = _with_own_requests(profiles, own)
+                return PlannedStep(captured, room, costs, planned, profiles, variant=variant)
         _log.warning("the plan of another process does not hold in this one, which plans by itself")
         return None
+
+    @staticmethod
+    def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
+        """Return whether the plan of another process is one of this step."""
+        if len(captured.graph.ops) != len(costs.ops):
+            return False
+        try:
+            validate(captured.graph, planned.program, room, costs)
+        except (ValidationError, GraphError):
+            return False
+        return True
 
     def _shorter(self, captured: Captured) -> list[int]:
         """The updates of ranges that are shorter here than in rank 0, so that they ask for less memory."""
@@ -990,67 +983,38 @@ class Session:
         # The device is to be profiled on alone.
         self._leave_arena()
         self.backend.prepare()
-        alignment, stores = self.backend.alignment, self.home.stores
         room = room_for_arena(traced, self.backend, self.budget)
-
-        def settled(
-            known: Mapping[str, OpProfile] | None = None, most: int | None = None
-        ) -> tuple[Captured, Costs] | None:
-            if self._alternating:
-                return None
-            form = leanest if most is None else partial(self._in_parts, room=room, most=most, workspaces=workspaces)
-            return settled_step(traced, capture, self._cache, self.backend, known, form=form)
-
-        workspaces: dict[str, int] = {}
+        plans = VariantPlans(
+            self._variants_of(traced, capture),
+            room,
+            may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
+            repeats=not self._alternating,
+            measure=self._measured,
+            plan_whole=partial(self._plan, room=room),
+            stores=self.home.stores,
+        )
         try:
-            found = None
-            captured = fastest(traced).aligned(alignment)
-            if not isinstance(self.policy, OffloadAll | ProfileGuided) and live_bytes(captured.graph) <= room:
-                found = plan_in_core(*self._measured(captured), room, stores)
-            if found is None:
-                captured, costs, profiles = self._measured(lean(traced, room).aligned(alignment))
-                workspaces = workspaces_of(captured, profiles)
-                try:
-                    found = self._plan(captured, costs, profiles, room)
-                except BudgetError:
-                    # Updates that were joined need a little more than each alone.
-                    captured, costs, profiles = self._measured(leanest(traced).aligned(alignment))
-                    found = self._plan(captured, costs, profiles, room)
-                found = self._quicker_in_parts(traced, found, room)
-        except BudgetError as error:
-            found, error, most = self._planned_in_parts(self._splitting(traced, workspaces), room, error)
-            if found is None:
-                refused = shortfall(settled(most=most), room, error) or error
-                raise in_terms_of_the_budget(refused, self.budget, room) from None
-        if not self._alternating and found.planned.program.arena_bytes + added_bytes(traced) > room:
-            refused = shortfall(settled(known_families(found.captured, found.profiles), found.most), room)
-            if refused is not None and found.most is None and self._splits:
-                finer = (shortfall(settled(most=most), room) for most in levels(room))
-                refused = min(finer, key=lambda one: (one and one.smallest_budget) or 0, default=refused)
-            if refused is not None:
-                raise in_terms_of_the_budget(refused, self.budget, room)
+            found = choose_variant(plans, room)
+        except BudgetError as refusal:
+            raise in_terms_of_the_budget(refusal, self.budget, room) from None
         self._tell("plan", 1, 1)
         _log.info(
-            "planned %d ops in %s of %s by %s: %s predicted, %s of them ops",
+            "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
             len(found.graph.ops),
-            format_bytes(found.planned.program.arena_bytes),
+            found.variant,
+            format_bytes(found.arena_bytes),
             format_bytes(self.budget),
             found.planned.plan.policy,
-            f"{found.planned.timeline.step_seconds:.3f} s",
+            f"{found.seconds:.3f} s",
             f"{found.costs.compute_seconds:.3f} s",
         )
         return found
 
-    @property
-    def _splits(self) -> bool:
-        return self._split is not Split.OFF
-
-    def _splitting(self, traced: Captured, workspaces: Mapping[str, int] | None = None) -> Splitting:
-        return Splitting(traced, self.backend, self._cache, workspaces or {}, self.home.stores[0].capacity)
-
-    def _in_parts(self, traced: Captured, *, room: int, most: int, workspaces: Mapping[str, int]) -> Captured:
-        parts = self._splitting(traced, workspaces).in_parts(most, room)
-        return leanest(traced) if parts is None else parts.captured
+    def _variants_of(self, traced: Captured, capture: Callable[..., Captured] | None = None) -> StepVariants:
+        """Return the variants of a step; without ``capture``, those of this call alone."""
+        home_bytes = self.home.stores[0].capacity
+        again = capture or _not_captured_again
+        return StepVariants(traced, again, self.backend, self._cache, self._split, home_bytes)
 
     def _plan(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], room: int) -> PlannedStep:
         """The step with its first plan: of an earlier process, or quickly made if a call waits for it.
@@ -1061,77 +1025,16 @@ class Session:
         quickly, kept = not self._is_ahead and not together, None if together else self._plans
         return plan(captured, costs, profiles, room, self.policy, self.home.stores, quickly=quickly, kept=kept)
 
-    def _plan_in_parts(self, parts: Parts, room: int) -> PlannedStep:
-        """A step in parts, planned."""
-        measured = self._measured(parts.captured)
-        return replace(self._plan(*measured, room), most=parts.most)
-
-    def _planned_in_parts(
-        self, splitting: Splitting, room: int, error: BudgetError
-    ) -> tuple[PlannedStep | None, BudgetError, int | None]:
-        """The step in parts, where it does not fit as a whole.
-
-        Returns:
-            the step, or None where it does not fit so either; the refusal that asks for the least; and for how many
-            bytes ops were cut in that.
-        """
-        least: int | None = None
-        whole = error.smallest_budget or room
-
-        def forms() -> Iterator[Parts]:
-            # Those of the finest among them, which were tried and measured for any budget.
-            roomy = {most for most in levels(whole) if most <= room * _ROOMIEST}
-            for most in sorted(roomy.union(levels(room)), reverse=True):
-                parts = splitting.in_parts(most, room)
-                # Finer than needs can be, parts cost more than they save.
-                if parts is None or (least is not None and most < least // 2):
-                    break
-                yield parts
-            # Those that ``smallest_budget`` speaks of.
-            finest = splitting.finest(whole)
-            if finest is not None:
-                yield finest[0]
-
-        for parts in forms() if self._splits else ():
-            try:
-                found = self._plan_in_parts(parts, room)
-            except BudgetError as refused:
-                if (refused.smallest_budget or 0) < (error.smallest_budget or 0):
-                    error, least = refused, parts.most
-                continue
-            _log.info("ops that need more than %s run in parts", format_bytes(parts.most))
-            return found, error, parts.most
-        return None, error, least
-
-    def _quicker_in_parts(self, traced: Captured, found: PlannedStep, room: int) -> PlannedStep:
-        """The step in parts, where its neediest ops leave no room for anything beside them and it is quicker so."""
-        most = room // _BESIDE
-        waits = found.planned.timeline.step_seconds / max(found.costs.compute_seconds, 1e-9)
-        if not self._splits or room < _SPACIOUS or waits < _WAITS:
-            return found
-        if planning.smallest_budget(found.graph, found.costs) <= 2 * most:
-            return found
-        parts = self._splitting(traced, workspaces_of(found.captured, found.profiles)).in_parts(most, room)
-        if parts is None:
-            return found
-        try:
-            other = self._plan_in_parts(parts, room)
-        except BudgetError:
-            return found
-        if other.planned.timeline.step_seconds > found.planned.timeline.step_seconds / _QUICKER:
-            return found
-        _log.info("ops that need more than %s run in parts, since the step is quicker so", format_bytes(most))
-        return other
-
-    def _measured(self, captured: Captured) -> tuple[Captured, Costs, tuple[OpProfile, ...]]:
+    def _measured(self, step: StepVariants, variant: Variant) -> tuple[Costs, tuple[OpProfile, ...]]:
+        """Measure a variant of a step, and the links to its homes."""
         cache, backend = self._cache, self.backend
-        profiles = profile_ops(captured, advance=partial(self._tell, "profile"), cache=cache, backend=backend)
-        profiles = with_collectives(captured, profiles, self._group_costs)
+        profiles = step.profiles(variant, timed=True, advance=partial(self._tell, "profile"))
+        profiles = with_collectives(step.made(variant), profiles, self._group_costs)
         if not self.links:
             self._tell("measure the home", 0, 1)
             self.links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
         self._tell("plan", 0, 1)
-        return captured, Costs(tuple(profile.cost for profile in profiles), self.links), profiles
+        return Costs(tuple(profile.cost for profile in profiles), self.links), profiles
 
     def _count_kinds(self, seconds: float) -> None:
         """Say once what it costs that inputs come in many shapes."""
@@ -1227,7 +1130,7 @@ class Session:
             if step.is_quick:
                 self._leave_arena()
                 best = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
-                self._exchange(known, replace(best, causes=step.causes, most=step.most))
+                self._exchange(known, replace(best, causes=step.causes, variant=step.variant))
 
     def _judge_together(self, known: _Known, ranks: Ranks) -> None:
         """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
@@ -1424,6 +1327,10 @@ def _with_own_requests(profiles: Sequence[OpProfile], own: Mapping[int, OpProfil
         replace(p, requests=own[op].requests, first_requests=own[op].first_requests) if op in own else p
         for op, p in enumerate(profiles)
     )
+
+
+def _not_captured_again(**_: object) -> Captured:
+    raise RuntimeError("a step was captured again for a plan that is known; please report it")
 
 
 def check_one_plan(everyone: Sequence[Facts]) -> None:

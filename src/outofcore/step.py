@@ -34,7 +34,7 @@ from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
 from outofcore.session import Outcome, Ranks, Session, versions
-from outofcore.splitting import Split
+from outofcore.step_variants import Split
 from outofcore.units import format_bytes, format_seconds
 
 P = ParamSpec("P")

@@ -27,7 +27,7 @@ from outofcore.presets import Device, simulated
 from outofcore.profiling.cache import open_cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.progress import following, silent
-from outofcore.splitting import Split
+from outofcore.step_variants import Split
 from outofcore.units import GIB, format_bytes
 
 # What a collective takes before the first byte goes out, and what processes on a usual network send. Assumed.

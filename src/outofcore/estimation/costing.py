@@ -28,7 +28,6 @@ from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
 from outofcore.capture.operators import by_name
 from outofcore.capture.partial_sums import summing
-from outofcore.capture.passes import leanest
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
@@ -36,16 +35,14 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
 from outofcore.graph import Op, StepGraph
-from outofcore.planning import smallest_budget
 from outofcore.presets import Device, Number, Work
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import links_to
-from outofcore.profiling.ops import profile_ops
 from outofcore.progress import Tell
-from outofcore.settled import known_families, settled_capture, settled_step
-from outofcore.splitting import Split, Splitting
+from outofcore.step_variants import Split, StepVariants
 from outofcore.units import MIB
+from outofcore.variant import LOWEST_MEMORY, Variant, smallest_variant
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 # Where the two factors stand among the arguments.
@@ -106,7 +103,7 @@ def costed(
 ) -> Costed:
     """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
 
-    Where later calls are another step than the first (see ``settled``), it is the one that needs the larger budget.
+    Where later calls are another step than the first (``step_variants``), it is the one that needs the larger budget.
 
     Args:
         step: the user's own.
@@ -133,57 +130,37 @@ def costed(
     given = (step, models, optimizers, args, kwargs)
     plain = partial(capture_step, *given, backend.device, shards=shards, layouts=layouts)
     capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
-    traced = capture()
-    captured = leanest(traced)
-    if backend.driver is not None:
-        captured = captured.aligned(backend.alignment)
+    here = None if isinstance(where, Device) else backend
+    # How a device that is not here rounds a range of an update is not known.
+    home_bytes = 0 if isinstance(where, Device) else where[0].capacity if where else None
+    first = StepVariants(capture(), capture, here, cache, split, home_bytes)
     tell("capture", 1, 1)
-    forms: dict[int, Captured] = {}
-
-    def noted(settled: Captured) -> Captured:
-        found = leanest(settled)
-        forms[-1] = settled
-        return found
-
     links: tuple[Home, ...] = ()
-    if isinstance(where, Device):
-        later = settled_capture(traced, capture, backend.alignment, noted)
-        # On a GPU nobody finds out what is written to frozen weights between two steps.
-        there = [replace(each, graph=each.graph.unwatched()) for each in (captured, later) if each is not None]
-        found = [(each, estimated_costs(each, where)) for each in there]
-    else:
+    if not isinstance(where, Device):
         backend.prepare()
-        advance = partial(tell, "profile")
-        profiles = profile_ops(captured, advance=advance, cache=cache, backend=backend)
-        known = known_families(captured, profiles)
-        settled = settled_step(traced, capture, cache, backend, known, measure_time=True, form=noted)
+        first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "profile"))
         tell("measure the home", 0, 1)
         links = links_to(where, cache, backend, 64 * MIB)
         tell("measure the home", 1, 1)
-        found = [(captured, Costs(tuple(profile.cost for profile in profiles), links))]
-        if settled is not None:
-            found.append((settled[0], replace(settled[1], homes=links)))
-    costed = [(each, _with_collectives(each, costs, sharing)) for each, costs in found]
-    one, costs = max(costed, key=lambda each: smallest_budget(each[0].graph, each[1]))
+
+    def costs_of(step: StepVariants, variant: Variant, stage: str) -> tuple[StepGraph, Costs]:
+        captured = step.made(variant)
+        if isinstance(where, Device):
+            graph, costs = captured.graph.unwatched(), estimated_costs(captured, where)
+        else:
+            costs = step.costs(variant, timed=True, advance=partial(tell, stage))
+            graph, costs = captured.graph, replace(costs, homes=links)
+        return graph, _with_collectives(captured, costs, sharing)
+
+    steps = [first] if first.later is None else [first, first.later]
+    needs = {step.is_later: step.need(LOWEST_MEMORY) or 0 for step in steps}
+    one = max(steps, key=lambda step: needs[step.is_later])
+    whole = costs_of(one, LOWEST_MEMORY, "profile")
     if split is Split.OFF:
-        return Costed(one.graph, costs)
-    workspaces = {op.family: cost.workspace_bytes for op, cost in zip(one.graph.ops, costs.ops, strict=True)}
-    here = None if isinstance(where, Device) else backend
-    # How a device that is not here rounds a range of an update is not known.
-    room = 0 if isinstance(where, Device) else where[0].capacity if where else None
-    splitting = Splitting(traced if one is costed[0][0] else forms[-1], here, cache, workspaces, room)
-    finest = splitting.finest(smallest_budget(one.graph, costs))
-    if finest is None:
-        return Costed(one.graph, costs)
-    parts = finest[0].captured
-    if isinstance(where, Device):
-        parts = replace(parts, graph=parts.graph.unwatched())
-        partly = estimated_costs(parts, where)
-    else:
-        advance = partial(tell, "profile parts")
-        profiles = profile_ops(parts, advance=advance, cache=cache, backend=backend)
-        partly = Costs(tuple(profile.cost for profile in profiles), links)
-    return Costed(one.graph, costs, parts.graph, _with_collectives(parts, partly, sharing))
+        return Costed(*whole)
+    smallest = [(step, *smallest_variant(step)) for step in steps]
+    one, variant, _ = max(smallest, key=lambda found: found[2])
+    return Costed(*whole) if variant.op_bytes is None else Costed(*whole, *costs_of(one, variant, "profile parts"))
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:

@@ -1,0 +1,203 @@
+"""The chooser of variants, on needs and times that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from outofcore.costs import SOMEWHERE, Costs, OpCost
+from outofcore.errors import BudgetError
+from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.units import MIB
+from outofcore.variant import (
+    FUSED,
+    LOWEST_MEMORY,
+    Form,
+    Variant,
+    choose_variant,
+    finest_split,
+    op_sizes,
+    smallest_variant,
+    split,
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A planned variant that needs some bytes."""
+
+    variant: Variant
+    need: int
+    seconds: float = 1.0
+
+    @property
+    def graph(self) -> StepGraph:
+        """One op on one storage of these bytes."""
+        storage = Storage(0, self.need, StorageKind.ACTIVATION)
+        return StepGraph((storage,), (Op(0, "op", (), (), (0,)),))
+
+    @property
+    def costs(self) -> Costs:
+        """Half a second of work."""
+        return Costs((OpCost(0.5),), (SOMEWHERE,))
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of its storage."""
+        return self.need
+
+
+@dataclass
+class Step:
+    """A step whose ops need half a split's bytes again on top, down to a floor.
+
+    Attributes:
+        whole: bytes that each form needs.
+        room: bytes of the arena.
+        floor: bytes below which no split gets it; None: its ops cannot be split.
+        seconds: of a step, whole and split.
+        later: bytes that later calls need, whole and with split ops; None: as much as the first.
+        tried: the variants that were planned, in order.
+    """
+
+    whole: dict[Form, int]
+    room: int
+    floor: int | None = None
+    may_stay: bool = True
+    seconds: tuple[float, float] = (0.5, 0.5)
+    later: tuple[int, int] | None = None
+    tried: list[Variant] = field(default_factory=list[Variant])
+
+    @property
+    def may_split(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def added_bytes(self) -> int:
+        """As many as could make a difference."""
+        return self.room if self.later else 0
+
+    def has(self, variant: Variant) -> bool:
+        """Return whether there is such a variant."""
+        return self.need(variant) is not None
+
+    def need(self, variant: Variant) -> int | None:
+        """Return the bytes that a variant needs."""
+        if variant.op_bytes is None:
+            return self.whole[variant.form]
+        return None if self.floor is None else max(variant.op_bytes * 3 // 2, self.floor)
+
+    def plan(self, variant: Variant) -> Planned | None:
+        """Plan a variant."""
+        self.tried.append(variant)
+        need = self.need(variant)
+        assert need is not None
+        if need <= self.room:
+            return Planned(variant, need, self.seconds[variant.op_bytes is not None])
+        if variant.form is Form.FUSED:
+            return None
+        raise BudgetError(f"{variant} needs more", need)
+
+    def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
+        """Return the refusal of later calls."""
+        need = 0 if self.later is None else self.later[variant.op_bytes is not None]
+        return (
+            BudgetError("later calls", need) if need > max(self.room, (first and first.smallest_budget) or 0) else first
+        )
+
+
+def needs(fused: int, low: int, lowest: int) -> dict[Form, int]:
+    """Return the needs of the forms, given in MiB."""
+    return {Form.FUSED: fused * MIB, Form.LOW_MEMORY: low * MIB, Form.LOWEST_MEMORY: lowest * MIB}
+
+
+@pytest.mark.parametrize(
+    ("room", "form"),
+    [(100, Form.FUSED), (90, Form.LOW_MEMORY), (80, Form.LOWEST_MEMORY)],
+    ids=["fused", "low", "lowest"],
+)
+def test_quickest_form_that_fits_is_chosen(room: int, form: Form) -> None:
+    step = Step(needs(100, 90, 80), room * MIB)
+    assert choose_variant(step, step.room).variant.form is form
+
+
+def test_policy_that_moves_everything_is_not_left_on_the_device() -> None:
+    step = Step(needs(100, 90, 80), 100 * MIB, may_stay=False)
+    assert choose_variant(step, step.room).variant == Variant(Form.LOW_MEMORY, step.room)
+
+
+def test_coarsest_split_that_fits_is_chosen() -> None:
+    step = Step(needs(400, 300, 256), 60 * MIB, floor=2 * MIB)
+    chosen = choose_variant(step, step.room).variant
+    assert chosen == split(32 * MIB, step.room)
+    assert [variant.op_bytes for variant in step.tried] == [None, None, None, 32 * MIB]
+
+
+def test_split_stops_one_halving_below_the_least_need() -> None:
+    step = Step(needs(400, 300, 256), 8 * MIB, floor=20 * MIB)
+    with pytest.raises(BudgetError) as refused:
+        choose_variant(step, step.room)
+    assert refused.value.smallest_budget == 20 * MIB
+    # 4 MiB is the first split, as larger ones leave no room; the finest for any budget, of 8 MiB, comes last.
+    assert [variant.op_bytes for variant in step.tried[3:]] == [4 * MIB, 2 * MIB, 8 * MIB]
+
+
+def test_refusal_is_that_of_the_variant_with_the_least_need() -> None:
+    step = Step(needs(400, 300, 256), 8 * MIB)
+    with pytest.raises(BudgetError, match="lowest memory") as refused:
+        choose_variant(step, step.room)
+    assert refused.value.smallest_budget == 256 * MIB
+
+
+def test_refusal_names_later_calls_when_they_need_more() -> None:
+    step = Step(needs(400, 300, 256), 8 * MIB, later=(260 * MIB, 260 * MIB))
+    with pytest.raises(BudgetError, match="later calls"):
+        choose_variant(step, step.room)
+
+
+@pytest.mark.parametrize(("split_needs", "fits"), [(100, True), (110, False)])
+def test_later_calls_must_fit_whole_or_split(split_needs: int, fits: bool) -> None:
+    step = Step(needs(80, 80, 80), 100 * MIB, later=(120 * MIB, split_needs * MIB))
+    if fits:
+        assert choose_variant(step, step.room).variant == FUSED
+    else:
+        with pytest.raises(BudgetError) as refused:
+            choose_variant(step, step.room)
+        assert refused.value.smallest_budget == split_needs * MIB
+
+
+@pytest.mark.parametrize(
+    ("room", "whole", "seconds", "is_split"),
+    [
+        (80, 70, (1.0, 0.9), True),
+        (80, 30, (1.0, 0.9), False),  # ops that need little leave room for copies
+        (80, 70, (0.6, 0.5), False),  # ops hardly wait
+        (80, 70, (1.0, 0.99), False),  # hardly quicker
+        (60, 55, (1.0, 0.9), False),  # too small a budget
+    ],
+    ids=["quicker", "small ops", "no waits", "hardly quicker", "small budget"],
+)
+def test_step_that_fits_is_split_only_for_speed(
+    room: int, whole: int, seconds: tuple[float, float], is_split: bool
+) -> None:
+    step = Step(needs(100, whole, whole), room * MIB, floor=MIB, seconds=seconds)
+    assert choose_variant(step, step.room).variant == (
+        split(room * MIB // 4, step.room) if is_split else Variant(Form.LOW_MEMORY, step.room)
+    )
+
+
+def test_finest_split_does_not_depend_on_a_budget() -> None:
+    found = [finest_split(Step(needs(400, 300, 256), room, floor=10 * MIB), 256 * MIB) for room in (8 * MIB, 80 * MIB)]
+    # Of splits at 8 and 4 MiB, which need 12 and 10 MiB, the finer one saves more than 5 %.
+    assert found == [(split(4 * MIB, 4 * MIB), 10 * MIB)] * 2
+
+
+def test_smallest_variant_is_whole_when_no_op_can_be_split() -> None:
+    assert smallest_variant(Step(needs(400, 300, 256), 8 * MIB)) == (LOWEST_MEMORY, 256 * MIB)
+
+
+def test_op_sizes_halve_down_to_a_mebibyte() -> None:
+    assert [size // MIB for size in op_sizes(20 * MIB)] == [10, 5, 2, 1]
+    assert len(list(op_sizes(1 << 40))) == 7
