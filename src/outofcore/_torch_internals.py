@@ -51,7 +51,6 @@ __all__ = [
     "SavedTensor",
     "TorchDispatchMode",
     "TreeSpec",
-    "UninitializedTensorMixin",
     "UnsupportedFakeTensorException",
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
@@ -133,7 +132,6 @@ class Feature(enum.Enum):
     BUDGET = "outofcore.budget"  # also outofcore.run
     RECOMPUTE = "recomputation in a loop under outofcore.budget"
     KERNELS = 'kernels="inductor"'
-    LAZY_MODULES = "lazy modules in outofcore.compile"
     PARALLEL = "DistributedDataParallel in outofcore.compile"
     COLLECTIVES = "collectives in outofcore.compile"
     TRANSFORMS = "torch.func in outofcore.compile"
@@ -295,9 +293,6 @@ TENSOR_MODULE = "torch._tensor"
 # Where fake tensors report an operator that refused its arguments.
 FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
-
-# What uninitialised parameters and buffers of lazy modules have in common.
-UninitializedTensorMixin: Any = _private("torch.nn.parameter.UninitializedTensorMixin", Feature.LAZY_MODULES)
 
 # Do not let torch.compile look into a function.
 not_compiled: Any = _private("torch._compile._disable_dynamo", otherwise=torch.compiler.disable)

@@ -1,13 +1,11 @@
-"""The step as it is from its second call on, where the first call leaves other gradients or modules than it found.
+"""The step as it is from its second call on, where the first call leaves other gradients than it found.
 
 The first call of a step that ends with ``zero_grad(set_to_none=False)`` makes its gradients, and later ones add to
-them, which takes more bytes; lazy modules are initialised by the first call alone. A budget has to hold both, and is to
-be refused before the first call.
+them, which takes more bytes. A budget has to hold both, and is to be refused before the first call.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -37,10 +35,9 @@ def settled_capture(
         form: what makes the form of the step as traced.
     """
     gradients = gradients_from_now_on(first)
-    if not gradients and first.lazy is None:
+    if not gradients:
         return None
-    with first.lazy.applied() if first.lazy is not None else contextlib.nullcontext():
-        return form(capture(gradients=gradients)).aligned(alignment)
+    return form(capture(gradients=gradients)).aligned(alignment)
 
 
 def settled_step(
@@ -85,8 +82,7 @@ def added_bytes(first: Captured) -> int:
     """Bytes that later calls begin with and the first did not: the settled step needs no more besides."""
     left = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
     changed = gradients_from_now_on(first)
-    states = {first.values[binding.value].storage for binding in first.states} if first.lazy is not None else set()
-    return sum(first.graph.storages[storage].bytes for storage in states) + sum(
+    return sum(
         first.graph.storages[storage].bytes
         for place, storage in left.items()
         if changed.get(id(first.states[place].tensor)) is not None

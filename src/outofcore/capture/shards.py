@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import gather_into, storage_key
@@ -175,11 +174,6 @@ class Shards:
             raise InputError(
                 "the model is wrapped in DistributedDataParallel, and shard= reduces gradients by itself: give the "
                 "module that is inside, model.module, and call that in the step"
-            )
-        if any(is_lazy(entry[3]) for entry in states_of(models, optimizers)):
-            raise InputError(
-                "the model has lazy modules, which have no shape yet: call it once on a small input before it is "
-                "spread over processes"
             )
         found = {id(entry[3]): entry for entry in reversed(list(states_of(models, optimizers)))}
         entries = list(reversed(found.values()))
