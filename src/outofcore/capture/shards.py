@@ -15,7 +15,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,18 +29,6 @@ from outofcore.capture.optimizers import updates_elementwise
 from outofcore.capture.replicas import parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
 from outofcore.graph import StorageKind
-
-
-class Group(Protocol):
-    """What is asked of a process group: it may be one that is only thought of, to plan for."""
-
-    def size(self) -> int:
-        """How many processes there are."""
-        ...
-
-    def rank(self) -> int:
-        """Which of them this one is."""
-        ...
 
 
 @dataclass(frozen=True)
