@@ -50,7 +50,6 @@ __all__ = [
     "OpOverloadPacket",
     "SavedTensor",
     "TorchDispatchMode",
-    "TreeSpec",
     "UnsupportedFakeTensorException",
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
@@ -98,7 +97,6 @@ __all__ = [
     "saved_tensors_of",
     "scatter_reduced",
     "sdp_backends_enabled",
-    "set_activation_memory_budget",
     "shares_storage",
     "storage_address",
     "storage_bytes",
@@ -223,7 +221,7 @@ if TYPE_CHECKING:
         UnsupportedOperatorException,
     )
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 else:
     DisableTorchFunction = _private("torch._C.DisableTorchFunction", Feature.COMPILE, Feature.RECOMPUTE)
     HigherOrderOperator = _private("torch._ops.HigherOrderOperator")
@@ -240,7 +238,6 @@ else:
     )
     UnsupportedOperatorException = _private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
     TorchDispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", Feature.COMPILE)
-    TreeSpec = _private("torch.utils._pytree.TreeSpec", Feature.COMPILE)
     keystr = _private("torch.utils._pytree.keystr", Feature.COMPILE)
     tree_flatten = _private("torch.utils._pytree.tree_flatten", Feature.COMPILE, Feature.BUDGET)
     tree_flatten_with_path = _private("torch.utils._pytree.tree_flatten_with_path", Feature.COMPILE)
@@ -512,13 +509,6 @@ def without_modes() -> Iterator[None]:
     """Run ops on tensors as they are, past all modes of this thread."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
-
-
-def set_activation_memory_budget(share: float) -> None:
-    """Let torch.compile keep no more than this share of the activations for backward."""
-    import torch._functorch.config  # noqa: PLC0415 - slow, and not there before somebody asks for it
-
-    torch._functorch.config.activation_memory_budget = share  # type: ignore[attr-defined]
 
 
 def let_device_idle(cycles: int) -> None:
