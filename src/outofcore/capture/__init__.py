@@ -3,7 +3,7 @@
 A step is captured by ``step.capture_step``, in this order:
 
 1. ``guard`` takes the state of all that the step may touch, and puts it back in the end.
-2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments; ``lazy`` those of lazy modules on the way.
+2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments.
 3. The step runs once on the fakes: ``substitute`` hands them to the user's code, ``recorder`` writes down every ATen
    operator in ``tables`` (``operators`` describes operators, ``kernel_layouts`` corrects the layouts of results,
    ``provenance`` finds the user's line), and ``optimizer_steps`` takes down each ``optimizer.step()`` as update ops

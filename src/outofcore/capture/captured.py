@@ -13,7 +13,6 @@ import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
 from outofcore.capture.effects import Effect
-from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
 from outofcore.graph import StepGraph, StorageKind
@@ -167,7 +166,6 @@ class Captured:
         exact: bytes of the storages that have been rounded up in ``graph``.
         ranges: what the storages of kind STATE_RANGE are part of. These begin and end at pages, or where that ends.
         replicas: what the step does with each ``DistributedDataParallel``.
-        lazy: the lazy modules that the step initialises; to be applied before it runs. None: it initialises none.
         reads: the code that ran.
         effects: what it changed outside of tensors, to be done again when the step has run.
     """
@@ -186,7 +184,6 @@ class Captured:
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
     ranges: Mapping[int, StateRange] = field(default_factory=dict[int, StateRange])
-    lazy: LazyInitialisation | None = None
     replicas: tuple[ReplicaEnd, ...] = ()
     reads: Reads = field(default_factory=Reads)
     effects: tuple[Effect, ...] = ()

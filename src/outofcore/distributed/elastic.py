@@ -35,7 +35,6 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
@@ -748,7 +747,7 @@ class _Turns:
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that exchange gradients themselves, or have yet to learn their shapes.
+    """Refuse models that exchange gradients themselves.
 
     Raises:
         InputError: names the module.
@@ -760,12 +759,6 @@ def check_models(models: Sequence[nn.Module]) -> None:
                 raise InputError(
                     f"{where} is wrapped in {kind}, which exchanges gradients in an order of its own; give "
                     "outofcore.elastic() the model itself (model.module): it takes the wrapper's place"
-                )
-        for name, tensor in model.named_parameters():
-            if is_lazy(tensor):
-                raise InputError(
-                    f"{name} has no shape yet, since its module is lazy: run the model once before, from one seed in "
-                    "all processes"
                 )
 
 

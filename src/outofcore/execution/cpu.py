@@ -352,15 +352,13 @@ class CpuEngine:
     Args:
         homes: where blocks go to and come from, nearest first.
         replay: whether native code may call ops.
-        copying: whether native code may copy (see ``copying``); else Python's threads do.
 
     Attributes:
         update_failure: see ``Engine.update_failure``.
     """
 
-    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True, copying: bool = True) -> None:
+    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._replays = replay
-        self._copies_natively = copying
         self._copying: Copying | None = None
         self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._homes = tuple(homes)
@@ -535,7 +533,7 @@ class CpuEngine:
 
     def _native_copying(self) -> Copying | None:
         """What copies in native code; None: Python does."""
-        if self._copying is None and self._copies_natively and (library := load_native().library) is not None:
+        if self._copying is None and (library := load_native().library) is not None:
             self._copying = Copying(library, self._queues, self._copy)
         return self._copying
 

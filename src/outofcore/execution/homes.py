@@ -210,16 +210,6 @@ class HomeStore(Protocol):
         ...
 
 
-def slot_layout(sizes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
-    """Offsets for slots of the given sizes, one after the other in whole pages from ``start`` on, and their end."""
-    offsets: list[int] = []
-    end = round_up(start, PAGE_BYTES)
-    for size in sizes:
-        offsets.append(end)
-        end += round_up(size, PAGE_BYTES)
-    return tuple(offsets), end
-
-
 def check_slot(offset: int, count: int, total: int) -> None:
     """Refuse what does not lie in a home of ``total`` bytes as a slot does.
 
