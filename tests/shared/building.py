@@ -25,7 +25,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
         load: functions that build missing native code; tests that need it report a failed build.
     """
     with _one_at_a_time(tmp_path_factory):
-        for each in (*load, chains.load_compiled, placement.load_compiled):
+        for each in (*load, chains.load_library, placement.load_library):
             with contextlib.suppress(StateError):
                 each()
     cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
