@@ -76,7 +76,8 @@ def check_shapes(path: str, module: nn.Module) -> None:
     Raises:
         InputError: names the module by its path.
     """
-    if any(map(is_lazy, chain(module._parameters.values(), module._buffers.values()))):
+    own = chain(module._parameters.values(), module._buffers.values())
+    if any(tensor is not None and is_lazy(tensor) for tensor in own):
         raise InputError(
             f"{path or 'the model'} ({type(module).__name__}) has no shapes yet: a lazy module gets them in its first "
             "forward pass; run one on a sample batch first, as in 'with torch.no_grad(): model(batch)', then create "
@@ -192,7 +193,7 @@ class Guard:
             new = variable.read()
             if new is not variable.before:
                 self._check_left(variable.label, new)
-                effects.append(Effect(variable.label, partial(variable.write, new)))
+                effects.append(partial(variable.write, new))
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(
