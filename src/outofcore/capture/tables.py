@@ -30,7 +30,7 @@ class TracedStorage:
     kind: StorageKind
     name: str
     fake: torch.UntypedStorage | None
-    created: bool
+    created: bool = False
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Tables:
             )
         return found
 
-    def add(self, tensor: torch.Tensor, kind: StorageKind, name: str, *, created: bool = False) -> int:
+    def add(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> int:
         """Make the storage of a fake tensor known."""
         fake = tensor.untyped_storage()
-        self.storages.append(TracedStorage(fake.nbytes(), kind, name, fake, created))
+        self.storages.append(TracedStorage(fake.nbytes(), kind, name, fake))
         self._by_key[storage_key(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
     def add_plain(self, count: int, kind: StorageKind, name: str) -> int:
         """Make a storage of so many bytes known of which there is no fake tensor."""
-        self.storages.append(TracedStorage(count, kind, name, None, created=False))
+        self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
     def add_constant(self, tensor: torch.Tensor, name: str) -> int:
