@@ -96,10 +96,12 @@ class Kernel:
     """A compiled recipe: called with the tensors of its inputs, returns a tuple of its results.
 
     Attributes:
+        recipe: what it computes.
         threads: that it was compiled for.
     """
 
-    def __init__(self, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
+    def __init__(self, recipe: Recipe, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
+        self.recipe = recipe
         self.threads = threads
         self._run = run
 
@@ -149,10 +151,10 @@ class Kernels:
 
     def _made(self, recipe: Recipe, threads: int) -> Kernel | None:
         if not self.compiles:
-            return Kernel(threads, _not_compiled)
+            return Kernel(recipe, threads, _not_compiled)
         try:
             with TURN:
-                return Kernel(threads, compiled(recipe, threads))
+                return Kernel(recipe, threads, compiled(recipe, threads))
         except CompilerMissingError as error:
             self._missing = True
             _log.warning(
