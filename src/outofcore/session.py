@@ -496,7 +496,7 @@ class Session:
                     if self._shards is not None:
                         self._shards.show_gradients()
                     for effect in known.step.captured.effects:
-                        effect.apply()
+                        effect()
             except ArenaError as error:
                 if self.outcome is not Outcome.UNDONE or not self._note_surges(known):
                     raise self._explained(known, error) from error

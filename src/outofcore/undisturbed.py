@@ -30,13 +30,11 @@ class StepTimes:
     """A step that ran.
 
     Attributes:
-        seconds: of the step.
         took: by instruction, its seconds.
         alone: by instruction, what it would have taken with nothing else under way, by what homes say of that.
         copies: by instruction, how many copies were under way beside it on average; of runs alone, else 0.
     """
 
-    seconds: float
     took: tuple[float, ...]
     alone: tuple[float, ...]
     copies: tuple[float, ...]
@@ -79,7 +77,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
                 lost = homes[at].lost(out=isinstance(instruction, CopyOut)) * both[at].within(start, end)
         alone.append(end - start - lost)
         copies.append(beside / (end - start) if end > start else 0.0)
-    return StepTimes(timeline.step_seconds, tuple(end - start for start, end in spans), tuple(alone), tuple(copies))
+    return StepTimes(tuple(end - start for start, end in spans), tuple(alone), tuple(copies))
 
 
 def is_quiet(copies: float) -> bool:

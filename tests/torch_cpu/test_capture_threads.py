@@ -120,6 +120,6 @@ def test_autograd_goes_back_in_the_thread_that_captures() -> None:
     captured = capture_step(step, [model], [], (torch.ones(2, 4),), {})
     assert seen == []
     for effect in captured.effects:
-        effect.apply()
+        effect()
     assert seen == [False]
     assert torch._C._is_multithreading_enabled()

@@ -29,7 +29,7 @@ def capture(change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
 
     captured = capture_step(step, [model], [], (torch.ones(6, 4),), {})
     for effect in captured.effects:  # what the step has noted down outside of itself
-        effect.apply()
+        effect()
     return captured
 
 

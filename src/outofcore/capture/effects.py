@@ -120,17 +120,8 @@ def _position(iterator: Iterator[Any]) -> Any:
     return repr(iterator) if hint is None else hint()
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A change of one container or variable.
-
-    Attributes:
-        label: what it is to people.
-        apply: makes the change.
-    """
-
-    label: str
-    apply: Callable[[], None]
+# Makes a change of one container or variable.
+Effect = Callable[[], None]
 
 
 def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
@@ -151,14 +142,14 @@ def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
                 live.pop(key, None)
             live.update(new)
 
-        return Effect(kept.label, change)
+        return change
     if not kept.has_changed():
         return None
     begins_alike = isinstance(live, list | deque) and all(a is b for a, b in zip(before, after, strict=False))
     if begins_alike and len(after) > len(before):
         added = list(after)[len(before) :]
-        return Effect(kept.label, lambda: live.extend(added))
-    return Effect(kept.label, lambda: _fill(live, after))
+        return lambda: live.extend(added)
+    return lambda: _fill(live, after)
 
 
 def _copy(live: Any) -> Any:

@@ -193,7 +193,7 @@ class Guard:
             new = variable.read()
             if new is not variable.before:
                 self._check_left(variable.label, new)
-                effects.append(Effect(variable.label, partial(variable.write, new)))
+                effects.append(partial(variable.write, new))
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(

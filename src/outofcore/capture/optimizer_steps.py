@@ -452,9 +452,7 @@ class StepRecorder:
         count, traced = shape.bytes, None if self._sharding is None else self._sharding.traced(state.real)
         if traced is not None and shape.shape == (traced.shard.count,):
             count = traced.shard.chunks.each * shape.dtype.itemsize  # as many in all processes
-        storage = self._tables.add_plain(
-            count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}", self._tables.device
-        )
+        storage = self._tables.add_plain(count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}")
         value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
         real = optimizer.state.get(state.real, {}).get(name)
         self.bindings.append(

@@ -200,12 +200,6 @@ class Shards:
         """What this process has of one of the user's parameters; None: it is not spread."""
         return self._by_id.get(id(tensor))
 
-    @property
-    def bytes(self) -> int:
-        """Of the parameters, as far as this process has them between two steps."""
-        whole = sum(t.numel() * t.element_size() for t in self._whole)
-        return whole + sum(shard.chunk_bytes for shard in self.all)
-
     def check(self) -> None:
         """See what the user has done since the last step.
 

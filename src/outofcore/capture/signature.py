@@ -86,7 +86,6 @@ class Signer:
         self._optimizers = list(optimizers)
         self._structures: dict[tuple[int, ...], int] = {}
         self._held: list[Any] = []
-        self._names: list[str] = []
         self._walk()
 
     def _walk(self) -> None:

@@ -263,7 +263,7 @@ def _apart(
     return rule
 
 
-def _but(argument: str, dim: str = "dim") -> Callable[[Given], list[tuple[int, int]]]:
+def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
     """All dimensions of an argument but one, those before it first and as one."""
 
     def dims(given: Given) -> list[tuple[int, int]]:
@@ -271,7 +271,7 @@ def _but(argument: str, dim: str = "dim") -> Callable[[Given], list[tuple[int, i
         if value is None or not value.shape:
             return []
         count = len(value.shape)
-        mixed = given.named[dim]
+        mixed = given.named["dim"]
         mixed = {d % count for d in (mixed if isinstance(mixed, list | tuple) else [mixed])}
         lead = min(mixed, default=count)
         return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in mixed)]

@@ -23,16 +23,14 @@ class TracedStorage:
     Attributes:
         fake: the storage of the fake tensors, held so that no other can get its address. None for a
             constant, of which only the real tensor exists.
-        device: where its tensors say that they are.
         created: whether an op of the step creates it.
     """
 
     bytes: int
     kind: StorageKind
     name: str
-    device: torch.device
     fake: torch.UntypedStorage | None
-    created: bool
+    created: bool = False
 
 
 @dataclass
@@ -70,22 +68,22 @@ class Tables:
             )
         return found
 
-    def add(self, tensor: torch.Tensor, kind: StorageKind, name: str, *, created: bool = False) -> int:
+    def add(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> int:
         """Make the storage of a fake tensor known."""
         fake = tensor.untyped_storage()
-        self.storages.append(TracedStorage(fake.nbytes(), kind, name, tensor.device, fake, created))
+        self.storages.append(TracedStorage(fake.nbytes(), kind, name, fake))
         self._by_key[storage_key(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
-    def add_plain(self, count: int, kind: StorageKind, name: str, device: torch.device) -> int:
+    def add_plain(self, count: int, kind: StorageKind, name: str) -> int:
         """Make a storage of so many bytes known of which there is no fake tensor."""
-        self.storages.append(TracedStorage(count, kind, name, device, None, created=False))
+        self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
     def add_constant(self, tensor: torch.Tensor, name: str) -> int:
         """Make the storage of a real tensor known whose contents are baked into the step."""
         count = tensor.untyped_storage().nbytes()
-        storage = self.add_plain(count, StorageKind.CONSTANT, name, tensor.device)
+        storage = self.add_plain(count, StorageKind.CONSTANT, name)
         self.constants[storage] = tensor
         return storage
 

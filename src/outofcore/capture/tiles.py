@@ -176,7 +176,6 @@ def tiled(
 @dataclass(frozen=True)
 class _Choice:
     way: Way
-    parts: int
     ends: tuple[int, ...] = ()
 
 
@@ -459,7 +458,7 @@ class _Search:
             ways = {op: way for op, way in ways.items() if parts[op] > 1}
             unfit = self._settled(ways, parts, storages, whole)
             if unfit is None:
-                return {op: _Choice(way, parts[op], self._ends[op]) for op, way in ways.items()}
+                return {op: _Choice(way, self._ends[op]) for op, way in ways.items()}
             dropped |= unfit
 
     def _wants(self, op: int) -> bool:

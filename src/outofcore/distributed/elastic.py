@@ -203,7 +203,6 @@ class Elastic:
         timeout: timedelta,
     ) -> None:
         self.step = compiled
-        self._models, self._optimizers = list(models), list(optimizers)
         self._count, self._device = workers, device
         self.steps = 0
         self.place = Place()

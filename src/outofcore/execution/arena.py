@@ -469,19 +469,14 @@ class ScopeTable:
 class Recorder:
     """Logs what the calling thread does with the allocator, in ``with recorder:``.
 
-    Each ``with`` starts afresh. Without the native allocator nothing can be seen: ``available`` is False
-    and ``events`` stays empty.
+    Each ``with`` starts afresh. Without the native allocator nothing can be seen, and ``events``
+    stays empty.
     """
 
     def __init__(self, native: Native | None = None) -> None:
         self._library = (native if native is not None else load_native()).library
         self._log: int | None = None
         self.events: list[Event] = []
-
-    @property
-    def available(self) -> bool:
-        """Whether recording works here."""
-        return self._library is not None
 
     def __enter__(self) -> Self:
         self.events = []

@@ -105,9 +105,8 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    def __init__(self, captured: Captured, program: Program, arena: Memory) -> None:
+    def __init__(self, captured: Captured, arena: Memory) -> None:
         self.captured = captured
-        self.program = program
         self.arena = arena
         self.bases: dict[int, torch.Tensor] = {}
         self.tensors: dict[tuple[int, int], torch.Tensor] = {}
@@ -154,7 +153,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
     Raises:
         GraphError: the program copies a workspace, or uses a home that is not there.
     """
-    binder = _Binder(captured, program, arena)
+    binder = _Binder(captured, arena)
     awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
     random_again = {
         i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
@@ -102,8 +101,7 @@ class Remainder:
                     left.append(shorter)
                     index.append(g)
         ops = tuple(replace(cost, seconds=s) for cost, s in zip(problem.costs.ops, seconds, strict=True))
-        costs, times = Costs(ops, problem.homes), (0.0, *accumulate(seconds))
-        rest = replace(problem, costs=costs, gaps=tuple(left), free=free, times=times)
+        rest = replace(problem, costs=Costs(ops, problem.homes), gaps=tuple(left), free=free)
         return Remainder(rest, np.array(index, dtype=np.int64), whole, decisions_again(choices))
 
     def plan(self, found: Schedule) -> Plan:

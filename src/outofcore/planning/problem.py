@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import inf
 
 import numpy as np
@@ -64,7 +63,6 @@ class Problem:
         limit: bytes that large blocks may take together.
         gaps: all that can be decided about, by storage and then in order of time.
         free: shape (ops,), the bytes left at each op beside what it touches and its workspace.
-        times: shape (ops + 1,), seconds at which each op starts if nothing stalls, and at which the step ends.
         changed: persistent storages that the step writes.
     """
 
@@ -73,7 +71,6 @@ class Problem:
     limit: int
     gaps: tuple[GapInfo, ...]
     free: Ints
-    times: tuple[float, ...]
     changed: frozenset[int]
 
     @staticmethod
@@ -110,9 +107,8 @@ class Problem:
                     )
                 )
         needs = np.array(large_needs(graph, costs), dtype=np.int64)
-        times = (0.0, *accumulate(cost.seconds for cost in costs.ops))
         changed = frozenset(s for s in written if s in graph.persistent)
-        return Problem(graph, costs, limit, tuple(found), limit - needs, times, changed)
+        return Problem(graph, costs, limit, tuple(found), limit - needs, changed)
 
     @property
     def homes(self) -> tuple[Home, ...]:

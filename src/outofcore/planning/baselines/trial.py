@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from outofcore.analysis.gaps import is_large, placed_bytes
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
-from outofcore.costs import Costs, Home
+from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Residency
@@ -67,14 +67,12 @@ class Trials:
     Attributes:
         graph: the step.
         costs: measured or assumed.
-        home: where maps go; None: nowhere.
         limit: bytes of large blocks that may be resident.
         maps: the gaps of the feature maps, in order of their storages.
     """
 
     graph: StepGraph
     costs: Costs
-    home: Home | None
     limit: int
     maps: tuple[Gap, ...]
     sizes: tuple[int, ...]
@@ -94,7 +92,7 @@ class Trials:
         counts = [graph.storages[gap.storage].bytes for gap in maps]
         out = tuple(home.out_seconds(count) if home else 0.0 for count in counts)
         back = tuple(home.in_seconds(count) if home else 0.0 for count in counts)
-        return Trials(graph, costs, home, limit, maps, sizes, Held.of(graph, costs), history, again, out, back)
+        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, again, out, back)
 
     @property
     def ops(self) -> int:

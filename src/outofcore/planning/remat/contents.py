@@ -6,7 +6,6 @@ is in a list at that index.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from outofcore.analysis.gaps import is_large, placed_bytes
@@ -89,7 +88,3 @@ class Contents:
             kept = (s for s in op.touched if s not in op.creates)
             found.before.append(sum(size[s] for s in kept if graph.storages[s].kind is not StorageKind.CONSTANT))
         return found
-
-    def at(self, history: History, storage: int, op: int) -> int:
-        """The content of a storage right before an op."""
-        return self.first[storage] + bisect_left(history.writes[storage], op)
