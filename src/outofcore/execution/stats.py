@@ -67,7 +67,7 @@ class StepStats:
 
 
 def step_facts(stats: StepStats) -> list[tuple[str, str]]:
-    """What people look for first, by name."""
+    """Return the facts that people look for first, by name."""
     foreseen = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
     facts = [
         ("step", f"{format_seconds(stats.seconds)}{foreseen}"),
@@ -82,7 +82,7 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
-    """What a call did: by its plan, and the timeline of when everything ran."""
+    """Derive a call's statistics from its plan and its timeline."""
     program = planned.program
     ported = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs
