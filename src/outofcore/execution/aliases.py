@@ -504,7 +504,7 @@ class Faces:
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a face of a file's bytes at the last home, without a copy; raises ``StateError`` if it takes no files."""
+        """Make a face of a file's bytes at the last home, without a copy; raises ``StateError`` if it cannot."""
         self.sweep()
         last = len(self.slots) - 1
         files = self.slots[last].home.files

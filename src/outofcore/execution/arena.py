@@ -139,7 +139,7 @@ class Memory(Protocol):
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena; returns False, having done nothing, if the device cannot move overlapping ones."""
+        """Move bytes within the arena; returns False, having done nothing, if the device cannot move over itself."""
         ...
 
     def discard(self, offset: int, count: int) -> None:

@@ -104,7 +104,7 @@ class HomeStore(Protocol):
         ...
 
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` for a total of ``count`` bytes that the home cannot hold, without allocating anything."""
+        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes, without allocating anything."""
         ...
 
     def ensure(self, count: int) -> None:

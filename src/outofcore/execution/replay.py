@@ -355,7 +355,8 @@ def spans(runs: Sequence[BoundRun], taken: Sequence[bool], *, ordered: bool = Fa
     ``taken`` tells whether each op's call was recorded. If ``ordered``, native code waits for other queues and
     publishes; else only the first of a stretch waits for anything, and only the last is waited for.
 
-    >>> spans([], []) []
+    >>> spans([], [])
+    []
     """
     found = list(range(len(runs)))
     for at in range(len(runs) - 1, -1, -1):

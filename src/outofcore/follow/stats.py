@@ -108,7 +108,7 @@ class LoopStats:
 
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
-    """What people look for first, by name."""
+    """Return the facts that people look for first, by name."""
     waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
     moved = f"{format_bytes(stats.written_bytes)} out, {format_bytes(stats.fetched_bytes)} in"
     facts = [
