@@ -1,7 +1,7 @@
-"""Compiles C++ that comes with the package on first use, and keeps the libraries in the user's cache.
+"""Compile the package's C++ on first use, and keep the libraries in the user's cache.
 
 That takes a second or two, needs only a C++ compiler, and is done once for each version of the source and each set of
-flags. Who calls has a way to do without: the reason why there is no library is a text, not an error.
+flags. Every caller has an alternative: the reason why there is no library is a text, not an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BuildError(Exception):
 
 
 def user_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
+    """Return ``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored, says the XDG base directory specification.
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
@@ -41,8 +41,7 @@ def user_cache_folder() -> Path:
 def private_folder(path: Path) -> Path:
     """Create a folder that only this user may enter, or check that an existing one is this user's own.
 
-    Raises:
-        OSError: it cannot be created, or somebody else may write to it.
+    Raises ``OSError`` if it cannot be created, or somebody else may write to it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
@@ -56,16 +55,10 @@ def private_folder(path: Path) -> Path:
 def load_kept(
     key: str, name: str, build: Callable[[Path], Path], load: Callable[[Path], _Library]
 ) -> tuple[_Library | None, str]:
-    """A library from the cache, or built now: into the cache, or where that cannot be used into a temporary folder.
+    """Load a library from the cache, or build it there, or in a temporary folder if the cache cannot be used.
 
-    Args:
-        key: names the folder in the cache; says everything that goes into the build.
-        name: of the file.
-        build: builds it into a folder; may raise ``BuildError`` or OSError.
-        load: loads it; raises OSError where it cannot be used.
-
-    Returns:
-        The library and "", or None and the reason in words.
+    ``key`` names the folder in the cache and covers everything that goes into the build; ``name`` is the file.
+    ``build`` may raise ``BuildError`` or OSError, ``load`` OSError. Returns the library and "", or None and the reason.
     """
     folder = user_cache_folder() / key
     try:
@@ -94,16 +87,10 @@ def load_functions(
     functions: Mapping[str, tuple[tuple[object, ...], object]],
     kind: type[_Library] = ctypes.CDLL,
 ) -> tuple[_Library | None, str]:
-    """The functions of a file of C++ that needs nothing else, built as by ``load_kept``.
+    """Build a self-contained C++ file by ``load_kept``, and load its functions.
 
-    Args:
-        source: the file; its name is the library's.
-        flags: for the compiler, beside the usual ones.
-        functions: what types each takes and gives, by its name without ``outofcore_``.
-        kind: ``ctypes.PyDLL`` if they are called with Python's lock held.
-
-    Returns:
-        The library and "", or None and the reason in words.
+    ``functions`` gives argument and result types by name without ``outofcore_``. ``kind`` is ``ctypes.PyDLL`` if they
+    are called with Python's lock held. Returns the library and "", or None and the reason.
     """
     name = source.with_suffix(".so").name
 
@@ -126,11 +113,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
     If a ctypes callback with a return value raises, the native caller gets an undefined value. This callback returns
     nothing and writes to ``answer`` instead. After Ctrl-C ``answer`` is unchanged, and the native caller must check.
-
-    Args:
-        function: computes the answer.
-        arguments: ctypes types of its arguments.
-        failed: answer if the function raises any other exception; ctypes prints the exception.
+    After any other exception, which ctypes prints, it is ``failed``.
     """
 
     def call(*given: Any) -> None:
@@ -148,7 +131,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Let one process at a time build what is kept in a folder: all ranks of a job begin at once."""
+    """Let one process at a time build in a folder: all ranks of a job begin at once."""
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks: then each builds its own
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -162,13 +145,10 @@ def compile_library(
     link_flags: Sequence[str] = (),
     compilers: Sequence[str] = COMPILERS,
 ) -> Path:
-    """Compile one source to a library, under a name of its own until it is complete.
+    """Compile one source to a library, under a temporary name until it is complete.
 
-    Several processes may do so at once: each puts the whole file in place in one step.
-
-    Raises:
-        BuildError: there is no compiler, or it refuses the source.
-        OSError: the folder cannot be written to.
+    Several processes may do so at once, since the final rename is atomic. Raises ``BuildError`` if no compiler works,
+    and ``OSError`` if the folder cannot be written to.
     """
     found = [path for path in map(shutil.which, compilers) if path]
     if not found:
@@ -193,7 +173,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; None if it succeeded, else the most telling lines of what it said."""
+    """Run a compiler; return None if it succeeded, else the most important lines of its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

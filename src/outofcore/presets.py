@@ -16,7 +16,7 @@ from outofcore.units import GIB, format_bytes
 
 
 class Work(Enum):
-    """What kind of work an op is, as far as its speed goes."""
+    """What limits the speed of an op."""
 
     CONVOLUTION = "convolution"  # forward and backward
     MATMUL = "matmul"  # products of matrices, batched or not
@@ -25,7 +25,7 @@ class Work(Enum):
 
 
 class Number(Enum):
-    """What products are computed in."""
+    """The number format of products."""
 
     FP32 = "fp32"
     TF32 = "tf32"  # fp32 in memory, 10 bits of mantissa in the multiplier; PyTorch's default for convolutions
@@ -108,7 +108,7 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """A device by its data sheet: memory in GiB less half a GiB for the context, rates in GB/s and TFLOP/s."""
+    """Build a device from its data sheet: memory in GiB less half a GiB for the context, rates in GB/s and TFLOP/s."""
     given = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
     flops = {number: rate * 1e12 for number, rate in given.items() if rate is not None}

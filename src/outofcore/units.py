@@ -1,4 +1,4 @@
-"""Byte counts and durations as people write and read them."""
+"""Parse and format byte counts and durations."""
 
 from __future__ import annotations
 
