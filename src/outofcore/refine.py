@@ -1,4 +1,4 @@
-"""Correct costs by measured steps: ops concurrent with each other's copies, and copies concurrent with compute.
+"""Correct costs by measured steps: the seconds of ops, and the bandwidth of copies concurrent with compute.
 
 How much copies slow each other (``Home.contention``) stays as it was measured; how much they slow ops
 (``Home.compute_slowdown``) shows where some ops of a family ran with copies and others did not. Both are subtracted

@@ -1,4 +1,4 @@
-"""Separate the times of ops and copies of a step, and find the quiet ones among several steps.
+"""Estimate what the ops and copies of a step take on their own, and find the quiet ones among several steps.
 
 Another process that uses the processor slows all ops, even those without concurrent copies; a link that is slower than
 measured does not. So a step whose ops took longer than those of its neighbours, by the *pace* of all, is noisy, and
@@ -41,7 +41,7 @@ class StepTimes:
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
-    """Separate the times of a measured step; ``homes`` say how much copies slow each other and ops."""
+    """Estimate the times of a measured step without contention; ``homes`` say how much copies slow each other and ops."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
     lanes: dict[Lane, list[tuple[float, float]]] = {}
     for instruction, span in zip(program.instructions, spans, strict=True):

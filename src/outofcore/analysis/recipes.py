@@ -48,7 +48,7 @@ class History:
 
     @cached_property
     def chances(self) -> dict[Content, int]:
-        """Return for each content that an op leaves the last op before which any plan can recompute it; or -1.
+        """Map contents that ops leave to the last op before which they can be recomputed whatever the plan; or to -1.
 
         One pass in program order, since an op reads only what is older: for all contents it takes no longer than a
         recursion may take for one.
@@ -62,7 +62,7 @@ class History:
         return found
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
-        """Return the last op before which a content exists, or can be recomputed, under any plan."""
+        """Return the last op before which a content exists, or can be recomputed, whatever the plan."""
         storage, _ = content
         again = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
@@ -98,7 +98,7 @@ class History:
         return tuple((s, found.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_held(self, op: int) -> Callable[[Content], bool]:
-        """Return a predicate: which contents are on the device or at home right before an op under any plan.
+        """Return a predicate: which contents are on the device or at home right before an op, whatever the plan.
 
         Those are the storages that exist before the step, at their first version. (A plan that recomputes an input that
         the step has changed breaks this.)
@@ -135,7 +135,7 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Return whether a storage can be recomputed right before an op under any plan.
+    """Return whether a storage can be recomputed right before an op, whatever else is evicted.
 
     What exists before the step cannot: after a step that fails, its home is what the user has.
     """

@@ -1,12 +1,10 @@
 """Sums over rows or samples computed in parts that are added up: the pass behind ``split="close"``.
 
 The gradients of a weight, a norm's scale or a bias are sums over all rows or samples of a batch. One op needs
-everything that it adds up on the device at once; several ops need one part at a time, so that a whole step can work on
-rows and samples part by part (``tiles``).
-
-Another order of additions rounds differently, so such a step is close to plain PyTorch and not equal to the bit. The
-number of parts depends on tensor sizes alone, and the pass precedes all that depend on the budget or the machine: the
-bits of a step are the same at every budget.
+everything that it adds up on the device at once; several ops need one part at a time (``tiles``). Another order of
+additions rounds differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts
+depends on tensor sizes alone, and the pass precedes all that depend on the budget or the machine: the bits of a step
+are the same at every budget.
 
 Limits: sums of 16-bit numbers stay whole, as each part would be rounded to 16 bits; so do the statistics of batch
 norms, and tables of embeddings.

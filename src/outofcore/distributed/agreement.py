@@ -57,7 +57,7 @@ class Agreement:
 
     @property
     def joined(self) -> bool:
-        """Whether processes synchronise: from the first call if they share a model, else from the first collective."""
+        """Whether processes synchronise: at once if a model is wrapped or sharded, else after the first collective."""
         return self._group is not None
 
     def _join(self, groups: Sequence[ProcessGroup]) -> None:

@@ -139,7 +139,7 @@ class Memory(Protocol):
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena; returns False, having done nothing, if the device cannot move over itself."""
+        """Move bytes within the arena; False, with nothing moved, if the device cannot move overlapping bytes."""
         ...
 
     def discard(self, offset: int, count: int) -> None:

@@ -216,7 +216,7 @@ def _load(path: Path) -> ctypes.PyDLL:
 
 
 class Replay:
-    """Recorded calls of ops, by number; ``entries`` is their maximum. It keeps all their tensors alive."""
+    """The calls of ops that were recorded, by number. It keeps all their tensors alive."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
@@ -269,7 +269,7 @@ class Replay:
         return bool(taken)
 
     def issue(self, number: int, given: tuple[int, int, int, int]) -> None:
-        """Let an entry issue actions to a device; ``given`` is a native function such as ``outofcore_issue`` and
+        """Let an entry issue actions to a device; ``given`` is a native function such as ``outofcore_issue``, and
         arguments.
         """
         self._library.replay_issue(self._handle, number, *given)

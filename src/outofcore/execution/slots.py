@@ -95,7 +95,10 @@ class Slots:
         return tuple(found)
 
     def expect(self, count: int) -> None:
-        """Grow at once for ``count`` bytes in all, where growing bit by bit is not contiguous; skip it without room."""
+        """Grow at once for ``count`` bytes in all, where growing bit by bit is not contiguous.
+
+        Without room for that it does nothing: taking a slot will raise the error.
+        """
         if self.home.edges:
             with contextlib.suppress(SpillError):
                 self.home.ensure(max(self._end, count))

@@ -3,17 +3,14 @@
 A library may use another kernel for fewer rows, which adds up in another order. So each way to split is tried on random
 numbers, whole against parts, once for a family of ops, and verdicts are kept with the measurements.
 
-An op that the budget does not hold as a whole is tried in a process of its own, which takes the memory for as long as a
-trial lasts, if the machine has twice as much left. Otherwise two stretches are tried in its place, one at each end and
-as long as the budget allows. That proves less, as libraries choose kernels by sizes: of the parts that held for half of
-an op, 8 of 234 did not for all of it (convolutions of a ResNet-50). An op of which not even a quarter fits is not split
-so.
+An op that the budget does not hold as a whole is tried in a process of its own, if the machine has twice as much memory
+left. Otherwise two stretches are tried in its place, one at each end and as long as the budget allows. That proves
+less, as libraries choose kernels by sizes: of the parts that held for half of an op, 8 of 234 did not for all of it
+(convolutions of a ResNet-50). An op of which not even a quarter fits is not split so.
 
-Elementwise operators are vectorised and compute what is left over at the end of a stretch one by one, where functions
-such as ``exp`` may round differently. Random numbers rarely show it, so all elements are computed in scraps: an
-affected operator is split only where nothing is left over. Likewise, one that rounds differently where there are gaps
-between elements is split only where there are none. An op that makes few elements is tried several times, as sums of a
-few terms in another order mostly round to the same.
+Elementwise kernels are vectorised and may round differently what is left over at the end of a stretch, or what has gaps
+in memory. Random numbers rarely show it, so all elements are computed in scraps; an affected operator is split only
+where nothing is left over, and there are no gaps. An op that makes few elements is tried several times.
 
 Limits: a kernel that rounds differently for rare numbers alone would not be noticed. On a GPU trials in processes of
 their own have not run yet.
