@@ -41,7 +41,7 @@ class StepTimes:
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
-    """Estimate the times of a measured step without contention; ``homes`` say how much copies slow each other and ops."""
+    """Estimate the times of a measured step without contention; ``homes`` say how much copies slow each other."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
     lanes: dict[Lane, list[tuple[float, float]]] = {}
     for instruction, span in zip(program.instructions, spans, strict=True):

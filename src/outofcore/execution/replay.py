@@ -269,8 +269,9 @@ class Replay:
         return bool(taken)
 
     def issue(self, number: int, given: tuple[int, int, int, int]) -> None:
-        """Let an entry issue actions to a device; ``given`` is a native function such as ``outofcore_issue``, and
-        arguments.
+        """Let an entry issue actions to a device.
+
+        ``given`` is the address of a function such as ``outofcore_issue``, and its three arguments.
         """
         self._library.replay_issue(self._handle, number, *given)
 
