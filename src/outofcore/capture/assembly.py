@@ -25,7 +25,6 @@ from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
 from outofcore.errors import CaptureError
 from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
 
-# The fields of an op that name storages.
 _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 
 
