@@ -47,7 +47,7 @@ class GraphFile:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
-        """A graph that did not come from a file: storages are called by their numbers.
+        """Make a graph file whose storages are called by their numbers.
 
         >>> from outofcore.costs import Costs
         >>> from outofcore.graph import StepGraph, Storage, StorageKind

@@ -17,7 +17,7 @@ Tell = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """A callback that does nothing.
+    """Do nothing: a callback without effect.
 
     >>> silent("plan", 1, 4)
     """
@@ -25,11 +25,11 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def following(tell: Tell | None = None, *, show: bool | None = None) -> Generator[Tell]:
-    """A progress callback, while the context lasts.
+    """Yield a progress callback.
 
     Args:
         tell: user callback ``(stage, done, total)``. If given, no progress bar is shown.
-        show: a bar on standard error, with the time that has passed and that is left. By default only where standard
+        show: a bar on standard error, with the elapsed and the remaining time. By default only where standard
             error is a terminal; or below the cell of a notebook, where that is what runs.
 
     >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:

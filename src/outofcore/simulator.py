@@ -27,14 +27,14 @@ class Stall:
 
 
 def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
-    """When each instruction of a program would run.
+    """Simulate a program: return when each of its instructions would run.
 
     Args:
         graph: the step that the program was made from.
         costs: seconds of its ops and rates of its homes.
         program: placed or not; it need not be valid, but its op, block and storage ids must be.
 
-    Where the costs name no home, inputs arrive and outputs leave in no time: they are the caller's affair.
+    If the costs name no home, inputs and outputs are copied in no time: they are the caller's affair.
 
     Raises:
         ValidationError: the waits can never all be satisfied, or a copy has no home to go to.
@@ -191,10 +191,10 @@ def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done:
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Where the compute queue stood still, and what it waited on, in program order.
+    """Return the times for which the compute queue stood still, and what it waited for, in program order.
 
-    An instruction that waits on several is put down to the one that ended last. The timeline may be
-    simulated or measured.
+    An instruction that waits for several is attributed to the one that ended last. The timeline may be simulated or
+    measured.
     """
     lines = _lanes(program)
     found: list[Stall] = []
@@ -215,11 +215,11 @@ def stalls(program: Program, timeline: Timeline) -> list[Stall]:
 
 
 def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, int]]:
-    """Device bytes held over time, as a step function.
+    """Return the device bytes held over time, as a step function.
 
-    A block counts from the start of the first instruction that touches it to the end of the last one;
-    one that wraps also from the start of the step and up to its end. So in a valid, placed program the
-    sum never exceeds ``arena_bytes``. The timeline may be simulated or measured.
+    A block counts from the start of the first instruction that touches it to the end of the last one; one that wraps
+    also from the start of the step and up to its end. So in a valid, placed program the sum never exceeds
+    ``arena_bytes``. The timeline may be simulated or measured.
 
     Returns:
         Pairs of a time in seconds and the bytes held from then on: the first at 0.0, the times

@@ -36,7 +36,7 @@ class Value:
     negated: bool = False  # the bytes are those of the negative: such as the ``imag`` of a lazy conjugate
 
     def layout(self) -> tuple[object, ...]:
-        """The layout within its storage, whichever storage that is."""
+        """Return the layout within its storage, whichever storage that is."""
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
 
     def merged(self, dims: tuple[int, int]) -> Value | None:

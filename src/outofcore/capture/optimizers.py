@@ -220,7 +220,7 @@ class OptimizerUpdate:
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def has_ranges(self) -> bool:
-        """Whether ranges of its only parameter can be updated with the same bits as the whole."""
+        """Return whether ranges of its only parameter can be updated with the same bits as the whole."""
         if len(self.members) != 1:
             return False
         (member,) = self.members

@@ -200,7 +200,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Whether an op is a widening cast that can run again after the turn and whose input is freed before."""
+    """Return whether an op is a widening cast that can run again after the turn and whose input is freed before."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False

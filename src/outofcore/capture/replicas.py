@@ -140,7 +140,7 @@ class Replicas:
         return tuple(replica.end() for replica in self._replicas.values())
 
     def unknown(self) -> bool:
-        """Whether gradients were reduced whose order was not known beforehand."""
+        """Return whether gradients were reduced whose order was not known beforehand."""
         return any(replica.unknown for replica in self._replicas.values())
 
 

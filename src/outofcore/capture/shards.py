@@ -34,11 +34,11 @@ class Group(Protocol):
     """The part of a process group that is used here; it may be one that exists only for planning."""
 
     def size(self) -> int:
-        """The number of processes."""
+        """Return the number of processes."""
         ...
 
     def rank(self) -> int:
-        """The number of this process."""
+        """Return the number of this process."""
         ...
 
 

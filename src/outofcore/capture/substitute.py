@@ -96,7 +96,7 @@ class Substitute(TorchFunctionMode):
         self.known = KnownValues()
 
     def calling(self) -> str:
-        """The name of the PyTorch function that the user's code is in; empty if none."""
+        """Return the name of the PyTorch function that the user's code is in; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
     def autocast(self) -> tuple[str, torch.dtype] | None:

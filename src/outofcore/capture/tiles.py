@@ -200,7 +200,7 @@ class _Search:
         self.cuts: dict[int, list[list[int]]] = {}
 
     def _cuttable(self) -> dict[int, Lines]:
-        """The lines of the storages that may be cut."""
+        """Return the lines of the storages that may be cut."""
         graph, outputs = self.graph, set(self.graph.outputs)
         used: dict[int, list[Value]] = {}
         for index in {ref.value for call in self.captured.calls for ref in _refs(call)} | {
@@ -228,7 +228,7 @@ class _Search:
         return found
 
     def _rangeable(self) -> frozenset[int]:
-        """The storages of parameters and optimizer state that may be at home and come range by range.
+        """Return the storages of parameters and optimizer state that may be at home and come range by range.
 
         Parameters only where one by itself takes what an op may need.
         """

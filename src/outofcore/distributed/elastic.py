@@ -557,10 +557,10 @@ class Elastic:
     # Who has which workers
 
     def balance(self) -> range:
-        """Share the workers anew, by how long their turns took, so that the slowest process ends soonest.
+        """Distribute the workers again by the measured times of their turns, so that the slowest process ends soonest.
 
-        To be called by all processes at one time, between steps; the bits stay the same. What ``loader`` has handed
-        out and no step has used is drawn again.
+        All processes call it at the same time, between steps; the bits stay the same. Batches that ``loader`` has
+        handed out and no step has used are drawn again.
 
         Returns:
             The workers of this process from now on.
@@ -588,19 +588,19 @@ class Elastic:
     # What lasts
 
     def save(self, folder: str | Path, extra: Any = None) -> None:
-        """Save the training; to be called by all processes, of which process 0 writes.
+        """Save the training; all processes must call it, and process 0 writes.
 
-        A checkpoint that is in the folder counts until this one is whole, however a save ends. It holds models,
+        An existing checkpoint in the folder counts until the new one is complete, however a save ends. It holds models,
         optimizers, the random generators of every worker and of process 0, and the place in the data; any number of
-        processes may go on from it. ``outofcore.load`` reads its models and optimizers as well.
+        processes can load it. ``outofcore.load`` reads its models and optimizers as well.
 
         Args:
-            folder: as for ``Step.save``. Every process that is to load it has to see it.
+            folder: as for ``Step.save``. Every process that will load it must see it.
             extra: plain data of yours, such as a scheduler's state dict; that of process 0 counts.
 
         Raises:
             StateError: something cannot be saved, or another process failed.
-            TransferError: the system refuses a write; the checkpoint that was there before is still whole.
+            TransferError: the system refuses a write; the previous checkpoint is still complete.
         """
         contexts = [one for told in self._processes.gather(self._plain_contexts()) for one in told.items()]
         order = self._order
@@ -623,19 +623,19 @@ class Elastic:
                 self.step.save(folder, extra={_KEY: saved, "extra": extra})
 
     def load(self, folder: str | Path, *, exact: bool = True) -> Any:
-        """Go on from a checkpoint, with as many processes as there are now; to be called by all of them.
+        """Continue from a checkpoint, with the current number of processes; all of them must call it.
 
         Args:
             folder: that ``save`` was given.
-            exact: refuse what would give other bits than before: another number of threads, another release of
-                PyTorch, other kernels. False: go on all the same, and only log it.
+            exact: refuse what would change the bits: another number of threads, another release of
+                PyTorch, other kernels. False: only log it.
 
         Returns:
             What was saved as ``extra``; tuples come back as lists.
 
         Raises:
             InputError: there is no such checkpoint, or not of such a training; nothing has been changed.
-            TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
+            TransferError: a file cannot be read or is damaged; the step refuses to go on.
             StateError: another process could not load it.
         """
         with self._together("this load"):

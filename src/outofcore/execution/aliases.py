@@ -228,11 +228,11 @@ class State:
         self.address = 0 if base is None else base.data_ptr()
 
     def stays(self) -> bool:
-        """Whether its bytes are in memory that others see; what is shown is a copy for the step."""
+        """Return whether its bytes are in memory that others see; what is shown is a copy for the step."""
         return bool(self.windows) and all(window.users is not None for window in self.windows)
 
     def is_idle(self) -> bool:
-        """Whether nobody refers to its bytes: all the gradients on it were cleared."""
+        """Return whether nobody refers to its bytes: all the gradients on it were cleared."""
         return bool(self.windows) and all(window.stands_in for window in self.windows)
 
     def lose(self) -> None:
@@ -259,7 +259,7 @@ class State:
         return window.address - window.value.offset * window.value.dtype.itemsize - address
 
     def lies_together(self) -> bool:
-        """Whether the user's tensors share one storage as the step expects."""
+        """Return whether the user's tensors share one storage as the step expects."""
         first = self.windows[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
             internals.storage_key(window.tensor) == internals.storage_key(first)
@@ -269,7 +269,7 @@ class State:
         )
 
     def is_elsewhere(self) -> bool:
-        """Whether the user has replaced the shown memory for all tensors on it."""
+        """Return whether the user has replaced the shown memory for all tensors on it."""
         if self.shown is None:
             return False
         own = internals.storage_key(self.shown)
@@ -294,7 +294,7 @@ class State:
         self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
 
     def moved_away(self) -> bool:
-        """Whether the storage itself was moved, with all tensors on it."""
+        """Return whether the storage itself was moved, with all tensors on it."""
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_in_place(self) -> None:

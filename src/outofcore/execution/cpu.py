@@ -341,7 +341,7 @@ class CpuEngine:
         self._ends: array[float] = array("d")
 
     def reached(self) -> Reached:
-        """How far the last step came."""
+        """Return how far the last step came."""
         return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:

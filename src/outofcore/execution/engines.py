@@ -52,7 +52,7 @@ class Engine(Protocol):
         ...
 
     def reached(self) -> Reached | None:
-        """How far the last step came, of which nothing is under way; None if the device failed."""
+        """Return how far the last step came, of which nothing is under way; None if the device failed."""
         ...
 
     def synchronize(self) -> None:

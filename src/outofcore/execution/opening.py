@@ -22,17 +22,17 @@ from outofcore.units import PAGE_BYTES, parse_bytes
 
 
 class OpenHome:
-    """Where bytes live that are not on the device: made by ``outofcore.open_home``; a context manager.
+    """Where bytes are that are not on the device: made by ``outofcore.open_home``; a context manager.
 
-    Models are born in it (``outofcore.build``, ``outofcore.materialize``), and steps are compiled over it
-    (``outofcore.compile(…, home=…)``). Of several steps that share a home one at a time has tensors in its arena: when
-    another one is called, it brings them home and releases its arena, so that a step for training and one for
-    evaluation of the same model take the larger of their budgets and not the sum.
+    Models are created in it (``outofcore.build``, ``outofcore.materialize``), and steps are compiled over it
+    (``outofcore.compile(…, home=…)``). Of several steps that share a home only one has tensors in its arena: calling
+    another one brings them home and releases that arena, so that a step for training and one for evaluation of the same
+    model take the larger of their budgets and not the sum.
 
     Args:
         stores: where the bytes are, nearest first.
-        kept: whether whoever opened the home closes it. Then what lives there stays there when a step is closed;
-            else it moves to ordinary memory with the last step that shares the home.
+        kept: whether the home outlives its steps: what is there stays there when a step is closed; else it moves to
+            ordinary memory with the last step that shares the home.
 
     >>> import torch
     >>> import outofcore
@@ -60,13 +60,13 @@ class OpenHome:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are taken up so far."""
+        """Bytes that are in use."""
         return sum(store.bytes for store in self.stores)
 
     def close(self) -> None:
-        """Let go of the home; it is given back to the system once no step has it. May be called again.
+        """Close the home; it is given back to the system once no step uses it. May be called again.
 
-        Tensors that live there stay valid.
+        Tensors in it stay valid.
         """
         if self.kept and not self._closed:
             self._closed = True

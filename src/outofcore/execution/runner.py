@@ -121,7 +121,7 @@ class Runner:
         return self._states
 
     def is_current(self) -> bool:
-        """Whether the keeper still has the states; else a new runner must adopt them."""
+        """Return whether the keeper still has the states; else a new runner must adopt them."""
         return self._generation == self._keeper.generation
 
     def enter(self, arena: Memory) -> None:

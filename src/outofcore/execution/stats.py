@@ -20,11 +20,11 @@ class StepStats:
         compute_seconds: of which ops ran.
         bytes_out: moved from the arena to the home.
         bytes_in: moved from the home to the arena.
-        off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
-        predicted_seconds: what the simulator foretold; 0 for a call that was followed, of which there is no plan.
+        off_plan: unplanned requests of 64 KiB and more, since compilation.
+        predicted_seconds: as simulated; 0 for a call that was followed, which has no plan.
         followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
-        why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
-        peak_bytes: of the arena, in use at the most; where calls are followed, in all of them.
+        why_followed: why calls are followed, such as an argument of another shape; empty: they are not.
+        peak_bytes: the peak of the arena; where calls are followed, in all of them.
 
     >>> import torch
     >>> import outofcore

@@ -134,11 +134,11 @@ class Sign(enum.IntEnum):
 class Loop:
     """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
 
-    A loop that nobody refers to any more ends by itself, as soon as no op uses its memory.
+    A loop without references ends by itself, as soon as no op uses its memory.
 
     Attributes:
-        on_progress: told by ``start()`` how many tensors of the models have moved to the home (a stage, how many, and
-            of how many); None: a bar on a terminal tells, where the models are large.
+        on_progress: callback ``(stage, done, total)`` for the tensors that ``start()`` moves to the home; None: a bar
+            on a terminal, if the models are large.
 
     >>> import torch
     >>> import outofcore
@@ -277,12 +277,12 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """Stop following. Tensors stay valid; what is not in the arena is brought back as far as the budget holds it.
+        """Stop following. Tensors stay valid; those at home are fetched as far as the budget holds them.
 
         May be called again.
 
         Raises:
-            StateError: another thread than the one that is followed calls it; ``outofcore.stop()`` does it from there.
+            StateError: another thread than the followed one calls it; there use ``outofcore.stop()``.
         """
         if self._space is None:
             return
@@ -369,13 +369,13 @@ class Loop:
             return self._last
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
-        """Write what the last complete step did as one HTML page that needs nothing else.
+        """Write what the last complete step did as one self-contained HTML page.
 
-        It shows memory over time, ops and copies as they were measured, which ops ran by plan and which on demand, why
-        ops waited, what left, and among its notes where the loop left its plans, and why. A step lasts from one step of
-        an optimizer to the next; where nothing is trained, it is a call of the model without gradients, and where there
-        is none either, what happened since the loop was started. Of what is very long, the first quarter of a million
-        events are told: ops, what they touch, copies.
+        It shows memory over time, measured ops and copies, which ops ran by plan and which on demand, why ops waited,
+        what was evicted, and where and why the loop left its plans. A step lasts from one step of an optimizer to the
+        next; where nothing is trained, it is a call of the model without gradients, and where there is none either,
+        everything since the loop was started. Of a very long step, the first quarter of a million events are shown:
+        ops, their storages, copies.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
@@ -486,11 +486,11 @@ class Loop:
         return f" at {self._where}" if self._where else ""
 
     def is_open(self) -> bool:
-        """Whether the loop was started by a user, in this process, and has not ended."""
+        """Return whether the loop was started by a user, in this process, and has not ended."""
         return self._space is not None and not self._beside and self._process == os.getpid()
 
     def is_running(self) -> bool:
-        """Whether the ops of some thread of this process are followed now."""
+        """Return whether the ops of some thread of this process are followed now."""
         return self._space is not None and not self._paused and self._process == os.getpid()
 
     def _native(self) -> ctypes.CDLL:
@@ -585,7 +585,7 @@ class Loop:
         return found
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """The models, with the prefix of their modules' names."""
+        """Yield the models, with the prefix of their modules' names."""
         for place, model in enumerate(self._models):
             yield f"models[{place}]." if len(self._models) > 1 else "", model
 

@@ -178,7 +178,7 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def reached(self) -> Reached | None:
-        """How far the last step came: all instructions before the one that could not be issued are done.
+        """Return how far the last step came: all instructions before the one that could not be issued are done.
 
         A failure of the device itself shows later, when the place is unknown.
         """
@@ -625,7 +625,7 @@ def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
-    """The caller's memory as a uint8 tensor."""
+    """Return the caller's memory as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]
