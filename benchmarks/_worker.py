@@ -27,7 +27,6 @@ from _bert import workload
 from _blocks import checkpoint_blocks, checkpoint_chains
 
 import outofcore
-from outofcore import _torch_internals as internals
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
@@ -78,7 +77,9 @@ class _Training:
             case "sequential":
                 checkpoint_chains(model, spec["segments"])
             case "compile":
-                internals.set_activation_memory_budget(spec["share"])
+                from torch._functorch import config  # noqa: PLC0415 - slow, and for this mode alone
+
+                config.activation_memory_budget = spec["share"]
                 model.compile()
             case "outofcore":
                 self._step = outofcore.compile(

@@ -45,7 +45,7 @@ from outofcore.graphfile import read_graph
 from outofcore.lowering import lower
 from outofcore.planning import in_core_budget, keep_all, plan_step, smallest_budget
 from outofcore.planning.placement import PlacementParams, Rectangle, best_fit, pack, peak
-from outofcore.planning.placement.first_fit import first_fit
+from outofcore.planning.placement.compiled import first_fit
 from outofcore.planning.placement.rectangles import Rectangles
 from outofcore.planning.placing import EFFORT as PLANNING
 from outofcore.program import Program
@@ -231,7 +231,7 @@ def ours(effort: int) -> dict[str, _Place]:
     def by(order: Callable[[Rectangles], Any]) -> _Place:
         def place(rectangles: Sequence[Rectangle]) -> Sequence[int]:
             layout = Rectangles.of(rectangles, 0)
-            return first_fit(layout, order(layout).tolist()).tolist()
+            return first_fit(layout, order(layout)).tolist()
 
         return place
 

@@ -98,8 +98,8 @@ def native_code(small: bool) -> Found:
         "paging-cuda": lambda: load_paging(Flavor.CUDA),
         "replay": load_replay,
         "arena-cuda": lambda: load_native(Flavor.CUDA),
-        "placement": placing.load_compiled,
-        "remat": searching.load_compiled,
+        "placement": placing.load_library,
+        "remat": searching.load_library,
     }
     with ThreadPoolExecutor(len(jobs)) as pool:
         for done in [pool.submit(build, name, load) for name, load in jobs.items()]:

@@ -50,8 +50,6 @@ __all__ = [
     "OpOverloadPacket",
     "SavedTensor",
     "TorchDispatchMode",
-    "TreeSpec",
-    "UninitializedTensorMixin",
     "UnsupportedFakeTensorException",
     "UnsupportedMutationAliasingException",
     "UnsupportedOperatorException",
@@ -99,7 +97,6 @@ __all__ = [
     "saved_tensors_of",
     "scatter_reduced",
     "sdp_backends_enabled",
-    "set_activation_memory_budget",
     "shares_storage",
     "storage_address",
     "storage_bytes",
@@ -133,7 +130,6 @@ class Feature(enum.Enum):
     BUDGET = "outofcore.budget"  # also outofcore.run
     RECOMPUTE = "recomputation in a loop under outofcore.budget"
     KERNELS = 'kernels="inductor"'
-    LAZY_MODULES = "lazy modules in outofcore.compile"
     PARALLEL = "DistributedDataParallel in outofcore.compile"
     COLLECTIVES = "collectives in outofcore.compile"
     TRANSFORMS = "torch.func in outofcore.compile"
@@ -218,7 +214,7 @@ if TYPE_CHECKING:
         UnsupportedOperatorException,
     )
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 else:
     DisableTorchFunction = _private("torch._C.DisableTorchFunction", Feature.COMPILE, Feature.RECOMPUTE)
     HigherOrderOperator = _private("torch._ops.HigherOrderOperator")
@@ -235,7 +231,6 @@ else:
     )
     UnsupportedOperatorException = _private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
     TorchDispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", Feature.COMPILE)
-    TreeSpec = _private("torch.utils._pytree.TreeSpec", Feature.COMPILE)
     keystr = _private("torch.utils._pytree.keystr", Feature.COMPILE)
     tree_flatten = _private("torch.utils._pytree.tree_flatten", Feature.COMPILE, Feature.BUDGET)
     tree_flatten_with_path = _private("torch.utils._pytree.tree_flatten_with_path", Feature.COMPILE)
@@ -288,9 +283,6 @@ TENSOR_MODULE = "torch._tensor"
 # Where fake tensors report an operator that refused its arguments.
 FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
-
-# What uninitialised parameters and buffers of lazy modules have in common.
-UninitializedTensorMixin: Any = _private("torch.nn.parameter.UninitializedTensorMixin", Feature.LAZY_MODULES)
 
 # Do not let torch.compile look into a function.
 not_compiled: Any = _private("torch._compile._disable_dynamo", otherwise=torch.compiler.disable)
@@ -507,13 +499,6 @@ def without_modes() -> Iterator[None]:
     """Run ops past all modes of this thread."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
-
-
-def set_activation_memory_budget(share: float) -> None:
-    """Limit the share of the activations that torch.compile keeps for backward."""
-    import torch._functorch.config  # noqa: PLC0415 - slow, and not there before somebody asks for it
-
-    torch._functorch.config.activation_memory_budget = share  # type: ignore[attr-defined]
 
 
 def let_device_idle(cycles: int) -> None:

@@ -201,7 +201,7 @@ def compile(
             none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
             default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
             are the buffers between the device and that.
-        policy: how to plan: a name of ``outofcore.policies.POLICIES``, text such as "window(reach=2)", or an object
+        policy: how to plan: a name of ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object
             of ``outofcore.policies``, where one's own are described as well.
         cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
             own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.

@@ -1,7 +1,7 @@
-"""Compile the package's C++ on first use, and keep the libraries in the user's cache.
+"""Compile C++ that comes with the package on first use, and keep the libraries in the user's cache.
 
 That takes a second or two, needs only a C++ compiler, and is done once for each version of the source and each set of
-flags. Every caller has an alternative: the reason why there is no library is a text, not an error.
+flags. Sources that need neither PyTorch nor CUDA are compiled into wheels already (``setup.py``): ``load_functions``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outofcore.errors import StateError
+
 COMPILERS = ("c++", "g++", "clang++")
 # The newest first: recent headers of PyTorch may need C++20, older compilers may only have C++17.
 STANDARDS = ("c++20", "c++17")
+# Without contraction of sums into other operations: plans are compared to the last bit.
+_FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
 _TIMEOUT_S = 900  # some ten seconds of work, on a machine that may do much else
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 
 class BuildError(Exception):
-    """The library could not be built; the message says why. Never reaches the user as an error."""
+    """The library could not be built; the message says why. The caller tells the user what follows from that."""
 
 
 def user_cache_folder() -> Path:
@@ -81,18 +85,20 @@ def load_kept(
     return None, "; ".join(reasons)
 
 
+def wheel_library(source: Path) -> Path:
+    """Return where a wheel has the library of a C++ file: beside it, with the machine and a digest in its name."""
+    digest = hashlib.sha256(source.read_bytes() + "\0".join(_FLAGS).encode()).hexdigest()[:16]
+    return source.with_name(f"{source.stem}-{platform.machine()}-{digest}.so")
+
+
 def load_functions(
-    source: Path,
-    flags: Sequence[str],
-    functions: Mapping[str, tuple[tuple[object, ...], object]],
-    kind: type[_Library] = ctypes.CDLL,
-) -> tuple[_Library | None, str]:
-    """Build a self-contained C++ file by ``load_kept``, and load its functions.
+    source: Path, functions: Mapping[str, tuple[tuple[object, ...], object]], kind: type[_Library] = ctypes.CDLL
+) -> _Library:
+    """Load the functions of a C++ file that needs nothing else: from the wheel's library, else as by ``load_kept``.
 
     ``functions`` gives argument and result types by name without ``outofcore_``. ``kind`` is ``ctypes.PyDLL`` if they
-    are called with Python's lock held. Returns the library and "", or None and the reason.
+    are called with Python's lock held. Raises ``StateError`` if there is no library, and none can be built.
     """
-    name = source.with_suffix(".so").name
 
     def load(path: Path) -> _Library:
         library = kind(str(path))
@@ -103,9 +109,18 @@ def load_functions(
             found.argtypes, found.restype = arguments, result
         return library
 
-    hashed = hashlib.sha256(source.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
-    key = f"{source.stem}-{platform.machine()}-{hashed}"
-    return load_kept(key, name, lambda folder: compile_library(source, folder / name, flags), load)
+    built = wheel_library(source)
+    with contextlib.suppress(OSError):  # not installed from a wheel, or one for an older system
+        return load(built)
+    library, reason = load_kept(
+        built.stem, built.name, lambda folder: compile_library(source, folder / built.name), load
+    )
+    if library is None:
+        raise StateError(
+            f"native code is missing: {source.name} is not compiled here, and could not be ({reason}). Install a C++ "
+            "compiler such as g++, or a wheel of outofcore that was built with one"
+        )
+    return library
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
@@ -141,7 +156,7 @@ def _alone(folder: Path) -> Generator[None]:
 def compile_library(
     source: Path,
     target: Path,
-    flags: Sequence[str],
+    flags: Sequence[str] = (),
     link_flags: Sequence[str] = (),
     compilers: Sequence[str] = COMPILERS,
 ) -> Path:
@@ -160,8 +175,8 @@ def compile_library(
     try:
         for compiler in found:
             for standard in STANDARDS:
-                command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
-                failure = _run([*command, str(source), "-o", name, *link_flags])
+                command = [compiler, f"-std={standard}", *_FLAGS, *flags, str(source), "-o", name, *link_flags]
+                failure = _run(command)
                 if failure is None:
                     output.chmod(0o600)
                     output.replace(target)

@@ -20,7 +20,6 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import (
     HigherOrderOperator,
@@ -31,6 +30,7 @@ from outofcore._torch_internals import (
     tensor_leaves,
 )
 from outofcore.analysis import is_large
+from outofcore.capture.guard import check_shapes
 from outofcore.checkpoint.matching import check_weights
 from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
@@ -163,8 +163,8 @@ def materialize(
         the model.
 
     Raises:
-        InputError: a tensor is left without contents, or has another shape or kind of dtype in the file; the files have
-            no tensor of the model; a file is damaged.
+        InputError: a lazy module has no shapes yet; a tensor is left without contents, or has another shape or kind of
+            dtype in the file; the files have no tensor of the model; a file is damaged.
         SpillError: the home has no room.
         StateError: a parameter cannot be given memory, since something holds on to it; or the home is closed.
 
@@ -177,6 +177,8 @@ def materialize(
     device(type='cpu')
     """
     home.check_open()
+    for path, module in model.named_modules():
+        check_shapes(path, module)
     files = None if weights is None else Weights(Path(weights))
     if files is not None:
         check_weights(model, files)
@@ -401,8 +403,7 @@ class _InitializationMode(TorchDispatchMode):
 def _can_move(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may live at home: large, dense, on the CPU."""
     return (
-        not is_lazy(tensor)
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and is_large(tensor.untyped_storage().nbytes())

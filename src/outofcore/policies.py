@@ -12,7 +12,7 @@
 A policy is given by name, as text with values for its fields, or as an object; all three are the same here:
 
 >>> from outofcore.planning import plan_step
->>> for policy in ("window", "window(reach=1.5)", Window()):
+>>> for policy in ("window", "window:reach=1.5", Window()):
 ...     print(len(plan_step(step, costs, 4 * mib, policy).plan.decisions))
 2
 2

@@ -30,13 +30,15 @@ _ENOUGH_QUIET = 3
 _TELLING_SHARE = 0.1
 # An op is beside a copy, for that, if it is for so much of its time.
 _BESIDE = 0.5
+# A prediction is off if it is by more than this share of itself.
+_TOLERANCE = 0.1
 # What copies may take from ops at most, each.
 _MOST_SLOWDOWN = 1.0
 
 
-def is_off(predicted: float, timelines: Sequence[Timeline], tolerance: float = 0.1) -> bool:
-    """Return whether the median of measured steps differs from the prediction by more than the tolerance."""
-    return abs(statistics.median(t.step_seconds for t in timelines) - predicted) > tolerance * predicted
+def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
+    """Return whether the median of measured steps differs from the prediction by more than a tenth."""
+    return abs(statistics.median(t.step_seconds for t in timelines) - predicted) > _TOLERANCE * predicted
 
 
 def calm_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:

@@ -398,12 +398,6 @@ class Session:
                 return self._go(known, signature, leaves)
         except _TooSmallError as error:
             return self._call_beyond(error.refusal, args, kwargs)
-        except BaseException:
-            lazy = known.step.captured.lazy
-            if lazy is not None and self.outcome is not Outcome.MADE:
-                self.forget_plans()
-                lazy.undo()
-            raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> PlannedStep:
         """Capture and plan what a call with such arguments would run, and run nothing."""
@@ -790,7 +784,7 @@ class Session:
         self, traced: Captured, capture: Callable[..., Captured], others: Sequence[PlannedStep]
     ) -> PlannedStep:
         alike = self._planned_alike(traced, others)
-        return alike or self._with_lazy(traced, lambda: self._planned(traced, capture))
+        return alike or self._planned(traced, capture)
 
     def _planned_alike(self, traced: Captured, others: Sequence[PlannedStep]) -> PlannedStep | None:
         """The step with a plan that was made where it had read other values, if only numbers in its ops differ."""
@@ -831,7 +825,6 @@ class Session:
         try:
             everyone = ranks.compare(own)
         except BaseException as refused:
-            self._undo_lazy(traced)
             raise error or refused from None
         if error is not None:
             raise error
@@ -847,7 +840,7 @@ class Session:
             return known
         if traced is None or capture is None:
             raise RuntimeError("a step was neither captured nor refused; please report it")
-        return _Known(self._with_lazy(traced, lambda: self._planned_by(leader, ranks, everyone, traced, capture)), own)
+        return _Known(self._planned_by(leader, ranks, everyone, traced, capture), own)
 
     def _planned_by(
         self,
@@ -933,18 +926,6 @@ class Session:
             if isinstance(call.func, OptimizerUpdate) and any(id(m.parameter) in short for m in call.func.members)
         ]
 
-    def _with_lazy(self, traced: Captured, plan: Callable[[], PlannedStep]) -> PlannedStep:
-        try:
-            return plan()
-        except BaseException:
-            self._undo_lazy(traced)
-            raise
-
-    def _undo_lazy(self, traced: Captured | None) -> None:
-        if traced is not None and traced.lazy is not None:
-            self.keeper.forget_all()
-            traced.lazy.undo()
-
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Callable[..., Captured]]:
         """The step as captured, and what captures it again."""
         self._tell("capture", 0, 1)
@@ -967,16 +948,10 @@ class Session:
             for end in traced.replicas:
                 if end.reduced:
                     self._orders.setdefault(id(end.model), end.order)
-            if traced.lazy is not None:
-                traced.lazy.apply()
         kernels, is_close = self._kernels, self._split is Split.CLOSE
-        try:
-            traced = traced if kernels is None else fused(traced, kernels, self._tell)
-            traced = in_partial_sums(traced) if is_close else traced
-            return traced, summing(fusing(capture, kernels), is_on=is_close)
-        except BaseException:
-            self._undo_lazy(traced)
-            raise
+        traced = traced if kernels is None else fused(traced, kernels, self._tell)
+        traced = in_partial_sums(traced) if is_close else traced
+        return traced, summing(fusing(capture, kernels), is_on=is_close)
 
     def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
         self._tell("capture", 1, 1)

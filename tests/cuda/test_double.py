@@ -27,7 +27,7 @@ from outofcore.validator import validate
 POLICIES = [
     ("offload-all", 0.0),
     (Auto(QUICK), 0.3),
-    ("auto(polish_ops=0)", 0.0),
+    ("auto:polish_ops=0", 0.0),
     ("sqrt-checkpoint", 0.6),
     ("keep-all", 1.2),
 ]
@@ -50,7 +50,7 @@ def test_the_bits_of_plain_pytorch(name: str, number: int) -> None:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).clone() for index in range(STEPS)]
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-        assert len(moved) >= {"offload-all": 4, "auto(polish_ops=0)": 1}.get(str(policy), 0)
+        assert len(moved) >= {"offload-all": 4, "auto:polish_ops=0": 1}.get(str(policy), 0)
         validate(step.captured.graph, step.planned.program, budget, step.costs)
         assert same(world.state(), state) == []
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
@@ -59,7 +59,7 @@ def test_the_bits_of_plain_pytorch(name: str, number: int) -> None:
 
 def test_everything_begins_where_cuda_would_have_put_it() -> None:
     world = convolutional(CPU)
-    with compiled(world, budget_of(convolutional, 0.2), "auto(polish_ops=0)", FakeCuda()) as step:
+    with compiled(world, budget_of(convolutional, 0.2), "auto:polish_ops=0", FakeCuda()) as step:
         step(*world.batch(0))
         program = step.planned.program
     assert {block.offset % 512 for block in program.blocks if block.bytes} == {0}
@@ -77,7 +77,7 @@ def broken(program: Program) -> Iterator[tuple[Program, int, Wait]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "auto(polish_ops=0)", 0.1)]
+    ("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "auto:polish_ops=0", 0.1)]
 )
 def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], World], policy: str, share: float) -> None:
     world = make(CPU)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from outofcore.capture.reads import load_comparing
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import StateError
 from outofcore.planning.placement import compiled as placement
@@ -25,7 +26,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
         load: functions that build missing native code; tests that need it report a failed build.
     """
     with _one_at_a_time(tmp_path_factory):
-        for each in (*load, chains.load_compiled, placement.load_compiled):
+        for each in (*load, chains.load_library, placement.load_library, load_comparing):
             with contextlib.suppress(StateError):
                 each()
     cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()

@@ -250,7 +250,7 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
 
 
 def test_a_lazy_parameter_among_the_arguments_is_refused() -> None:
-    with pytest.raises(CaptureError, match="argument 0 has no shape yet"):
+    with pytest.raises(CaptureError, match="argument 0 is a UninitializedParameter"):
         capture_step(lambda x: x, [], [], (nn.LazyLinear(3).weight,), {})
 
 

@@ -116,7 +116,7 @@ def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> Non
     picture = tmp_path / "picture.html"
     eager = outofcore("train", *TINY, "--eager", "--steps", "3")
     more = ["--steps", "3", "--home", where, "--picture", str(picture)]
-    more += ["--policy", "auto(polish_ops=0)"] if home != "disk" else []
+    more += ["--policy", "auto:polish_ops=0"] if home != "disk" else []
     more += ["--host-budget", "2MiB"] if home == "tiers" else []
     result = outofcore("train", *TINY, "--budget", HALF, *more)
     assert result.exit_code == 0, result.output
@@ -151,7 +151,7 @@ def test_logical_workers_train_and_go_on_from_a_checkpoint(tmp_path: Path) -> No
 
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole = outofcore("train", *TINY, "--eager", "--steps", "4", "--bits")
-    within = ["--budget", HALF, "--policy", "auto(polish_ops=0)"]
+    within = ["--budget", HALF, "--policy", "auto:polish_ops=0"]
     begun = outofcore("train", *TINY, *within, "--steps", "2", "--bits", "--save", str(tmp_path / "saved"))
     assert begun.exit_code == 0, begun.output
     bits = re.compile(r"loss \S+ \((0x\S+)\)")

@@ -32,7 +32,7 @@ def smallest() -> int:
     return smallest_budget()
 
 
-@pytest.fixture(params=["offload-all", "auto(polish_ops=0)"])
+@pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
 def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     with two_homes(request.param, smallest, tmp_path) as both:
         yield both

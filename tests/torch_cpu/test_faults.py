@@ -44,7 +44,7 @@ def smallest() -> int:
     return smallest_budget()
 
 
-@pytest.fixture(params=["offload-all", "auto(polish_ops=0)"])
+@pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
 def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
     with two_homes(request.param, smallest, tmp_path) as both:
         yield both
@@ -76,7 +76,7 @@ def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, t
 
     (model, optimizer, _), (plain_model, plain_optimizer, _) = sides(), sides()
     plain = renewing(plain_model, plain_optimizer)
-    how: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto(polish_ops=0)"}
+    how: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto:polish_ops=0"}
     with outofcore.compile(renewing(model, optimizer), model, optimizer, **how) as ours:
         for k in range(3):
             torch.manual_seed(k)

@@ -11,7 +11,7 @@ from homely import MALLOC, buffered, noise, resident
 from outofcore.errors import StateError, TransferError
 from outofcore.execution import spill
 from outofcore.execution.arena import Arena
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome, slot_layout
+from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
@@ -58,8 +58,8 @@ def test_bytes_come_back_the_same(
 
 def test_a_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> None:
     sizes = [1, PAGE_BYTES, 70_000, 5, MIB]
-    offsets, end = slot_layout(sizes)
-    home.ensure(end)
+    offsets = [0, PAGE_BYTES, 2 * PAGE_BYTES, 20 * PAGE_BYTES, 21 * PAGE_BYTES]
+    home.ensure(offsets[-1] + MIB)
     expected = []
     for seed, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         expected.append(noise(arena.memory(0, size), seed))
@@ -175,11 +175,3 @@ def test_the_host_home_takes_up_memory_only_as_it_is_written() -> None:
     home.write(0, region.memory(0, 4 * MIB))
     assert resident() - before < 64 * MIB
     home.close()
-
-
-def test_slots_lie_one_after_the_other_in_whole_pages() -> None:
-    assert slot_layout([1, PAGE_BYTES, PAGE_BYTES + 1, 0, 5], start=10) == (
-        (PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES, 5 * PAGE_BYTES),
-        6 * PAGE_BYTES,
-    )
-    assert slot_layout([]) == ((), 0)

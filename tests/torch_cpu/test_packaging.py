@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from outofcore.compiling import wheel_library
 from outofcore.execution.native import load_native
 
 pytest.importorskip("build")
@@ -23,6 +25,8 @@ pytest.importorskip("setuptools_scm")
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# What needs neither PyTorch nor CUDA.
+COMPILED = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/chains.cpp")
 FALLBACK = re.search(r'fallback_version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -34,12 +38,22 @@ def files_of(package: Path) -> set[str]:
     }
 
 
+def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
+    """Build without isolation: what builds is what is installed here."""
+    code = "import sys; from build import ProjectBuilder; print(ProjectBuilder(sys.argv[1]).build(*sys.argv[2:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source), kind, str(out)],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PIP_NO_INDEX": "1", "GIT_CEILING_DIRECTORIES": str(source.parent), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An sdist of a copy without git, and the wheel of what is in the sdist."""
     folder = tmp_path_factory.mktemp("packaging")
-    # Without isolation: what builds is what is installed here.
-    code = "import sys; from build import ProjectBuilder; print(ProjectBuilder(sys.argv[1]).build(*sys.argv[2:]))"
     copy, out = folder / "copy", folder / "out"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     copy.mkdir()
@@ -50,21 +64,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for path in ROOT.iterdir():
         if path.is_file() and path.name != ".git":  # that of a worktree
             shutil.copy(path, copy)
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "GIT_CEILING_DIRECTORIES": str(folder)}
+    sdist = build(copy, "sdist", out)
+    return sdist, build(unpacked(sdist, folder / "unpacked"), "wheel", out)
 
-    def build(source: Path, kind: str) -> Path:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(source), kind, str(out)],
-            capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return Path(done.stdout.splitlines()[-1])
 
-    sdist = build(copy, "sdist")
+def unpacked(sdist: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    return sdist, build(unpacked, "wheel")
+        archive.extractall(folder, filter="data")
+    (found,) = folder.iterdir()
+    return found
 
 
 def metadata_of(wheel: Path) -> Message:
@@ -77,12 +85,14 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     sdist, wheel = built
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == files_of(ROOT / "src" / "outofcore")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    package = ROOT / "src" / "outofcore"
+    libraries = {str(wheel_library(package / source).relative_to(package.parent)) for source in COMPILED}
+    assert names == files_of(package) | libraries
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2].split("/")[0] for name in archive.getnames()}
     assert inside - {""} == {
-        *("src", "pyproject.toml", "setup.cfg", "PKG-INFO", "MANIFEST.in"),
+        *("src", "pyproject.toml", "setup.py", "setup.cfg", "PKG-INFO", "MANIFEST.in"),
         *("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
     }
 
@@ -128,6 +138,51 @@ def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path)
     assert FALLBACK is not None
     assert done.stdout.strip() == FALLBACK[1]  # and no reason why there is no native code
     assert list((tmp_path / "cache").rglob("arena.so"))
+
+
+TRAIN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, outofcore
+assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+with outofcore.compile(step, model, optimizer, budget="8MiB", home="host") as compiled:
+    print(compiled(torch.ones(8, 64)).item() > compiled(torch.ones(8, 64)).item())
+"""
+
+
+def test_wheel_compiles_steps_without_a_compiler(built: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with zipfile.ZipFile(built[1]) as archive:
+        archive.extractall(target)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, str(target)],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**environment, "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_package_builds_without_a_compiler(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel = build(unpacked(built[0], tmp_path / "unpacked"), kind, tmp_path, PATH="")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_editable_installation_compiles_nothing(built: tuple[Path, Path], tmp_path: Path) -> None:
+    build(unpacked(built[0], tmp_path / "unpacked"), "editable", tmp_path)
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_what_is_cited_is_what_is_licensed() -> None:

@@ -58,10 +58,10 @@ def longest_first(graph: StepGraph, costs: Costs, room: int) -> Plan:
     "policy",
     [
         Window(),
-        "window(reach=0.7, persist=false)",
+        "window:reach=0.7,persist=false",
         TFLMS(mode=1),
         PoocH(effort=20_000),
-        "sqrt-checkpoint(segments=3)",
+        "sqrt-checkpoint:segments=3",
         longest_first,
     ],
     ids=lambda policy: getattr(policy, "__name__", str(policy)),

@@ -887,15 +887,6 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         assert source() == {"python": random.Random(0), "numpy": np.random.default_rng(0)}[draw].random()
 
 
-@pytest.mark.parametrize(
-    "name", ["dropout", "forward hook", "namespace", "nested dict", "a set", "closure number", "slots"]
-)
-def test_a_change_is_seen_without_native_code(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.capture.reads.load_comparing", lambda: None)
-    monkeypatch.setattr("outofcore.capture.snapshot.load_comparing", lambda: None)
-    assert as_before(CASES[name], cache=cache) == as_before(CASES[name])
-
-
 def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.capture.snapshot._MOST_ENTRIES", 10)
     world = World()

@@ -46,8 +46,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "native arena": dict.fromkeys(
         ("execution.arena.load_native", "profiling.ops.load_native"), lambda *_: NO_NATIVE_CODE
     ),
-    "compiled chains": {"planning.remat.chains.load_compiled": lambda: None},
-    "compiled placement": {"planning.placement.packing.load_compiled": lambda: None},
 }
 TECHNIQUES_OFF = [*PLANNER, *OPTIONS, *WITHOUT]
 IN_EACH_CHANGE = {("gan", "replay"), ("gan", "native copies"), ("gan", "native arena"), ("gan", "checks")}

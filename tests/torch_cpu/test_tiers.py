@@ -77,7 +77,7 @@ def test_same_bits_at_several_budgets_and_host_budgets(
     budget = smallest + int(of_budget * (everything_fits - smallest))
     host_budget = max(int(share * everything_fits), 3 * 64 * KIB)
     # At the smallest budget "auto" takes longer to plan.
-    policy = "offload-all" if name == "gpt" and not of_budget else "auto(polish_ops=0)"
+    policy = "offload-all" if name == "gpt" and not of_budget else "auto:polish_ops=0"
     ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
     assert_same(ours, theirs)
     for key, tensor in everything(case):

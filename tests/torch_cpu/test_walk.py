@@ -257,7 +257,7 @@ def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
             return
         if draw.random() < 0.5:
             session._leave_arena()
-        policy = policy_of(draw.choice(["window", "window(reach=3)", "offload-all", "auto(polish_ops=0)"]))
+        policy = policy_of(draw.choice(["window", "window:reach=3", "offload-all", "auto:polish_ops=0"]))
         try:
             again = plan(step.captured, step.costs, step.profiles, step.budget, policy, session.home.stores)
         except BudgetError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import naive_placement
 import numpy as np
 import pytest
 from effort import examples
@@ -17,10 +18,8 @@ from outofcore.cli.pack import read_table
 from outofcore.errors import InputError, ValidationError
 from outofcore.planning import placement
 from outofcore.planning.placement import Packing, PlacementParams, Rectangle, canonical, peak
-from outofcore.planning.placement.compiled import Answer, Watch, load_compiled
-from outofcore.planning.placement.first_fit import first_fit
+from outofcore.planning.placement.compiled import Answer, Watch, best_fit, eject, first_fit
 from outofcore.planning.placement.rectangles import Ints, Rectangles
-from outofcore.planning.placement.skyline import best_fit
 from outofcore.validator import Placed, check_packing
 
 INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances" / "pack"
@@ -32,10 +31,6 @@ def proven(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
         Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
         for r, offset in zip(rectangles, offsets, strict=True)
     )
-
-
-COMPILED = load_compiled()
-needs_compiler = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler")
 
 
 def pack(rectangles: Sequence[Rectangle], capacity: int | None = None, **how: Any) -> Packing:
@@ -83,15 +78,10 @@ MINIMALLOC = of((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4))
 WAYS: dict[str, Callable[[Rectangles], Ints]] = {
     "skyline": lambda r: best_fit(r, r.held.astype(np.float64)),
     "snug skyline": lambda r: best_fit(r, r.sizes / r.sizes.max(), 0.5),
-    "first fit by size": lambda r: first_fit(r, np.argsort(-r.sizes, kind="stable").tolist()),
+    "first fit by size": lambda r: first_fit(r, np.argsort(-r.sizes, kind="stable")),
+    "first fit in order": lambda r: first_fit(r, np.arange(len(r))),
+    "ejection": lambda r: eject(r, first_fit(r, np.arange(len(r))), 0, 20_000, Watch(None)),
 }
-if COMPILED is not None:
-    compiled = COMPILED
-    WAYS |= {
-        "compiled skyline": lambda r: compiled.best_fit(r, r.held.astype(np.float64), 0.0),
-        "compiled first fit": lambda r: compiled.first_fit(r, np.arange(len(r))),
-        "ejection": lambda r: compiled.eject(r, compiled.first_fit(r, np.arange(len(r))), 0, 20_000, Watch(None)),
-    }
 
 
 @st.composite
@@ -130,42 +120,21 @@ def test_each_way_holds_by_itself(way: str, found: list[Rectangle], base: int) -
 
 
 @SLOWLY
-@given(rectangles(), st.integers(0, 12), st.booleans())
-def test_who_is_near_shares_a_moment(found: list[Rectangle], at: int, late: bool) -> None:
-    solid = [r for r in found if r.size and r.segments]
-    if not solid:
-        return
-    index = (len(solid) - 1 if late else at) % len(solid)
-    moments = [{t for a, b in r.segments for t in range(a, b)} for r in solid]
-    expected = [i for i in range(len(solid)) if i != index and moments[i] & moments[index]]
-    assert Rectangles.of(solid, 0).near(index).tolist() == expected
-
-
-@needs_compiler
-@SLOWLY
 @given(rectangles(), st.sampled_from([0, 7, 4096]), st.sampled_from([0.0, 0.1, 1.0]))
-def test_compiled_rules_give_what_those_in_python_give(found: list[Rectangle], base: int, snug: float) -> None:
+def test_compiled_rules_equal_naive_ones(found: list[Rectangle], base: int, snug: float) -> None:
     solid = [r for r in found if r.size and r.segments]
     if not solid:
         return
     layout = Rectangles.of(solid, base)
     worth = layout.held / layout.held.max()
     order = np.argsort(-layout.sizes, kind="stable")
-    assert COMPILED is not None
-    assert (COMPILED.best_fit(layout, worth, snug) == best_fit(layout, worth, snug)).all()
-    assert (COMPILED.first_fit(layout, order) == first_fit(layout, order.tolist())).all()
-
-
-@SLOWLY
-@given(rectangles())
-def test_without_a_compiler_the_quick_rules_come_out_the_same(found: list[Rectangle]) -> None:
-    assert pack(found, compiled=False) == pack(found, effort=0)
+    assert best_fit(layout, worth, snug).tolist() == naive_placement.best_fit(layout, worth.tolist(), snug)
+    assert first_fit(layout, order).tolist() == naive_placement.first_fit(layout, order.tolist())
 
 
 SWITCHES = ("dominance", "lifting", "precedence", "decomposition", "restarts")
 
 
-@needs_compiler
 @pytest.mark.parametrize("off", SWITCHES)
 @SLOWLY
 @given(found=rectangles(), base=st.sampled_from([0, 7]), less=st.integers(0, 3))
@@ -173,13 +142,12 @@ def test_no_technique_of_the_search_loses_a_placement(off: str, found: list[Rect
     solid = [r for r in found if r.size and r.segments]
     if not solid:
         return
-    assert COMPILED is not None
     layout = Rectangles.of(solid, base)
-    capacity = layout.height(first_fit(layout, range(len(solid)))) - less
+    capacity = layout.height(first_fit(layout, np.arange(len(solid)))) - less
     answers: list[Answer] = []
     plain = PlacementParams(effort=3_000_000, **dict.fromkeys(SWITCHES, False))
     for params in (PlacementParams(effort=3_000_000), PlacementParams(effort=3_000_000, **{off: False}), plain):
-        answer, offsets = canonical.search(COMPILED, layout, capacity, params, Watch(None))
+        answer, offsets = canonical.search(layout, capacity, params, Watch(None))
         answers.append(answer)
         if answer is Answer.FOUND:
             assert proven(solid, offsets.tolist()) <= capacity
@@ -188,7 +156,6 @@ def test_no_technique_of_the_search_loses_a_placement(off: str, found: list[Rect
     assert not {Answer.FOUND, Answer.NONE} <= set(answers)
 
 
-@needs_compiler
 @pytest.mark.parametrize("count", [24, 40, 60])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_box_cut_up_is_put_together_again(count: int, seed: int) -> None:
@@ -196,7 +163,6 @@ def test_a_box_cut_up_is_put_together_again(count: int, seed: int) -> None:
     assert packed(found, capacity=10_000, effort=4_000_000_000).height == 10_000
 
 
-@needs_compiler
 def test_that_there_is_no_placement_is_proven() -> None:
     arcs = [Rectangle(0, 0, 4, 5), Rectangle(1, 2, 6, 5), Rectangle(2, 0, 6, 5, gap=(2, 4))]
     others = [Rectangle(f"{i}", i % 6, i % 6 + 1, 1 + i % 2) for i in range(12)]
@@ -212,7 +178,6 @@ def test_best_fit_alone_takes_the_longest_lifetime_at_the_lowest_place() -> None
     assert placement.best_fit([]) == Packing((), 0, 0)
 
 
-@needs_compiler
 def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: Watch) -> bool:
         raise KeyboardInterrupt
@@ -220,7 +185,7 @@ def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tiling(300, 1000, 10_000, seed=1)
     monkeypatch.setattr(Watch, "over", property(interrupted))
     with pytest.raises(KeyboardInterrupt):
-        canonical.search(COMPILED, Rectangles.of(found, 0), 10_000, PlacementParams(restarts=False), Watch(None))
+        canonical.search(Rectangles.of(found, 0), 10_000, PlacementParams(restarts=False), Watch(None))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +225,7 @@ def test_a_circle_may_need_more_than_is_ever_live() -> None:
     packing = packed(found)
     assert packing.height == 3
     # The search has tried all there is with two.
-    assert packing.lower_bound == (3 if COMPILED else 2)
+    assert packing.lower_bound == 3
 
 
 def test_offsets_are_aligned() -> None:
@@ -292,7 +257,7 @@ def test_hard_instances_are_lower_than_first_fit() -> None:
         found = tiling(120, 10_000, 100_000, seed)
         layout = Rectangles.of(found, 0)
         orders = [np.lexsort((-layout.sizes, layout.begin)), np.argsort(-layout.sizes), np.argsort(-layout.held)]
-        plain = min(layout.height(first_fit(layout, order.tolist())) for order in orders)
+        plain = min(layout.height(first_fit(layout, order)) for order in orders)
         assert packed(found, effort=1_000_000).height < 0.95 * plain
 
 
@@ -301,7 +266,7 @@ def test_instances_come_out_low(path: Path) -> None:
     """Steps in core, and as auto or priced plan them, within 1 % of what is live; all no higher than first fit."""
     found = read_table(path.read_text()).rectangles
     layout = Rectangles.of(found, 0)
-    plain = layout.height(first_fit(layout, np.argsort(-layout.sizes, kind="stable").tolist()))
+    plain = layout.height(first_fit(layout, np.argsort(-layout.sizes, kind="stable")))
     packing = packed(found, effort=1_000_000)
     assert packing.height <= plain
     if any(how in path.name for how in ("in-core", "auto", "priced")):

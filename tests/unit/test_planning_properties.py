@@ -22,14 +22,14 @@ from outofcore.validator import validate
 OTHERS = st.sampled_from(
     [
         *(name for name in POLICIES if name != "auto"),
-        "offload-all(strict=true)",
-        "pooch(effort=1000)",
-        "sqrt-checkpoint(segments=3)",
-        "superneurons(recompute=false)",
-        "tflms(mode=2)",
-        "tflms(threshold=2, ahead=2, mode=1)",
-        "window(reach=0.4)",
-        "window(persist=false)",
+        "offload-all:strict=true",
+        "pooch:effort=1000",
+        "sqrt-checkpoint:segments=3",
+        "superneurons:recompute=false",
+        "tflms:mode=2",
+        "tflms:threshold=2,ahead=2,mode=1",
+        "window:reach=0.4",
+        "window:persist=false",
     ]
 )
 # Half of the examples are about ``auto``.

@@ -119,9 +119,7 @@ def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> No
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
-    assert (
-        columns([("a", "bytes", "x"), ("longer", "1", "22")], indent="> ") == "> a       bytes   x\n> longer      1  22"
-    )
+    assert columns([("a", "bytes", "x"), ("longer", "1", "22")]) == "  a       bytes   x\n  longer      1  22"
 
 
 def test_text_has_the_numbers() -> None:

@@ -57,7 +57,7 @@ def test_the_plan_of_another_step_is_not_found(tmp_path: Path, planned: Planned)
         (GRAPH, needs, BUDGET, WINDOW),
         (GRAPH, host, BUDGET, WINDOW),
         (GRAPH, COSTS, BUDGET + 1, WINDOW),
-        (GRAPH, COSTS, BUDGET, policy_of("window(reach=2)")),
+        (GRAPH, COSTS, BUDGET, policy_of("window:reach=2")),
     ):
         assert plans.find(graph, costs, budget, policy) is None
 

@@ -128,7 +128,7 @@ def test_segments_stay_where_they_are_not_to_be_computed_again() -> None:
     graph = network(12)
     given = costs(graph)
     budget = in_core_budget(graph, given) * 3 // 4
-    planned = plan_step(graph, given, budget, "superneurons(recompute=false)")
+    planned = plan_step(graph, given, budget, "superneurons:recompute=false")
     validate(graph, planned.program, budget, given)
     assert {d.residency for d in planned.plan.decisions} == {Residency.OFFLOAD}
     # Only results of convolutions leave, and those used longest ago first.

@@ -118,7 +118,7 @@ def graph_file(tmp_path: Path) -> Path:
 
 def test_plan_tells_the_curve_on_the_command_line(graph_file: Path) -> None:
     run = CliRunner()
-    plan = ["plan", "--graph", str(graph_file), "--curve", "--policy", "auto(polish_ops=0)"]
+    plan = ["plan", "--graph", str(graph_file), "--curve", "--policy", "auto:polish_ops=0"]
     told = run.invoke(app, [*plan, "--json", "--budget", "20MiB"])
     assert told.exit_code == 0, told.output
     answer = json.loads(told.output)

@@ -23,6 +23,7 @@ SPEAKING = (
         "cli/config_fields.py",
         "profiling/cache.py",
         "jsonfile.py",
+        "compiling.py",
     ),
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",

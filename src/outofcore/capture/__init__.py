@@ -3,7 +3,7 @@
 ``step.capture_step`` captures a step in this order:
 
 1. ``guard`` saves all state that the step may touch, and restores it at the end.
-2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments; ``lazy`` those of lazy modules on the way.
+2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments.
 3. The step runs once on the fakes: ``substitute`` hands them to the user's code, ``recorder`` writes every ATen
    operator into ``tables``, and ``optimizer_steps`` records each ``optimizer.step()`` as update ops (``optimizers``).
    ``operators`` describes operators, ``kernel_layouts`` corrects the layouts of results, ``provenance`` finds lines.

@@ -13,7 +13,6 @@ import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
 from outofcore.capture.effects import Effect
-from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
 from outofcore.graph import StepGraph, StorageKind
@@ -144,7 +143,6 @@ class Captured:
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
         ranges: where storages of kind STATE_RANGE lie; ranges begin and end at pages, or with the whole storage.
-        lazy: lazy modules that the step initialises; to be applied before it runs.
         effects: changes of Python objects, to be made again after each run of the step.
     """
 
@@ -162,7 +160,6 @@ class Captured:
     alignment: int = SMALL_ALIGNMENT
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
     ranges: Mapping[int, StateRange] = field(default_factory=dict[int, StateRange])
-    lazy: LazyInitialisation | None = None
     replicas: tuple[ReplicaEnd, ...] = ()
     reads: Reads = field(default_factory=Reads)
     effects: tuple[Effect, ...] = ()

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from outofcore.capture.effects import Effect, Kept, Outside, Source, effect_of, holds_fake
-from outofcore.capture.lazy import lazy_modules
 from outofcore.capture.provenance import join, module_paths, prefix, where_defined, where_set
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError, InputError
@@ -37,14 +37,17 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse modules whose parameters, buffers and submodules are not in the tables of an ``nn.Module``.
+    """Refuse modules whose parameters, buffers and submodules are not in the tables of an ``nn.Module``, or are lazy.
 
-    Raises ``InputError`` if a constructor has not called ``nn.Module.__init__``, and ``CaptureError`` for TorchScript
-    and other storage. ``is_captured`` False means that the step is followed op by op.
+    Raises ``InputError`` if a constructor has not called ``nn.Module.__init__``, or a lazy module to be captured has
+    not been called yet; and ``CaptureError`` for TorchScript and other storage. ``is_captured`` False means that the
+    step is followed op by op.
     """
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _OWN_TABLES):
+                if is_captured:
+                    check_shapes(path, module)
                 continue
             what = f"{path or 'the model'} ({type(module).__name__})"
             if not isinstance(module, torch.jit.ScriptModule) and not any(name in vars(module) for name in _OWN_TABLES):
@@ -61,6 +64,20 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
                     f"{what} keeps its parameters, buffers or submodules otherwise than torch.nn.Module does: what the "
                     "step does with them would go unnoticed; keep them as torch.nn.Module does"
                 )
+
+
+def check_shapes(path: str, module: nn.Module) -> None:
+    """Refuse a lazy module whose own parameters or buffers have no shapes yet.
+
+    Raises:
+        InputError: names the module by its path.
+    """
+    if any(map(is_lazy, chain(module._parameters.values(), module._buffers.values()))):
+        raise InputError(
+            f"{path or 'the model'} ({type(module).__name__}) has no shapes yet: a lazy module gets them in its first "
+            "forward pass; run one on a sample batch first, as in 'with torch.no_grad(): model(batch)', then create "
+            "the optimizer as usual"
+        )
 
 
 def _modules_of(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -89,7 +106,6 @@ class Guard:
     ) -> None:
         self._step = step
         self._paths = module_paths(models)
-        self._lazy = {id(module) for module in lazy_modules(models)}
         self._modules = list({id(module): module for model in models for module in model.modules()}.values())
         self._attributes = [Kept.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules]
         self._tables = [[Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
@@ -213,11 +229,10 @@ class Guard:
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }
         # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
-        # And a lazy module learns its sizes once.
         for name, new in kept.live.items():
             if name not in recomputed and kept.before.get(name, kept) is not new:
                 self._check_left(f"{kept.label}.{name}", new, module)
-        effect = None if id(module) in self._lazy else effect_of(kept, recomputed)
+        effect = effect_of(kept, recomputed)
         return () if effect is None else (effect,)
 
     def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:

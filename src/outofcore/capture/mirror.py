@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import (
@@ -99,13 +98,12 @@ class Mirror:
         self.fakes: dict[int, torch.Tensor] = {}
         self.names: dict[int, str] = {}  # of states, by the id of their fakes
         self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
-        self._lazy: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Mirror every parameter and buffer once, and parameters that an optimizer updates but no model holds."""
         found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
-            (self._lazy if is_lazy(entry[3]) else found).setdefault(id(entry[3]), entry)
+            found.setdefault(id(entry[3]), entry)
         for _, name, _, real in found.values():
             _check_kind(name, real)
             shard = None if self.sharding is None else self.sharding.of(real)
@@ -118,13 +116,6 @@ class Mirror:
                 fake.grad = None if gradient is None else self._empty(gradient)
         # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
         for key, name, kind, real in found.values():
-            self._add_state(key, name, kind, real)
-
-    def add_lazy(self, real: torch.Tensor) -> None:
-        """Mirror a parameter or buffer that had no shape until now; ignore any other tensor."""
-        if id(real) in self._lazy:
-            key, name, kind, _ = self._lazy.pop(id(real))
-            self.fakes[id(real)] = self._fake(name, real)
             self._add_state(key, name, kind, real)
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
@@ -325,10 +316,6 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise CaptureError(
-            f"{name} has no shape yet: it is an uninitialised lazy parameter; run its module on a small input first"
-        )
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
             f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from outofcore._torch_internals import (
@@ -315,7 +314,7 @@ class StepRecorder:
         found: list[_Member] = [
             (number, state, self._gradient(state))
             for number, group in enumerate(optimizer.param_groups)
-            for state in [self._by_real[id(p)] for p in group["params"] if not is_lazy(p)]  # else it was not called
+            for state in [self._by_real[id(p)] for p in group["params"]]
         ]
         with DisableTorchFunction():
             touched = [t for _, state, _ in found for t in (state.fake, state.fake.grad) if t is not None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +24,6 @@ from typing import Any
 import torch
 
 from outofcore.compiling import load_functions
-
-_log = logging.getLogger("outofcore")
-
-_SOURCE = Path(__file__).with_name("reads.cpp")
 
 
 class Origin(Enum):
@@ -181,17 +176,8 @@ class Reads:
         """Record the code that this thread runs in this context."""
         previous = sys.getprofile()
         library, tell = load_comparing(), self._note
-        seen: dict[int, bool] = {}
-
-        def on_event(frame: FrameType, event: str, _: Any) -> None:
-            if event == "call" and seen.get(id(frame.f_code), True):
-                seen[id(frame.f_code)] = tell(frame)
-
-        if library is None:
-            self.pause, self.go_on = partial(sys.setprofile, None), partial(sys.setprofile, on_event)
-        else:
-            library.outofcore_forget_code()
-            self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(tell)))
+        library.outofcore_forget_code()
+        self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(tell)))
         self.go_on()
         try:
             yield
@@ -227,15 +213,12 @@ class Reads:
 
 
 @functools.cache
-def load_comparing() -> ctypes.PyDLL | None:
-    """Load the library of ``reads.cpp``; None if it cannot be built, and Python then does the same."""
+def load_comparing() -> ctypes.PyDLL:
+    """Load the library of ``reads.cpp``; raises ``StateError`` as ``load_functions``."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
         "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),
         "forget_code": ((), None),
         "tell_of_code": ((ctypes.c_void_p,), None),
     }
-    library, reason = load_functions(_SOURCE, (), functions, ctypes.PyDLL)
-    if library is None:
-        _log.info("values that a step has read are compared by Python: %s", reason)
-    return library
+    return load_functions(Path(__file__).with_name("reads.cpp"), functions, ctypes.PyDLL)

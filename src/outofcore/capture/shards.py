@@ -13,11 +13,10 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import gather_into, storage_key
@@ -28,18 +27,6 @@ from outofcore.capture.optimizers import updates_elementwise
 from outofcore.capture.replicas import parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
 from outofcore.graph import StorageKind
-
-
-class Group(Protocol):
-    """The part of a process group that is used here; it may be one that exists only for planning."""
-
-    def size(self) -> int:
-        """Return the number of processes."""
-        ...
-
-    def rank(self) -> int:
-        """Return the number of this process."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -151,11 +138,6 @@ class Shards:
             raise InputError(
                 "the model is wrapped in DistributedDataParallel, and shard= reduces gradients by itself: give the "
                 "module that is inside, model.module, and call that in the step"
-            )
-        if any(is_lazy(entry[3]) for entry in states_of(models, optimizers)):
-            raise InputError(
-                "the model has lazy modules, which have no shape yet: call it once on a small input before it is "
-                "spread over processes"
             )
         found = {id(entry[3]): entry for entry in reversed(list(states_of(models, optimizers)))}
         entries = list(reversed(found.values()))

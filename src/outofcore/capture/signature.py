@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from outofcore._torch_internals import function_modes, sdp_backends_enabled, tree_flatten
@@ -80,7 +79,7 @@ class Signer:
         self._device = device
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self._structures: dict[tuple[Any, ...], int] = {}
+        self._structures: dict[tuple[int, ...], int] = {}
         self._held: list[Any] = []
         self._names: list[str] = []
         self._walk()
@@ -115,8 +114,7 @@ class Signer:
         # Ids stay those of the same objects only as long as these live.
         self._held.append((list(self._modules), list(self._parameters), buffers))
         self._current = self._ids()
-        self._lazy = tuple(k for k, parameter in enumerate((*self._parameters, *buffers)) if is_lazy(parameter))
-        self._number = self._structures.setdefault((*self._current, self._lazy), len(self._structures))
+        self._number = self._structures.setdefault(self._current, len(self._structures))
 
     def _ids(self) -> tuple[int, ...]:
         values = chain.from_iterable([table.values() for table in self._filled])
@@ -128,7 +126,7 @@ class Signer:
         Raises ``CaptureError`` if a tensor argument is not a plain dense one, ``InputError`` if it has no memory or is
         on another device.
         """
-        if self._lazy or any(self._empty) or self._ids() != self._current or self._regrouped():
+        if any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
         leaves, spec = tree_flatten((args, kwargs))
         for index, leaf in enumerate(leaves):

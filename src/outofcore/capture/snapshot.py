@@ -115,27 +115,18 @@ class Snapshot:
         """Describe what has changed; None if nothing that matters has."""
         if not self._is_whole:
             return f"the step can read more values than the {_MOST_ENTRIES} that are compared, and perhaps another one"
-        library, start, count = load_comparing(), 0, len(self._entries)
+        library, start, count = load_comparing(), self._alone, len(self._entries)
         table, words = self._table.ctypes.data, self._words.ctypes.data
-        while library is not None:
-            place = library.outofcore_first_change_by_words(table, words, len(self._words))
-            if place < 0:
-                start = self._alone
-                break
+        while (place := library.outofcore_first_change_by_words(table, words, len(self._words))) >= 0:
             told = self._compared(place)
             if told is not None:
                 return told
-        while True:
-            if library is not None:
-                start = library.outofcore_first_change(table, count, start)
-            else:
-                start = next((k for k in range(start, count) if not _is_same(*self._entries[k])), count)
-            if start == count:
-                return None
+        while (start := library.outofcore_first_change(table, count, start)) < count:
             told = self._compared(start)
             if told is not None:
                 return told
             start += 1
+        return None
 
     def _compared(self, place: int) -> str | None:
         """Compare a changed entry by value; if it is equal, remember the new object."""
@@ -177,20 +168,6 @@ def _now(kind: Kind, owner: Any, key: Any) -> Any:
         except ValueError:
             return _ABSENT
     return getattr(owner, key, _ABSENT)
-
-
-def _is_same(kind: Kind, owner: Any, key: Any, before: Any, count: int, label: str) -> bool:
-    match kind:
-        case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
-            return _now(kind, owner, key) is before
-        case Kind.LIST:
-            return len(owner) == count and all(a is b for a, b in zip(owner, before, strict=True))
-        case Kind.SIZE:
-            return dict.__len__(owner) == count
-        case Kind.TYPE:
-            return type(owner) is before
-        case _:
-            return bool(before())
 
 
 def _is_equal(before: Any, now: Any) -> bool:

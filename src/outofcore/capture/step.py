@@ -24,7 +24,6 @@ from outofcore.capture.assembly import Ending, assemble, check_inputs, read_endi
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.guard import Guard, check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.lazy import LazyInitialisation
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
 from outofcore.capture.passes import gathered_late
@@ -73,6 +72,7 @@ def capture_step(
             allocated, but the captured step may differ from eager PyTorch in the last bits.
 
     Raises:
+        InputError: a module is lazy and has no shapes yet, or is not initialised.
         CaptureError: the step reads the value of a tensor, uses an undeclared tensor, leaves something behind that
             would be out of date after the next step, or does something else that one graph cannot express.
         VersionError: this PyTorch lacks a private name on which captures rely.
@@ -81,11 +81,10 @@ def capture_step(
     require(Feature.COMPILE)
     with TURN:
         check_modules(models)
-        lazy = LazyInitialisation(models)
         try:
             check_supported(models)
             inputs = (models, optimizers, args, kwargs)
-            trace = partial(_captured, step, *inputs, device, gradients or {}, lazy, shards, layouts)
+            trace = partial(_captured, step, *inputs, device, gradients or {}, shards, layouts)
             captured, unknown = trace(orders or {})
             if unknown:
                 found = {id(end.model): end.order for end in captured.replicas if end.reduced}
@@ -96,8 +95,6 @@ def capture_step(
             devices = {device or CPU, *(tensor.device for tensor in tensors)}
             # What led to it inside of the capture tells the user nothing.
             raise pointed_to_loops(error, devices).with_traceback(users_part(error.__traceback__)) from None
-        finally:
-            lazy.undo()
 
 
 def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
@@ -121,7 +118,6 @@ def _captured(
     kwargs: dict[str, Any],
     device: torch.device | None,
     gradients: Mapping[int, Value | None],
-    lazy: LazyInitialisation,
     shards: Shards | None,
     layouts: KernelLayouts | None,
     orders: Mapping[int, tuple[int, ...]],
@@ -148,7 +144,6 @@ def _captured(
             recorded_generators(recorder),
             steps.standing_in(recorder.forget),
             provenance.following(),
-            lazy.learning(mirror.add_lazy),
             answering_what_is_fake(recorder.is_fake),
             uncompiled(models),
             replicas.following(),
@@ -167,7 +162,7 @@ def _captured(
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
     captured = gathered_late(assemble(tables, mirror, steps.bindings, ending))
-    captured = replace(captured, lazy=lazy if lazy else None, replicas=replicas.ends(), reads=reads, effects=effects)
+    captured = replace(captured, replicas=replicas.ends(), reads=reads, effects=effects)
     return captured, replicas.unknown()
 
 

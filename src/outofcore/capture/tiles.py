@@ -243,7 +243,6 @@ class _Search:
             uses, count = graph.uses[storage], graph.storages[storage].bytes
             if (
                 len(bindings) > 1
-                or captured.lazy is not None
                 or slot_bytes(count) > left
                 or not uses
                 or storage in graph.outputs

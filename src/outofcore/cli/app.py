@@ -179,7 +179,7 @@ Policy = Annotated[
     str,
     typer.Option(
         callback=_known_policy,
-        help=f"How to plan: {', '.join(POLICIES)}; with values for fields as in 'window(reach=2)' or window:reach=2.",
+        help=f"How to plan: {', '.join(POLICIES)}; with values for fields as in window:reach=2.",
     ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")]

@@ -35,7 +35,6 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
@@ -744,7 +743,7 @@ class _Turns:
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that exchange gradients themselves, or have yet to learn their shapes."""
+    """Refuse models that exchange gradients themselves."""
     for model in models:
         for path, module in model.named_modules():
             kind, where = type(module).__name__, f"the module {path}" if path else "the model"
@@ -752,12 +751,6 @@ def check_models(models: Sequence[nn.Module]) -> None:
                 raise InputError(
                     f"{where} is wrapped in {kind}, which exchanges gradients in an order of its own; give "
                     "outofcore.elastic() the model itself (model.module): it takes the wrapper's place"
-                )
-        for name, tensor in model.named_parameters():
-            if is_lazy(tensor):
-                raise InputError(
-                    f"{name} has no shape yet, since its module is lazy: run the model once before, from one seed in "
-                    "all processes"
                 )
 
 

@@ -18,6 +18,8 @@ from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
 from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
+# How often the interval with the lossless budget is halved.
+_HALVINGS = 3
 # A step that is no more than this longer than its fastest has lost nothing.
 LOSSLESS = 1.01
 # How many budgets are looked at between the smallest and that at which nothing needs to leave.
@@ -96,7 +98,7 @@ def _no_slower(new: Point, before: Sequence[Point]) -> Point:
 
 
 def lossless_budget(
-    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto", tries: int = 3
+    graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
     """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
 
@@ -107,7 +109,6 @@ def lossless_budget(
         costs: measured or assumed.
         points: of ``curve``, the last of them with room for everything.
         policy: as for ``curve``.
-        tries: how often the interval is halved.
 
     Returns:
         The budget in bytes, and the points with those that were looked at besides.
@@ -115,7 +116,7 @@ def lossless_budget(
     known = sorted(points, key=lambda p: p.budget)
     limit = (known[-1].seconds or 0.0) * LOSSLESS
     enough = next(i for i, p in enumerate(known) if p.seconds is not None and p.seconds <= limit)
-    for _ in range(tries if enough else 0):
+    for _ in range(_HALVINGS if enough else 0):
         low, high = known[enough - 1].budget, known[enough].budget
         if high - low < 2 * MIB or high < low * LOSSLESS:
             break

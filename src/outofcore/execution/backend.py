@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from outofcore._torch_internals import storage_key
 from outofcore.analysis import SMALL_ALIGNMENT
@@ -89,7 +88,7 @@ class Backend(Protocol):
 def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
     """Return the bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
     given = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
-    tensors = [b.tensor for b in captured.states if b.tensor is not None and not is_lazy(b.tensor)]
+    tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
     return backend.beside(budget, given, sum(moved.values()))
 

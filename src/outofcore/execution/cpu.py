@@ -316,13 +316,11 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
 class CpuEngine:
     """The copy threads, two for each home, the thread of collectives, and the loop that runs ops.
 
-    Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops, and ``copying``
-    lets it copy (see ``copying``).
+    Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops.
     """
 
-    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True, copying: bool = True) -> None:
+    def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._replays = replay
-        self._copies_natively = copying
         self._copying: Copying | None = None
         self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._homes = tuple(homes)
@@ -495,7 +493,7 @@ class CpuEngine:
 
     def _native_copying(self) -> Copying | None:
         """Return the native copying threads; None if Python copies."""
-        if self._copying is None and self._copies_natively and (library := load_native().library) is not None:
+        if self._copying is None and (library := load_native().library) is not None:
             self._copying = Copying(library, self._queues, self._copy)
         return self._copying
 

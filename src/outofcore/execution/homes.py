@@ -173,16 +173,6 @@ class HomeStore(Protocol):
         ...
 
 
-def slot_layout(sizes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
-    """Return page-aligned offsets for consecutive slots of the given sizes from ``start`` on, and their end."""
-    offsets: list[int] = []
-    end = round_up(start, PAGE_BYTES)
-    for size in sizes:
-        offsets.append(end)
-        end += round_up(size, PAGE_BYTES)
-    return tuple(offsets), end
-
-
 def check_slot(offset: int, count: int, total: int) -> None:
     """Raise ``TransferError`` unless the slot is in a home of ``total`` bytes and aligned."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:

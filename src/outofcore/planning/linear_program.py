@@ -84,13 +84,6 @@ class LinearProgram:
         """The cost at the values that ``minimise`` found."""
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
-    def duals(self) -> tuple[list[float], list[float]]:
-        """What the bounds of each variable and of each row cost at those values."""
-        if self._solver is None:
-            return [], []
-        solution = self._solver.getSolution()
-        return list(solution.col_dual), list(solution.row_dual)
-
     def bound_row(self, row: int, low: float = -INFINITY, high: float = INFINITY) -> None:
         """Change the bounds of a row."""
         self._row_lower[row], self._row_upper[row] = low, high

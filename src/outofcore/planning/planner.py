@@ -112,7 +112,6 @@ def plan_step(
     costs: Costs,
     budget: int,
     policy: PolicyLike = "auto",
-    describe: Callable[[int], str] | None = None,
     *,
     params: SearchParams | None = None,
 ) -> Planned:
@@ -124,7 +123,6 @@ def plan_step(
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
         policy: how to plan: a name or text that ``policy_of`` reads, a policy, or a function of graph, costs and bytes
             of room. Where everything fits, every policy but ``offload-all`` keeps it all.
-        describe: text for a storage in the error message.
         params: what ``auto`` tries, and how hard; by default ``SearchParams()``.
 
     Returns:
@@ -135,7 +133,7 @@ def plan_step(
         InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the
             step.
     """
-    return next(plans_of_step(graph, costs, budget, policy, describe, params=params))
+    return next(plans_of_step(graph, costs, budget, policy, params=params))
 
 
 def plans_of_step(

@@ -80,7 +80,7 @@ def movable_gaps(graph: StepGraph) -> tuple[Gap, ...]:
     return tuple(gap for storage in large for gap in gaps_of(graph, storage) if gap.start >= 0)
 
 
-# A policy, its name, a text such as "window(reach=2)", or a function of graph, costs and bytes of room that makes a
+# A policy, its name, a text such as "window:reach=2", or a function of graph, costs and bytes of room that makes a
 # plan.
 PolicyLike = str | Policy | Callable[[StepGraph, Costs, int], Plan]
 

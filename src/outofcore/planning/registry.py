@@ -1,9 +1,8 @@
-"""The policies by name, and what users write for one: ``"window"``, ``"window(reach=2)"``, ``"window:reach=2"``."""
+"""The policies by name, and what users write for one: ``"window"``, or ``"window:reach=2"``."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -30,7 +29,6 @@ _BY_NAME = {
 # The names that are known; a text may give fields besides.
 POLICIES = tuple(_BY_NAME)
 
-_FORM = re.compile(r"\s*(?P<name>[^\s(:]+)\s*(?:\((?P<inside>.*)\)|:(?P<after>.*))?\s*", re.DOTALL)
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
@@ -39,15 +37,15 @@ def policy_of(given: PolicyLike) -> Policy:
 
     Args:
         given: a policy; a function of graph, costs and bytes of room that makes a plan; or a text: a name of
-            ``POLICIES``, with values for its fields in parentheses or after a colon. Values are numbers, words,
+            ``POLICIES``, with values for its fields after a colon. Values are numbers, words,
             ``true``, ``false``, ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
 
     Raises:
         InputError: there is no such policy or field, or a value has the wrong type.
 
-    >>> policy_of("window(reach=2)") == policy_of("window:reach=2") == Window(reach=2)
+    >>> policy_of("window:reach=2") == Window(reach=2)
     True
-    >>> policy_of("auto(polish_ops=0, shares=[0.5])").params.shares
+    >>> policy_of("auto:polish_ops=0,shares=[0.5]").params.shares
     (0.5,)
     """
     if isinstance(given, str):
@@ -64,39 +62,44 @@ def policy_of(given: PolicyLike) -> Policy:
 
 
 def _read(text: str) -> Policy:
-    form = _FORM.fullmatch(text)
-    name = form["name"] if form else text
+    name, _, given = text.partition(":")
+    name = name.strip()
+    if "(" in name:
+        raise _unreadable(text)
     kind = _BY_NAME.get(name)
-    if form is None or kind is None:
+    if kind is None:
         near = get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]!r}? There are" if near else "choose one of"
         raise InputError(f"there is no policy {name!r}; {hint} {', '.join(POLICIES)}")
-    values = _values(text, form["inside"] or form["after"] or "")
+    values = _values(text, given)
     if kind is Auto:
         return Auto(SearchParams(**_known("auto", SearchParams, values)))
     return kind(**_known(name, kind, values))
 
 
-def _values(text: str, inside: str) -> dict[str, Any]:
-    """What is written between the parentheses, as a call's keyword arguments; read as data, never run."""
-    refused = InputError(f"cannot read the policy {text!r}; write it like window(reach=1.5, persist=false)")
+def _unreadable(text: str) -> InputError:
+    return InputError(f"cannot read the policy {text!r}; write it like window:reach=1.5,persist=false")
+
+
+def _values(text: str, given: str) -> dict[str, Any]:
+    """Return the values after the colon, written as a call's keyword arguments; they are read as data, never run."""
     try:
-        call = ast.parse(f"f({inside})", mode="eval").body
+        call = ast.parse(f"f({given})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise refused from None
+        raise _unreadable(text) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise refused
+        raise _unreadable(text)
     found: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in found:
-            raise refused
+            raise _unreadable(text)
         if isinstance(keyword.value, ast.Name):
             found[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
             continue
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise refused from None
+            raise _unreadable(text) from None
         found[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
     return found
 

@@ -6,7 +6,6 @@ other and records how many bytes the next plan should leave free at each op.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes
 from outofcore.plan import Decision, Plan, Residency
-from outofcore.planning.placing import ATTEMPTS, Planned, finish, place
+from outofcore.planning.placing import Planned, finish, place
 from outofcore.planning.problem import Ints
 from outofcore.program import Program, Run
 from outofcore.units import PAGE_BYTES
@@ -108,30 +107,6 @@ class Attempts:
                     self._apart.update(range(max(first - 1, 0), min(last + 1, n)))
         self.made += 1
         return None
-
-
-def fit_locally(
-    graph: StepGraph, costs: Costs, budget: int, ask: Callable[[Ints], Plan | None], attempts: int = ATTEMPTS
-) -> Planned | None:
-    """Ask for plans that leave more and more bytes free at the ops where blocks stick out of the budget.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        ask: makes a plan that leaves the given bytes free at each op, of shape (ops,), as far as it can; None: no plan.
-        attempts: how often to ask.
-
-    Returns:
-        None if none could be placed.
-    """
-    tried = Attempts(graph, costs, budget, generous=True)
-    while tried.made < attempts and not tried.ended:
-        plan = ask(tried.spared)
-        planned = None if plan is None else tried.place(plan)
-        if plan is None or planned is not None:
-            return planned
-    return None
 
 
 def _stuck(program: Program, budget: int, n: int) -> _Stuck:

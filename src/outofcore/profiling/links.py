@@ -397,11 +397,11 @@ def _join(threads: Sequence[threading.Thread], failures: list[BaseException]) ->
                 failures.insert(0, error)
 
 
-def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB, seconds: float = 0.2) -> float:
+def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
     """Return the bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    (times,) = beside_each_other([_Action(lambda: target.copy_(source))], seconds, 2)
+    (times,) = beside_each_other([_Action(lambda: target.copy_(source))], 0.2, 2)
     return 2 * buffer_bytes / statistics.median(times)
 
 

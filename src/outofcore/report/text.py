@@ -8,11 +8,11 @@ from outofcore.report.data import StepReport
 from outofcore.units import format_bytes, format_seconds
 
 
-def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of equal length: the first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        indent
+        "  "
         + "  ".join(
             cell.rjust(width) if number else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))

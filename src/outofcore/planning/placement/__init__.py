@@ -19,8 +19,7 @@ Modules:
 - ``rectangles``: what is placed, checked and as arrays; the peak.
 - ``parameters``: the switches.
 - ``packing``: ``pack``, and ``best_fit``, the rule of profile-guided memory optimization alone.
-- ``skyline``, ``first_fit``: the quick rules, in Python.
-- ``compiled``, ``placement.cpp``: the same compiled; ejection; one run of the canonical search.
+- ``compiled``, ``placement.cpp``: the quick rules; ejection; one run of the canonical search.
 - ``canonical``: what that search is, and its restarts.
 - ``requests``: the scratch memory of one op, from a log of its allocations.
 

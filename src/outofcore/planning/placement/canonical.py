@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from outofcore.planning.placement.compiled import Answer, Compiled, Watch
+from outofcore.planning.placement.compiled import Answer, Watch, canonical_run
 from outofcore.planning.placement.parameters import PlacementParams
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
@@ -45,9 +45,7 @@ _NODES_EACH = 4
 _NOISE = 0.3
 
 
-def search(
-    compiled: Compiled, rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Watch
-) -> tuple[Answer, Ints]:
+def search(rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Watch) -> tuple[Answer, Ints]:
     """A placement within a capacity.
 
     Returns:
@@ -69,7 +67,7 @@ def search(
         for rank, nodes in _runs(layout, params.restarts):
             if effort <= 0 or watch.over:
                 return Answer.STOPPED, offsets
-            answer, found, effort = compiled.canonical(layout, capacity, rank, techniques, nodes, effort, watch)
+            answer, found, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, watch)
             if answer is Answer.NONE:
                 return answer, offsets
             if answer is Answer.FOUND:

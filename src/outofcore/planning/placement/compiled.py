@@ -1,14 +1,9 @@
-"""The compiled inner loops of placement (``placement.cpp``), built on first use and kept (see ``outofcore.compiling``).
-
-The skyline and first fit give what the Python versions beside this file give, many times faster. Ejection and the
-canonical search exist in compiled form only: without a compiler they are left out, and a line of the log says so.
-"""
+"""The functions of ``placement.cpp`` on arrays; ``outofcore.compiling`` says when that file is compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import time
 from enum import Enum
 from pathlib import Path
@@ -19,10 +14,6 @@ from numpy.typing import NDArray
 from outofcore.compiling import load_functions, native_callback
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
-_log = logging.getLogger("outofcore.planning")
-_SOURCE = Path(__file__).with_name("placement.cpp")
-# No sum may be contracted into another operation: skylines are compared to the last bit.
-_FLAGS = ("-ffp-contract=off",)
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
     "best_fit": ((_POINTER, _POINTER, ctypes.c_double, _POINTER), None),
@@ -59,63 +50,74 @@ class Watch:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-class Compiled:
-    """The functions of the library, on arrays."""
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """Load the library of this process.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    Raises:
+        StateError: as ``load_functions``.
+    """
+    return load_functions(Path(__file__).with_name("placement.cpp"), _FUNCTIONS)
 
-    def best_fit(self, rectangles: Rectangles, worth: NDArray[np.float64], snug: float) -> Ints:
-        """As ``skyline.best_fit``."""
-        offsets = np.zeros(len(rectangles), np.int64)
-        worth = np.ascontiguousarray(worth, np.float64)
-        self._library.outofcore_best_fit(_layout(rectangles), worth.ctypes.data, snug, offsets.ctypes.data)
-        return offsets
 
-    def first_fit(self, rectangles: Rectangles, order: Ints) -> Ints:
-        """As ``first_fit.first_fit``."""
-        offsets = np.zeros(len(rectangles), np.int64)
-        order = np.ascontiguousarray(order, np.int64)
-        self._library.outofcore_first_fit(_layout(rectangles), order.ctypes.data, offsets.ctypes.data)
-        return offsets
+def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
+    """Return offsets by best fit over the skyline.
 
-    def eject(self, rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Watch) -> Ints:
-        """Offsets that reach less high, or the same ones (see the package's description).
+    After Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks"
+    (arXiv 1804.10001), section 3: the skyline is the lowest free offset over time. Take its lowest segment, the
+    leftmost of equals; of the rectangles whose lifetime lies within it place the best; if there is none, raise the
+    segment to its lowest neighbour.
 
-        Args:
-            rectangles: what is placed.
-            offsets: a placement.
-            goal: the height at which to stop.
-            effort: how many rectangles may be looked at, about.
-            watch: asked now and then whether to stop.
-        """
-        offsets = offsets.copy()
-        self._library.outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
-        return offsets
+    Different from the paper: time is a circle, so that what is held over the end of a step and the start of the next
+    is one rectangle; and the best need not be the longest-lived. A gap that is not at the ends of time counts as held.
 
-    def canonical(
-        self, rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Watch
-    ) -> tuple[Answer, Ints, int]:
-        """One run of the canonical search (see ``canonical``): its answer, offsets if found, and the effort left."""
-        offsets = np.zeros(len(rectangles), np.int64)
-        order = np.ascontiguousarray(order, np.int64)
-        left = _COUNT(effort)
-        answer = self._library.outofcore_canonical(
-            _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(left), watch.callback,
-            offsets.ctypes.data,
-        )  # fmt: skip
-        return Answer(answer), offsets, left.value
+    Args:
+        rectangles: to be placed.
+        worth: of each, not negative; of those that fit, the one worth most is placed.
+        snug: what it adds to the worth if a rectangle begins where the segment does, or ends where it does.
+    """
+    offsets = np.zeros(len(rectangles), np.int64)
+    worth = np.ascontiguousarray(worth, np.float64)
+    load_library().outofcore_best_fit(_layout(rectangles), worth.ctypes.data, snug, offsets.ctypes.data)
+    return offsets
+
+
+def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
+    """Return offsets by first fit: in an order, each at the lowest one where nothing placed before is in its way."""
+    offsets = np.zeros(len(rectangles), np.int64)
+    order = np.ascontiguousarray(order, np.int64)
+    load_library().outofcore_first_fit(_layout(rectangles), order.ctypes.data, offsets.ctypes.data)
+    return offsets
+
+
+def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Watch) -> Ints:
+    """Return offsets that reach less high, or the same ones (see the package's description).
+
+    Args:
+        rectangles: what is placed.
+        offsets: a placement.
+        goal: the height at which to stop.
+        effort: how many rectangles may be looked at, about.
+        watch: asked now and then whether to stop.
+    """
+    offsets = offsets.copy()
+    load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
+    return offsets
+
+
+def canonical_run(
+    rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Watch
+) -> tuple[Answer, Ints, int]:
+    """Return one run of the canonical search (see ``canonical``): its answer, offsets if found, and the effort left."""
+    offsets = np.zeros(len(rectangles), np.int64)
+    order = np.ascontiguousarray(order, np.int64)
+    left = _COUNT(effort)
+    answer = load_library().outofcore_canonical(
+        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(left), watch.callback,
+        offsets.ctypes.data,
+    )  # fmt: skip
+    return Answer(answer), offsets, left.value
 
 
 def _layout(rectangles: Rectangles) -> object:
     return ctypes.byref(_Layout(len(rectangles), rectangles.slots, rectangles.base, *rectangles.addresses))
-
-
-@functools.cache
-def load_compiled() -> Compiled | None:
-    """The compiled functions of this process; None, and a line of the log, where they cannot be built."""
-    library, reason = load_functions(_SOURCE, _FLAGS, _FUNCTIONS)
-    if library is None:
-        _log.debug("addresses are given by Python code, without search: %s", reason)
-        return None
-    return Compiled(library)

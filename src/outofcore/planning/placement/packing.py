@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outofcore.errors import InputError
-from outofcore.planning.placement import canonical, first_fit, skyline
-from outofcore.planning.placement.compiled import Answer, Compiled, Watch, load_compiled
+from outofcore.planning.placement import canonical, compiled
+from outofcore.planning.placement.compiled import Answer, Watch
 from outofcore.planning.placement.parameters import PlacementParams
 from outofcore.planning.placement.rectangles import FAR, Ints, Rectangle, Rectangles
 from outofcore.units import round_up
@@ -57,6 +57,7 @@ def pack(
 
     Raises:
         InputError: a rectangle contradicts itself, two have the same id, or there are more bytes than addresses.
+        StateError: ``placement.cpp`` is not compiled and cannot be.
 
     >>> found = pack([Rectangle("a", 0, 2, 8), Rectangle("b", 1, 4, 4), Rectangle("c", 2, 4, 8)])
     >>> found.offsets, found.height
@@ -74,13 +75,12 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
     (arXiv 1804.10001), section 3.
 
     Raises:
-        InputError: as ``pack``.
+        InputError, StateError: as ``pack``.
 
     >>> best_fit([Rectangle("a", 0, 2, 8), Rectangle("b", 1, 4, 4), Rectangle("c", 2, 4, 8)]).offsets
     (4, 0, 4)
     """
-    compiled = load_compiled()
-    return _packed(rectangles, lambda layout, _: _skyline(compiled, layout, _share(layout.held)))
+    return _packed(rectangles, lambda layout, _: compiled.best_fit(layout, _share(layout.held)))
 
 
 def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
@@ -126,14 +126,13 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
     """Offsets, and the lower bound that is known after it."""
-    compiled = load_compiled() if params.compiled else None
     watch = Watch(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # Where even the bound does not fit, how far above it things end matters little.
     hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
-    for rule in _rules(compiled, layout, params):
+    for rule in _rules(layout, params):
         offsets = rule()
         reached = layout.height(offsets)
         if best is None or reached < height:
@@ -142,12 +141,12 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
             return best, bound
     if best is None:
         raise InputError("there is nothing to place")
-    if hopeless or not params.effort or compiled is None:
+    if hopeless or not params.effort:
         return best, bound
     if params.canonical and len(layout) <= canonical.MOST:
         # Half of the seconds, if they are counted, so that some are left for ejection.
         half = Watch(None if params.seconds is None else params.seconds / 2)
-        answer, offsets = canonical.search(compiled, layout, goal, params, half)
+        answer, offsets = canonical.search(layout, goal, params, half)
         _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
         if answer is Answer.FOUND:
             return offsets, bound
@@ -159,26 +158,17 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
     return best, bound
 
 
-def _rules(compiled: Compiled | None, layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
+def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
     """The quick rules, the most promising first."""
     held, size = _share(layout.held), _share(layout.sizes)
     area = _share(layout.held * layout.sizes.astype(np.float64))
-    yield lambda: _skyline(compiled, layout, area)
-    yield lambda: _skyline(compiled, layout, held, 0.1)
-    yield lambda: _skyline(compiled, layout, size)
-    yield lambda: _skyline(compiled, layout, area, 1.0)
+    yield lambda: compiled.best_fit(layout, area)
+    yield lambda: compiled.best_fit(layout, held, 0.1)
+    yield lambda: compiled.best_fit(layout, size)
+    yield lambda: compiled.best_fit(layout, area, 1.0)
     if params.first_fit and len(layout) <= _FIRST_FIT_COUNT:
-        yield lambda: _first_fit(compiled, layout, size)
-        yield lambda: _first_fit(compiled, layout, area)
-
-
-def _skyline(compiled: Compiled | None, layout: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
-    return compiled.best_fit(layout, worth, snug) if compiled else skyline.best_fit(layout, worth, snug)
-
-
-def _first_fit(compiled: Compiled | None, layout: Rectangles, worth: NDArray[np.float64]) -> Ints:
-    order = np.argsort(-worth, kind="stable")
-    return compiled.first_fit(layout, order) if compiled else first_fit.first_fit(layout, order.tolist())
+        yield lambda: compiled.first_fit(layout, np.argsort(-size, kind="stable"))
+        yield lambda: compiled.first_fit(layout, np.argsort(-area, kind="stable"))
 
 
 def _share(values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,13 +11,10 @@ from outofcore.errors import InputError
 class PlacementParams:
     """Switches and effort of ``pack``.
 
-    Without a C++ compiler there is neither ejection nor canonical search.
-
     Attributes:
         effort: rectangles that the canonical search may look at, and ejection likewise; some 400 million take a second.
             0: the quick rules only.
         seconds: stop as well after so many; then the result depends on the machine. None: no such limit.
-        compiled: use compiled code where there is any; off: the same rules in Python, without search.
         first_fit: first fit in orders by size and area, beside best fit over the skyline.
         canonical: the canonical search within the capacity.
         ejection: lower the lowest placement found by ejection.
@@ -30,7 +27,6 @@ class PlacementParams:
 
     effort: int = 200_000_000
     seconds: float | None = None
-    compiled: bool = True
     first_fit: bool = True
     canonical: bool = True
     ejection: bool = True

@@ -1,8 +1,8 @@
 // The inner loops of placement: best fit over the skyline, first fit, ejection and the canonical search.
 //
-// Called through ctypes by compiled.py, which says what each function promises; the modules skyline, first_fit,
-// ejection and canonical describe the algorithms. Everything here is deterministic: integers, a fixed generator of
-// lots, and effort counted in rectangles looked at.
+// Called through ctypes by compiled.py, which says what each function promises; canonical.py and the package's
+// description explain the searches. Everything here is deterministic: integers, a fixed generator of lots, and effort
+// counted in rectangles looked at.
 //
 // Rectangles come as parallel arrays: held over slots of time [begin, end) and, if they return, [again, over), which
 // lie beyond all slots where they do not.

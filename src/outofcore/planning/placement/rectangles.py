@@ -7,7 +7,7 @@ practice as in theory; ``packing`` says which ways of placing are tried.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +19,6 @@ Ints = NDArray[np.int64]
 
 # The offset of what is not placed: above everything, and far from overflowing when doubled.
 FAR = 1 << 60
-# Neighbours that are remembered, over all rectangles; beyond that they are found again when asked for.
-_REMEMBERED = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,6 @@ class Rectangles:
     held: Ints
     base: int
     wrapping: Ints
-    _near: dict[int, NDArray[np.int32]] = field(default_factory=dict[int, NDArray[np.int32]], repr=False)
-    _room: list[int] = field(default_factory=lambda: [_REMEMBERED], repr=False)
 
     @staticmethod
     def of(
@@ -127,25 +123,6 @@ class Rectangles:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def near(self, index: int) -> NDArray[np.int32]:
-        """Those that share a moment with ``index``, without it, in order."""
-        known = self._near.get(index)
-        if known is not None:
-            return known
-        begin, end, again, over = (int(a[index]) for a in (self.begin, self.end, self.again, self.over))
-        shared = (self.begin < end) & (self.end > begin)
-        if len(self.wrapping):
-            shared |= (self.again < end) & (self.over > begin)
-            if over <= self.slots:
-                shared |= (self.begin < over) & (self.end > again)
-                shared |= (self.again < over) & (self.over > again)
-        shared[index] = False
-        found = np.flatnonzero(shared).astype(np.int32)
-        if self._room[0] >= len(found):
-            self._room[0] -= len(found)
-            self._near[index] = found
-        return found
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:

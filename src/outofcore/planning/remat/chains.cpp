@@ -1,7 +1,7 @@
 // The inner loop of searches for what to compute again: the chain of runs that makes some contents before an op.
 //
-// Called through ctypes by compiled.py; chains.py says what a chain is, and has the same in Python. Seconds are added up
-// in the same order there, so that both give the same to the last bit.
+// Called through ctypes by compiled.py; chains.py says what a chain is. tests/unit/naive_chains.py adds seconds up in the
+// same order, so that both give the same to the last bit.
 
 #include <algorithm>
 #include <cstdint>

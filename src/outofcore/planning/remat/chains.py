@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 
 from outofcore.planning.problem import Ints, Problem
-from outofcore.planning.remat.compiled import CompiledChains, Lists, load_compiled
-from outofcore.planning.remat.contents import AT_HOME, Contents
+from outofcore.planning.remat.compiled import CompiledChains, Lists
+from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.nesting import Nested, Surroundings, nested
 
 KEPT, AWAY, AGAIN = 0, 1, 2
@@ -109,12 +109,12 @@ class Choices:
         if not self.kind:
             self.kind = array("q", [AWAY if info.arriving else KEPT for info in gaps])
             self.fetch = array("q", self.end)
-        self.gaps_of: dict[int, list[int]] = {}
+        self.gaps_of: list[list[int]] = [[] for _ in contents.storage]
         for g, info in enumerate(gaps):
-            self.gaps_of.setdefault(self.content[g], []).append(g)
+            self.gaps_of[self.content[g]].append(g)
             if info.cyclic:
-                self.gaps_of.setdefault(contents.first[info.gap.storage], []).append(g)
-        self.compiled = like.compiled if like is not None else self._compiled()
+                self.gaps_of[contents.first[info.gap.storage]].append(g)
+        self.compiled = CompiledChains(contents, self.gaps_of, self.start) if like is None else like.compiled
         self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
         self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
         self.limit = problem.limit if self.limit < 0 else self.limit
@@ -141,13 +141,6 @@ class Choices:
         )
         # The gaps that a search may change.
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
-
-    def _compiled(self) -> CompiledChains | None:
-        library = load_compiled()
-        if library is None:
-            return None
-        gaps_of = [self.gaps_of.get(content, ()) for content in range(len(self.contents.storage))]
-        return CompiledChains(library, self.contents, gaps_of, self.start)
 
     def snapshot(self) -> tuple[tuple[int, int, int], ...]:
         """The gaps that are computed again, each with its kind and the op before which it comes back."""
@@ -211,88 +204,12 @@ class Choices:
     def once(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """That chain if each op runs once, however much it takes."""
         targets = sorted({self.content[g] for g in gaps})
-        if self.compiled is None:
-            return self._once(at, targets, limit)
         found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
         if found is None:
             return None
         seconds, most, held, lists = found
         self.work += lists.ops
         return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
-
-    def _once(self, at: int, wanted: Sequence[int], limit: float) -> Chain | None:
-        """``once`` where nothing can be compiled; ``chains.cpp`` does the same in the same order."""
-        c = self.contents
-        maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
-        kind, start, fetch, gaps_of = self.kind, self.start, self.fetch, self.gaps_of
-        targets, pending, seen = set(wanted), list(wanted), set(wanted)
-        runs: set[int] = set()
-        home: set[int] = set()
-        seconds = 0.0
-        while pending:
-            op = maker[pending.pop()]
-            if op < 0:
-                return None
-            if op in runs:
-                continue
-            runs.add(op)
-            seconds += c.seconds[op]
-            if seconds > limit:
-                return None
-            for need in needs[op]:
-                if need in seen:
-                    continue
-                seen.add(need)
-                if lasting[need]:
-                    if lasting[need] == AT_HOME and not born[need] < at <= gone[need]:
-                        home.add(need)
-                    continue
-                if born[need] < at <= gone[need]:
-                    there = True
-                    for g in gaps_of.get(need, ()):
-                        if kind[g] == AGAIN:
-                            if start[g] < at < fetch[g]:
-                                there = False
-                        elif kind[g] == AWAY and start[g] < at < fetch[g]:
-                            home.add(need)
-                    if there:
-                        continue
-                pending.append(need)
-        self.work += len(runs)
-        order = sorted(runs)
-        last: dict[int, int] = {}
-        for op in order:
-            for need in needs[op]:
-                last[need] = op
-        blocks: dict[int, int] = {}
-        used = most = 0
-        made: set[int] = set()
-        for op in order:
-            for need in needs[op]:
-                if need in home and need not in blocks:
-                    blocks[need] = size[need]
-                    used += size[need]
-            used += c.fresh[op]
-            most = max(most, used + c.workspace[op])
-            used -= c.scratch[op]
-            makes = c.makes[op]
-            own = {c.storage[m]: m for m in makes}
-            for need in needs[op]:
-                if need in blocks:
-                    if c.storage[need] in own:
-                        del blocks[need]  # written in place: the block goes on as the new content
-                    elif last[need] == op and need not in targets:
-                        used -= blocks.pop(need)
-            for m in makes:
-                made.add(m)
-                if last.get(m, -1) > op or m in targets:
-                    blocks[m] = size[m]
-                else:
-                    used -= size[m]
-        held = sum(size[t] for t in targets)
-        copied = tuple(size[x] for x in sorted(home))
-        links = Links(tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home))
-        return Chain(seconds, most, held, links)
 
     def _single(self, g: int, at: int) -> Chain | None:
         """The chain for one gap where nothing else is computed again."""

@@ -1,14 +1,9 @@
-"""The compiled inner loop of chains (``chains.cpp``), built on first use and kept (see ``outofcore.compiling``).
-
-It gives what ``chains.Choices`` gives in Python, to the last bit, many times faster. Where it cannot be built, that
-Python is what runs, and a line of the log says so.
-"""
+"""The inner loop of chains, ``chains.cpp``; ``outofcore.compiling`` says when that file is compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
@@ -18,10 +13,6 @@ from pathlib import Path
 from outofcore.compiling import load_functions
 from outofcore.planning.remat.contents import Contents
 
-_log = logging.getLogger("outofcore.planning")
-_SOURCE = Path(__file__).with_name("chains.cpp")
-# No sum may be contracted into another operation: seconds are compared to the last bit.
-_FLAGS = ("-ffp-contract=off",)
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _WORD = 8
 _FUNCTIONS = {
@@ -54,15 +45,16 @@ class CompiledChains:
     """Chains of one step.
 
     Args:
-        library: of ``load_compiled``.
         contents: of the step.
         gaps_of: by content, the gaps in which it is not used.
         start: by gap, the op after which it begins.
+
+    Raises:
+        StateError: as ``load_functions``.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, contents: Contents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]
-    ) -> None:
+    def __init__(self, contents: Contents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]) -> None:
+        library = load_library()
         self._chain = library.outofcore_chain
         arrays: dict[str, array[int] | array[float]] = {
             **{name: array("q", getattr(contents, name)) for name in (*_BY_CONTENT, *_BY_OP)},
@@ -135,9 +127,10 @@ def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
 
 
 @functools.cache
-def load_compiled() -> ctypes.CDLL | None:
-    """The library of this process; None, and a line of the log, where it cannot be built."""
-    library, reason = load_functions(_SOURCE, _FLAGS, _FUNCTIONS)
-    if library is None:
-        _log.debug("what to compute again is sought by Python code: %s", reason)
-    return library
+def load_library() -> ctypes.CDLL:
+    """Load the library of this process.
+
+    Raises:
+        StateError: as ``load_functions``.
+    """
+    return load_functions(Path(__file__).with_name("chains.cpp"), _FUNCTIONS)

@@ -231,7 +231,7 @@ class _Following:
         state = self.state
         for content in sorted(chain.links.made):
             self._changed(content)
-            for g in state.gaps_of.get(content, ()):
+            for g in state.gaps_of[content]:
                 if state.kind[g] == AGAIN and state.start[g] < op < state.end[g] and state.fetch[g] == state.end[g]:
                     state.fetch[g] = op
                     self.held[op : state.end[g]] += state.bytes[g]

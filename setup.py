@@ -1,0 +1,51 @@
+"""Compile into wheels the C++ that needs neither PyTorch nor CUDA; everything else is in pyproject.toml.
+
+Without a compiler a wheel has the sources alone, and an editable installation always: they are compiled on first use.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent / "src"))
+
+from outofcore.compiling import COMPILERS, compile_library, wheel_library
+
+SOURCES = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/chains.cpp")
+
+
+class Package(Distribution):
+    """The package, with libraries if there is a compiler."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether a wheel is for one platform."""
+        return any(map(shutil.which, COMPILERS))
+
+
+class BuildLibraries(build_py):
+    """Builds the libraries beside their sources."""
+
+    def run(self) -> None:
+        """Copy the package and compile."""
+        super().run()
+        if self.editable_mode or not self.distribution.has_ext_modules():
+            return
+        for source in (Path(self.build_lib, "outofcore", name) for name in SOURCES):
+            for earlier in source.parent.glob(f"{source.stem}-*.so"):
+                earlier.unlink()
+            compile_library(source, wheel_library(source)).chmod(0o644)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python: the libraries are loaded by ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags for Python, its ABI and the platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(distclass=Package, cmdclass={"build_py": BuildLibraries, "bdist_wheel": PlatformWheel})

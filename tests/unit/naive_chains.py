@@ -1,0 +1,84 @@
+"""Chains of runs in Python: what those of ``chains.cpp`` are compared with, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outofcore.planning.remat.chains import AGAIN, AWAY, Chain, Choices, Links
+from outofcore.planning.remat.contents import AT_HOME
+
+
+def once(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+    """Return what ``Choices.once`` does, computed in the same order."""
+    c = choices.contents
+    maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
+    kind, start, fetch, gaps_of = choices.kind, choices.start, choices.fetch, choices.gaps_of
+    wanted = sorted({choices.content[g] for g in gaps})
+    targets, pending, seen = set(wanted), list(wanted), set(wanted)
+    runs: set[int] = set()
+    home: set[int] = set()
+    seconds = 0.0
+    while pending:
+        op = maker[pending.pop()]
+        if op < 0:
+            return None
+        if op in runs:
+            continue
+        runs.add(op)
+        seconds += c.seconds[op]
+        if seconds > limit:
+            return None
+        for need in needs[op]:
+            if need in seen:
+                continue
+            seen.add(need)
+            if lasting[need]:
+                if lasting[need] == AT_HOME and not born[need] < at <= gone[need]:
+                    home.add(need)
+                continue
+            if born[need] < at <= gone[need]:
+                there = True
+                for g in gaps_of[need]:
+                    if kind[g] == AGAIN:
+                        if start[g] < at < fetch[g]:
+                            there = False
+                    elif kind[g] == AWAY and start[g] < at < fetch[g]:
+                        home.add(need)
+                if there:
+                    continue
+            pending.append(need)
+    choices.work += len(runs)
+    order = sorted(runs)
+    last: dict[int, int] = {}
+    for op in order:
+        for need in needs[op]:
+            last[need] = op
+    blocks: dict[int, int] = {}
+    used = most = 0
+    made: set[int] = set()
+    for op in order:
+        for need in needs[op]:
+            if need in home and need not in blocks:
+                blocks[need] = size[need]
+                used += size[need]
+        used += c.fresh[op]
+        most = max(most, used + c.workspace[op])
+        used -= c.scratch[op]
+        makes = c.makes[op]
+        own = {c.storage[m]: m for m in makes}
+        for need in needs[op]:
+            if need in blocks:
+                if c.storage[need] in own:
+                    del blocks[need]  # written in place: the block goes on as the new content
+                elif last[need] == op and need not in targets:
+                    used -= blocks.pop(need)
+        for m in makes:
+            made.add(m)
+            if last.get(m, -1) > op or m in targets:
+                blocks[m] = size[m]
+            else:
+                used -= size[m]
+    held = sum(size[t] for t in targets)
+    copied = tuple(size[x] for x in sorted(home))
+    links = Links(tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home))
+    return Chain(seconds, most, held, links)
