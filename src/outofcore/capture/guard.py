@@ -67,11 +67,7 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
 
 
 def check_shapes(path: str, module: nn.Module) -> None:
-    """Refuse a lazy module whose own parameters or buffers have no shapes yet.
-
-    Raises:
-        InputError: names the module by its path.
-    """
+    """Raise ``InputError`` for a lazy module whose own parameters or buffers have no shapes yet."""
     if any(map(is_lazy, chain(module._parameters.values(), module._buffers.values()))):
         raise InputError(
             f"{path or 'the model'} ({type(module).__name__}) has no shapes yet: a lazy module gets them in its first "

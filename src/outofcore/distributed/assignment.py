@@ -40,7 +40,7 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def runs(counts: Sequence[int]) -> tuple[range, ...]:
-    """The workers of each process.
+    """Return the workers of each process.
 
     >>> runs((2, 1))
     (range(0, 2), range(2, 3))
